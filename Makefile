@@ -1,61 +1,67 @@
-# Everything runs in .venv, built once from requirements.lock; nothing needs to be installed by hand.
+# All commands run in .venv, which `make setup` builds from requirements.lock.
 PYTHON ?= python3
 ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.from-lock
 UV     := $(BIN)/uv pip
-BESIDE := -n 2 --dist worksteal # two tests at a time; ARGS="-n 0": one after the other, in this process
-unexport PYTHONDONTWRITEBYTECODE # uv leaves it to Python to compile what is imported, once
+BESIDE := -n 2 --dist worksteal # two tests at a time; ARGS="-n 0": one after another, in this process
+unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python store the bytecode of the first import
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train sweep dashboard quick test proof lint lock clean
+.PHONY: help setup train sweep dashboard quick test proof lint docs docs-serve lock clean
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## build .venv from requirements.lock; again only when the lock or pyproject.toml changes
+setup: $(STAMP) ## build .venv from requirements.lock, if the lock or pyproject.toml has changed
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make setup PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv .venv
 	@echo "installing into .venv: a minute or two the first time, a few GB (PyTorch brings its CUDA libraries)"
 	@sed -n '/^uv==/,/# via/p' requirements.lock | $(BIN)/python -m pip install --quiet --require-hashes -r /dev/stdin
-	@$(UV) install --python $(BIN)/python --quiet --require-hashes -r requirements.lock || { echo "uv can't, so pip does it"; \
+	@$(UV) install --python $(BIN)/python --quiet --require-hashes -r requirements.lock || { echo "uv failed; installing with pip"; \
 	    $(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock; }
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -c 'import lockstep.run.training' # it works, and its bytecode is there
+	@$(BIN)/python -c 'import lockstep.run.training' # check that it works, and compile its bytecode
 	@touch $@
 
-train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
+train: setup ## train: make train ARGS="strategy=ddp devices=2"
 	@$(BIN)/python src/train.py $(ARGS)
 
-sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2"
+sweep: setup ## train several runs: make sweep ARGS="strategy=dp,ddp devices=1,2"
 	@$(BIN)/python src/train.py -m $(ARGS)
 
-dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
+dashboard: setup ## open TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
 	@$(BIN)/python scripts/dashboard.py outputs --host 127.0.0.1 $(ARGS)
 
-quick: setup ## the tests without whole runs
+quick: setup ## run the tests without whole runs
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)
 
-test: setup ## the tests without the proofs on real engines and the random faults
+test: setup ## run the tests without the proofs on real engines and the random faults
 	@$(BIN)/python -m pytest $(BESIDE) -m "not proof" $(ARGS)
 
-proof: setup ## all tests, as CI runs them
+proof: setup ## run all tests, as CI does
 	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
 
-lint: setup ## ruff (rules and format), mypy, and the order of the rooms
+lint: setup ## run ruff (rules and format) and mypy, and check the order of the rooms
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python tests/extras_of_the_core.py
 
-lock: setup ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
+docs: setup ## build the documentation into site/; any warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: setup ## serve the documentation at http://127.0.0.1:8000 and rebuild it when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000 $(ARGS)
+
+lock: setup ## resolve pyproject.toml into requirements.lock again (LOCK="--upgrade": the newest versions)
 	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	    --custom-compile-command "make lock" --extra dev $(LOCK) pyproject.toml --output-file requirements.lock
 
 clean: ## remove caches and .venv, never outputs/ or data/
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
 	@find src scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,14 +1,17 @@
-"""Runs side by side: a sweep, or any runs:
+"""Compare runs of a sweep, or any runs, side by side:
 
     python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
-Runs that differ in nothing but their seed are one row. The best by validation come first: test accuracy stands beside
-it, and chooses nothing. Below the table stands which rows took the same steps until rounding grew. The table comes to
-the terminal, and as compare.md and compare.json into the folder given (`--to` names another), with plots: loss,
-accuracy, speed. `--by lr` adds a table and
-a plot of test accuracy against a key, with a column and a line for each choice of the other keys. Exactly two runs are
-compared in all that they say, to the bits of their weights. Exit codes: 0 compared, 2 bad input.
+Runs that differ only in the seed share a row. Rows are sorted by validation accuracy; test accuracy is shown but does
+not affect the order. Notes below the table name the rows that took the same steps on different layouts.
+
+The table is printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
+plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
+other keys is a column of the table and a line of the plot. Two runs are compared in detail, down to the bits of their
+weights.
+
+Exit codes: 0 compared, 2 bad input.
 """
 
 import argparse
@@ -41,14 +44,14 @@ FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
-    parser.add_argument("--by", metavar="key", help="that the runs differ in, a number")
-    parser.add_argument("--to", type=Path, metavar="folder", help="where table and plots go")
-    given = parser.parse_args()
+    parser.add_argument("--by", metavar="key", help="a key with numbers in which the runs differ")
+    parser.add_argument("--to", type=Path, metavar="folder", help="folder for the table and the plots")
+    arguments = parser.parse_args()
     try:
-        if len(given.runs) == 2 and not given.by and all(map(is_run, given.runs)):
-            print(pair.report(*given.runs))
+        if len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
+            print(pair.report(*arguments.runs))
         else:
-            compare(given.runs, given.by, given.to)
+            compare(arguments.runs, arguments.by, arguments.to)
     except UserError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
@@ -59,7 +62,7 @@ def main() -> int:
 
 
 def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
-    """Prints and writes the table, the best first, and draws.
+    """Print and write the table, best rows first, and draw the plots.
 
     Raises:
         UserError: there is nothing to compare.
@@ -88,13 +91,13 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
 
 
 def result(group: Group) -> tuple[float, float]:
-    """By validation accuracy, else validation loss; runs without either come last."""
+    """Return the sort key: validation accuracy, else validation loss. Runs without either come last."""
     acc, loss = (group.mean(f"metrics.val/{name}") for name in ("acc", "loss"))
     return -math.inf if acc is None else acc, -math.inf if loss is None else -loss
 
 
 def places(group: Group, root: Path) -> str:
-    """The group's folders below `root`: of a sweep's jobs, their numbers."""
+    """Return the group's folders relative to `root`. For the jobs of a sweep these are numbers."""
     return ", ".join(run.folder.name if run.folder.absolute() == root else run_place(run, root) for run in group.runs)
 
 
@@ -103,7 +106,7 @@ def run_place(run: Run, root: Path) -> str:
 
 
 def best(groups: Sequence[Group]) -> str:
-    """Where the best runs lie; empty where validation says nothing, or there is no choice."""
+    """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
     first = groups[0]
     if len(groups) == 1 or max(result(first)) == -math.inf:
         return ""
@@ -111,19 +114,21 @@ def best(groups: Sequence[Group]) -> str:
 
 
 def roundings(groups: Sequence[Group], root: Path) -> list[str]:
-    """A sentence for each set of rows that took the same steps on different layouts."""
+    """Return a sentence for each set of rows that took the same steps on different layouts."""
     sentences = []
-    for alike in same_steps(groups):
-        rows = " and ".join(f"{places(group, root)} ({group.layout_name})" for group in alike)
-        exact, digests = alike[0].layout("exact"), {group.digests for group in alike}
+    for members in same_steps(groups):
+        rows = " and ".join(f"{places(group, root)} ({group.layout_name})" for group in members)
+        exact, digests = members[0].layout("exact"), {group.digests for group in members}
         if len(digests) == 1:
             sentences.append(f"{rows} took the same steps, to the same bits of the weights.")
         elif exact:
-            sentences.append(f"{rows} should have the same bits, and do not: scripts/parity.py shows where they part.")
+            sentences.append(
+                f"{rows} should have the same bits, but do not: scripts/parity.py shows where they differ."
+            )
         else:
             sentences.append(
-                f"{rows} took the same steps until rounding, which differs with layout and threads, had grown: "
-                "exact=true removes even that."
+                f"{rows} took the same steps up to rounding, which depends on layout and threads: "
+                "exact=true removes this too."
             )
     return sentences
 
@@ -133,19 +138,19 @@ def shown(column: str, value: Any) -> str:
 
 
 def oddities(groups: Sequence[Group], runs: int) -> list[str]:
-    """What is not in the numbers, and why."""
+    """Return lines about the runs that the averages leave out, and why."""
     left_out = runs - sum(len(group.runs) for group in groups)
-    said = [f"left out: {plural(left_out, 'folder')} of what trained nothing"] if left_out else []
+    lines = [f"left out: {plural(left_out, 'folder')} of runs that did not train"] if left_out else []
     for group in groups:
         for run in group.runs:
             if not run.completed:
-                told = (run.summary.get("status", "without an end"), run.summary.get("error"))
-                said.append(f"{run.folder.name} ({group.label}): {', '.join(filter(None, told))}")
-    return said
+                outcome = (run.summary.get("status", "did not finish"), run.summary.get("error"))
+                lines.append(f"{run.folder.name} ({group.label}): {', '.join(filter(None, outcome))}")
+    return lines
 
 
 def by_key(lines: Lines, key: str) -> str:
-    """A row for each value of the key, a column for each line."""
+    """Return a table with a row for each value of the key and a column for each line."""
 
     def cell(accuracy: Sequence[float]) -> str:
         spread = f" +- {stdev(accuracy):.4f}" if len(accuracy) > 1 else ""

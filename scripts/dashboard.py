@@ -1,8 +1,9 @@
-"""TensorBoard on the runs of a folder, each called by what it was given:  python scripts/dashboard.py outputs
+"""Start TensorBoard on the runs of a folder, each under the name that it was given:
 
-Its HParams page shows what differs between the runs that are there when it starts; of one run the few keys that matter
-most. What follows the folder goes to TensorBoard: --port 6007, say. Runs that begin later come to it by
-themselves.
+    python scripts/dashboard.py outputs
+
+The HParams page has the keys that differ between the runs that exist when it starts; for a single run it has the few
+keys that matter most. Further arguments go to TensorBoard, such as `--port 6007`. Later runs appear by themselves.
 """
 
 import argparse
@@ -20,20 +21,20 @@ from typing import Any
 
 from common.keys import differing
 
-SECONDS = 5.0  # between two looks for new runs
-HARMLESS = "TensorFlow installation not found"  # TensorBoard's first line: what is shown here needs none
+SECONDS = 5.0  # between two searches for new runs
+HARMLESS = "TensorFlow installation not found"  # TensorBoard prints it first; nothing shown here needs TensorFlow
 COMPARED = ("val/acc", "test/acc", "val/loss", "test/loss", "workers/samples_per_second")  # on the HParams page
-FEW = ("batch_size", "lr", "strategy.name")  # keys on it where runs differ in none; with more, metrics are off screen
-TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d+")  # as run folders are named
-MINUTE, SECOND = 16, 19  # characters of it up to there
+FEW = ("batch_size", "lr", "strategy.name")  # its keys if the runs do not differ; with more, metrics are off screen
+TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d+")  # names of run folders
+MINUTE, SECOND = 16, 19  # length of the name up to the minute and up to the second
 
 
 def main() -> int:
-    """Shows them until it is interrupted; TensorBoard's exit code."""
+    """Run TensorBoard until it is interrupted. Return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="?", default="outputs", help="where run folders are; outputs")
-    given, options = parser.parse_known_args()
-    runs = given.runs
+    parser.add_argument("runs", nargs="?", default="outputs", help="folder with run folders (default: outputs)")
+    arguments, options = parser.parse_known_args()
+    runs = arguments.runs
     if not Path(runs).is_dir():
         print(f"error: {runs}: no such folder", file=sys.stderr)
         return 2
@@ -55,11 +56,11 @@ def main() -> int:
         finally:
             over.set()
             looking.join()
-            speaking.join(SECONDS)  # a process that TensorBoard has started may live longer
+            speaking.join(SECONDS)  # a child of TensorBoard may live longer and keep the pipe open
 
 
 def pass_on(lines: Iterable[str]) -> None:
-    """Prints TensorBoard's messages as they come."""
+    """Print TensorBoard's messages as they arrive."""
     for line in lines:
         if not line.startswith(HARMLESS):
             print(line, end="", file=sys.stderr, flush=True)
@@ -71,20 +72,20 @@ def look(links: "Links", over: threading.Event) -> None:
 
 
 class Links:
-    """A folder with a folder for each run, in which are links to its event files.
+    """A folder for TensorBoard with one folder per run, which holds links to the run's event files.
 
     Args:
-        runs: where run folders are.
-        folder: an empty one, for TensorBoard.
+        runs: the folder of the run folders.
+        folder: an empty folder for the links.
     """
 
     def __init__(self, runs: Path, folder: Path) -> None:
         self._runs, self._folder = runs.resolve(), folder
         self._names: dict[Path, str] = {}  # by the folder of event files
-        self._columns = False  # whether they are written
+        self._columns = False  # True once the columns are written
 
     def update(self) -> None:
-        """Links what is new; with the first runs it also writes which columns the HParams page has."""
+        """Link new event files. With the first runs, also write the columns of the HParams page."""
         for file in sorted(self._runs.glob("**/tensorboard/**/*tfevents*")):
             if file.parent not in self._names:
                 self._names[file.parent] = self._name(file.parent)
@@ -97,11 +98,13 @@ class Links:
             write_columns(hyper_parameters, self._folder / min(self._names.values()))
 
     def _name(self, folder: Path) -> str:
-        """The run's title, its name, of a sweep's job the number; the time of its start where two would be called the
-        same."""
+        """Return the name of a run: its title, its `name` and a job's number in a sweep.
+
+        If two runs would have the same name, add the time of the start.
+        """
         run = next(parent for parent in folder.parents if parent.joinpath("tensorboard").is_dir())
-        kept = run / "loggers.json"
-        title = json.loads(kept.read_text())["title"] if kept.exists() else "run"
+        titles = run / "loggers.json"
+        title = json.loads(titles.read_text())["title"] if titles.exists() else "run"
         parts = [part for part in run.relative_to(self._runs).parts if part != "sweeps"]
         inside = folder.relative_to(run / "tensorboard").parts[1:]  # below the title
         names = []
@@ -112,7 +115,7 @@ class Links:
 
 
 def session(folder: Path) -> dict[str, Any]:
-    """A run's hyper-parameters, from its event files; empty where it has written none yet."""
+    """Return a run's hyper-parameters from its event files. Return an empty dict if none are written yet."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.plugins.hparams import metadata
 
@@ -127,12 +130,15 @@ def session(folder: Path) -> dict[str, Any]:
 
 
 def columns(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """The keys in which runs differ; where they differ in none, the few that matter most."""
+    """Return the keys in which runs differ. If they differ in none, return the few that matter most."""
     return sorted(differing(runs)) or [key for key in FEW if any(key in run for run in runs)]
 
 
 def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Writes an event file with the columns of the HParams page. It is one run's: a run of its own would be shown."""
+    """Write an event file with the columns of the HParams page.
+
+    It goes into the folder of an existing run, because TensorBoard would show a folder of its own as a run.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2

@@ -1,10 +1,10 @@
-"""A trained model as a file that needs neither Lockstep nor Lightning:
+"""Export a trained model to a file that needs neither Lockstep nor Lightning:
 
     python scripts/export.py checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
 
-Normalisation and softmax are inside, so that the file takes images as they are decoded: uint8 [n, channels, size, size]
-for any n, probabilities float32 [n, classes]. What was written is read again and must agree with the model. Beside it
-lies model.json: class names, shape, and how far the two were apart.
+The file includes normalisation and softmax. Its input is decoded images, uint8 [n, channels, size, size] for any n; its
+output is probabilities, float32 [n, classes]. The program reads the file again and compares its probabilities with
+those of the model. It also writes model.json: class names, shape, and the largest difference.
 """
 
 import importlib.util
@@ -21,15 +21,15 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.checks import checker
+from lockstep.config.value_checks import checker
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.launch import logs
 from lockstep.run import cli
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
-TOLERANCE = 1e-5  # of a probability
-BATCHES = (1, 2, 7)  # sizes that are tried
+TOLERANCE = 1e-5  # largest allowed difference of a probability
+BATCHES = (1, 2, 7)  # batch sizes to compare
 NEEDED = ("onnx", "onnxscript")
 
 
@@ -38,7 +38,7 @@ class Different(Exception):
 
 
 class Deployed(nn.Module):
-    """Raw images to probabilities."""
+    """A network that maps raw images to probabilities."""
 
     scale: Tensor
     shift: Tensor
@@ -55,7 +55,7 @@ class Deployed(nn.Module):
 
 
 def export(raw: dict[str, Any], folder: Path) -> None:
-    """Writes the file, reads it again, compares."""
+    """Write the file, read it again, and compare it with the model."""
     form = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
     if missing:
@@ -64,13 +64,13 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     fixed["speed"] = {"memory_format": "contiguous"}
     for key, value in fixed.items():
         if key in raw:
-            raise UserError(f"{key}: an export computes with {key}={value}; leave it out")
+            raise UserError(f"{key}: an export always uses {key}={value}: leave it out")
     config, spec = config_and_spec({**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
     if changes(module, spec):
         raise UserError(
-            f"model._target_={config.model['_target_']}: a file would leave out what its on_after_batch_transfer does "
-            "in evaluation, which belongs in forward"
+            f"model._target_={config.model['_target_']}: its on_after_batch_transfer changes images in evaluation, "
+            "and the file would not: move this into forward"
         )
     model = Deployed(module, spec).eval()
     example = torch.zeros(2, spec.channels, spec.image_size, spec.image_size, dtype=torch.uint8)
@@ -80,32 +80,35 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     if not worst <= TOLERANCE:
         path.unlink()
         more = f"by {worst:.1e}, more than {TOLERANCE:.0e}"
-        raise Different(f"{path} was not kept: its probabilities differ from the model's {more}")
+        raise Different(f"{path} was deleted: its probabilities differ from the model's {more}")
     about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": worst}
     path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
     print(f"{path}: agrees with the checkpoint to {worst:.1e} on batches of {', '.join(map(str, BATCHES))}")
 
 
 def changes(module: pl.LightningModule, spec: Spec) -> bool:
-    """Whether images are others after the module's own `on_after_batch_transfer`, though nobody trains."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what devices there are
+    """Check whether the module's own `on_after_batch_transfer` changes images outside training."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide the list of devices
     logs.hide_harmless_warnings()
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
-    found, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)
+    transferred, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)
     module.trainer = None
-    return not torch.equal(found, images)
+    return not torch.equal(transferred, images)
 
 
 def write_torch(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
-    """The file by torch.export, as a function of images."""
+    """Write the file with torch.export. Return it as a function of images."""
     program = torch.export.export(model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("n", min=1)}})
     torch.export.save(program, path)
     return torch.export.load(path).module()
 
 
 def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
-    """The file by torch's ONNX exporter, as a function of images: that of onnx's own reference evaluator."""
+    """Write the file with torch's ONNX exporter. Return it as a function of images.
+
+    The function is onnx's reference evaluator.
+    """
     torch.onnx.export(
         model,
         (example,),
@@ -126,15 +129,15 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tenso
 
 
 def difference(model: nn.Module, run: Callable[[Tensor], Tensor], spec: Spec) -> float:
-    """The largest difference of a probability, over batches of random images of several sizes."""
+    """Return the largest difference of a probability over batches of random images of several sizes."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    differences = []
     for size in BATCHES:
         shape = size, spec.channels, spec.image_size, spec.image_size
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         with torch.no_grad():
-            found.append((model(images) - run(images)).abs().max())
-    return float(torch.stack(found).max())
+            differences.append((model(images) - run(images)).abs().max())
+    return float(torch.stack(differences).max())
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python scripts/fit_memory.py model=resnet18 data=cifar10 batch_size=1024 strategy=ddp devices=2
 
-The arguments are the run's overrides. Each number of micro-batches is tried by `src/train.py` in processes of its own,
-for two optimizer steps, one batch of validation and one of the test, in a temporary folder. The value to give is
-printed. A batch_size that two does not divide is cut as the run's own message proposes.
-Exit codes: 0 found, 1 not even single samples fit, or what another failure of `src/train.py` ended with.
+The arguments are the run's overrides. For each number of micro-batches a new process runs `src/train.py` for two
+optimizer steps, one batch of validation and one of the test, in a temporary folder. The program prints the value to
+use. If two does not divide batch_size, the next number is the one that the run's own message proposes.
+Exit codes: 0 found, 1 not even single samples fit; if `src/train.py` fails for another reason, its exit code.
 """
 
 import re
@@ -21,10 +21,10 @@ NEXT = re.compile(r"\(accumulate_grad_batches=(\d+)\) takes less")
 
 
 def attempt(overrides: list[str], micro_batches: int) -> subprocess.CompletedProcess[str]:
-    """Train for two steps with so many micro-batches. Return the process that has ended."""
+    """Train for two steps with `micro_batches` micro-batches. Return the completed process."""
     with tempfile.TemporaryDirectory(prefix="fit_memory_") as folder:
-        own = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
-        command = [sys.executable, str(TRAIN), *overrides, *own]
+        settings = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
+        command = [sys.executable, str(TRAIN), *overrides, *settings]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -1,28 +1,28 @@
-"""Proof that layouts agree, on your own model, data and machine:
+"""Prove that layouts agree, on your own model, data and machine:
 
     python scripts/parity.py model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
     python scripts/parity.py differences=true data=mnist model.dropout=0.25
     python scripts/parity.py features=true
 
-Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
-and with exact=true; also in two workers that are started as an engine does it (torchrun, SLURM, MPI). By default
-layouts must agree to rounding; under exact, bit for bit. Beside them run controls, steps that are wrong on purpose: if
-one of them is not seen, the comparison is worth nothing, and says so.
+The program takes the config of train.py. It trains the same optimizer steps on every layout that this machine can run,
+with exact=false and with exact=true, and also in two workers started as an engine starts them (torchrun, SLURM, MPI).
+By default layouts must agree up to rounding; under exact, bit for bit. It also runs controls, which are steps with a
+deliberate mistake. If the comparison does not detect a control, it proves nothing, and the verdict states this.
 
-What is rounding is measured, not decreed: three runs whose gradients are off by as many roundings as a step has pieces
-show how far this model has carried that after each step, and ten times as far (or ten roundings of the weights for each
-step so far, where that is more) is the tolerance, step by step: small nets forget a rounding error, others (ResNet18 in
-tiny pieces) blow it up to the size of the weights within ten steps, where a comparison of final weights would see no
-mistake any more.
+The tolerance is measured. In three runs (yardsticks) the gradients are off by as many roundings as a step has pieces.
+They show how far such an error has grown on this model after each step. The tolerance at each step is ten times as
+much, and at least ten roundings of the weights for each step so far. It must be taken step by step: in small nets a
+rounding error shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps.
+From then on a comparison of weights detects no mistake.
 
-`differences=true` measures instead what legitimately differs (another number of pieces, precision, threads), and that
-the switch which removes it does.
+`differences=true` measures what may differ between two runs (another number of pieces, precision, threads), and checks
+that the documented switch removes the difference.
 
-`features=true` compares instead, on a few layouts, runs with each of the `rows` in conf/parity.yaml: what a run can be
-told beside its layout. They are killed and resumed there too.
+`features=true` compares runs with each of the features in the `rows` of conf/parity.yaml, on a few layouts. It also
+kills and resumes these runs.
 
-Writes parity.json and parity.png into its run folder, or differences.json and differences.md, or features.json. The
-last line is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
+The run folder gets parity.json and parity.png, or differences.json and differences.md, or features.json. The last line
+is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
 import sys
@@ -45,53 +45,54 @@ from trials.trial import Outcome, Trial, counted, run, shorten
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Flag, checker, group_file, options, whole
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
+from lockstep.config.value_checks import Flag, checker, group_file, options, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.launch.parent import WorkerFailed
 from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
 from lockstep.text import plural
 
-OWN = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py has not
+PARITY_KEYS = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py does not have
 CONTROLS = {
     "lr x 1.01": None,
     "gradients summed, not averaged": "summed",
     "another permutation": "permuted",
     "short tail scaled as a full step": "windowed",
 }
-LATE = "gradients a step later"  # one more control, where gradients can be late
+LATE = "gradients a step later"  # one more control, if gradients can be late
 ENGINE = "an engine's workers, 2"
 
 
 class Different(Exception):
-    """A layout differs, or a control was not seen."""
+    """A layout differs, or a control was not detected."""
 
 
 def parity(raw: dict[str, Any], folder: Path) -> None:
-    """Runs all trials, prints the table, writes what it found.
+    """Run all trials, print the table, and write the results.
 
     Raises:
         Different: something is not as promised.
     """
-    steps, test_samples = whole(2)("steps", raw.pop("steps")), whole(1)("test_samples", raw.pop("test_samples"))
+    steps = whole_number(2)("steps", raw.pop("steps"))
+    test_samples = whole_number(1)("test_samples", raw.pop("test_samples"))
     tail = raw.pop("tail")
-    tail = None if tail is None else whole(1)("tail", tail)
+    tail = None if tail is None else whole_number(1)("tail", tail)
     differing = checker(Flag)("differences", raw.pop("differences"))
     rows = chosen(raw.pop("features"), raw.pop("rows"))
     report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
     if rows and steps < features.STEPS:
-        raise UserError(f"steps={steps}: a run that is killed in the middle of an epoch needs {features.STEPS}")
+        raise UserError(f"steps={steps} is too few: a run that is killed in mid-epoch needs {features.STEPS} or more")
     if rows:
 
         def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
             composed = compose("parity", [*HydraConfig.get().overrides.task, *overrides])
             raw: Any = OmegaConf.to_container(composed, resolve=True)
-            raw = {key: value for key, value in raw.items() if key not in OWN}
+            raw = {key: value for key, value in raw.items() if key not in PARITY_KEYS}
             config, splits = opened(raw, test_samples)
             return raw, shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
 
@@ -109,54 +110,54 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
 
 
 def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
-    """Those of the rows that `features` names; true: all."""
+    """Return the rows that `features` names; with true, all."""
     wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
     for name in wanted:
         if name not in rows:
-            raise UserError(f"features={name}: {unknown(str(name), rows)}")
+            raise UserError(f"features={name}: {unknown_name_message(str(name), rows)}")
     return {name: rows[name] for name in wanted}
 
 
 def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
-    """The config, checked, and its data with so few samples to test.
+    """Return the checked config and its data, with at most `test_samples` samples in the test split.
 
     Raises:
-        UserError: nothing can be compared.
+        UserError: this config can't be compared.
     """
     if raw["num_nodes"] != 1 or external_workers():
-        raise UserError("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
+        raise UserError("parity.py runs on one machine: use num_nodes=1, without torchrun")
     config = check(raw)
     if config.layout.pieces < 2:
-        raise UserError("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
+        raise UserError("pieces=1 can't be shared by devices: set devices, accumulate_grad_batches or pieces")
     splits = open_data(config.data, config.data_dir, config.seed)
     if splits.test is not None:
         splits = replace(splits, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
     return config, splits
 
 
-def judge_features(found: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
-    """Shows what became of each feature.
+def judge_features(results: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
+    """Print and write the results of each feature.
 
     Raises:
-        Different: one is not as promised, or a control was not seen.
+        Different: a result is not as promised, or a control was not detected.
     """
-    Console(width=170).print(features.table(found))
+    Console(width=170).print(features.table(results))
     write_summary(
-        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in found.items()}}
+        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in results.items()}}
     )
-    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in found.items() for row in rows if not row.passed]
+    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in results.items() for row in rows if not row.passed]
     if failed:
         raise Different(f"not as promised: {'; '.join(failed)}")
-    print(f"As promised: all {sum(map(len, found.values()))} rows of {', '.join(found)}.")
+    print(f"As promised: all {sum(map(len, results.values()))} rows of {', '.join(results)}.")
 
 
 def judge_layouts(
     config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path, report: dict[str, Any]
 ) -> None:
-    """Every layout against one device, and the controls.
+    """Compare every layout with one device, and run the controls.
 
     Raises:
-        Different: a layout differs, or a control was not seen.
+        Different: a layout differs, or a control was not detected.
     """
     rows, tolerance, text = compare(config, raw, steps, splits, folder / "trials")
     console = Console(width=170)
@@ -172,7 +173,7 @@ def judge_layouts(
 
 
 def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
-    """The answer in one line, and whether all is as promised."""
+    """Return the verdict in one line, and whether all is as promised."""
     trials = [row for row in rows if row.kind not in ("control", "yardstick")]
     controls = [row for row in rows if row.kind == "control"]
     failed = [f"{row.layout} ({row.kind})" for row in trials if not row.passed]
@@ -196,9 +197,13 @@ def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
 def compare(
     config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
 ) -> tuple[list[Row], Distances, str]:
-    """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
+    """Compare each trial with one device that has the same pieces and arithmetic.
+
+    Returns:
+        the rows, the tolerance, and the text below the table.
+    """
     rows: list[Row] = []
-    first: dict[tuple[bool, int], Outcome] = {}  # one device: without and with exact, and by steps late
+    first: dict[tuple[bool, int], Outcome] = {}  # on one device, by exact and by steps late
     usual = steps_late(raw)
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []
@@ -208,22 +213,22 @@ def compare(
             tried = check({**raw, **trial.changes})
             layout, arithmetic = tried.layout, (tried.layout.exact, steps_late({**raw, **trial.changes}))
             names = trial.name or title(layout), each(layout)
-            found = run(trial, raw, steps, splits, folder / f"{number:02d}")
+            outcome = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (UserError, WorkerFailed) as error:
             if tolerance is None:
                 raise
-            # a layout may have no exact sum (SyncBatchNorm, compression), and a control may overflow
-            # nor is every network one in a row
+            # These failures are expected: some layouts have no exact sum (SyncBatchNorm, compression), a pipeline needs
+            # a sequential network, and a control may overflow.
             refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] not in ("auto", "ddp", "dp")
             passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        default = found if kind == "late" else first.get((False, usual), found)
+        default = outcome if kind == "late" else first.get((False, usual), outcome)
         reference = first.get(arithmetic, default)
-        rows.append(judge(kind, names, found, reference, tolerance))
-        first.setdefault(arithmetic, found)
+        rows.append(judge(kind, names, outcome, reference, tolerance))
+        first.setdefault(arithmetic, outcome)
         if kind == "yardstick":
-            yardsticks.append(distances(found, reference))
+            yardsticks.append(distances(outcome, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
     assert tolerance is not None
     return rows, tolerance, explain(first[False, usual], tolerance)
@@ -233,35 +238,35 @@ def compare(
 
 
 def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
-    """Kind and trial, in the order of the table: the reference first, then the yardstick."""
+    """Return the kinds and trials in the order of the table: the reference first, then the yardsticks."""
     default, exact = {"exact": False}, {"exact": True}
     everywhere = list(layouts(config, raw))
     one, others = everywhere[0] | default, everywhere[1:]
-    found = [("default", Trial("", one))]
-    found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
-    two = asked(config, raw) | {"strategy": group_file("strategy", "ddp"), "devices": 2}
+    planned = [("default", Trial("", one))]
+    planned += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
+    two = requested_layout(config, raw) | {"strategy": group_file("strategy", "ddp"), "devices": 2}
     engines = [two] if can_run({**raw, **two, **default}) else []
-    found += [("default", Trial("", layout | default)) for layout in others]
-    found += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
-    found += [("exact", Trial("", layout | exact)) for layout in everywhere]
-    found += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
+    planned += [("default", Trial("", layout | default)) for layout in others]
+    planned += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
+    planned += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    planned += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
     late: dict[str, Any] = {}
     if "late" in options("extras"):
         one_more = {**group_file("extras", "late")["late"], "steps": steps_late(raw) + 1}
         late = {"extras": {**(raw["extras"] or {}), "late": one_more}}
     if lateable := bool(late) and can_run({**raw, **one, **late}):
-        some: dict[str, dict[str, Any]] = {}  # the first of each strategy
+        some: dict[str, dict[str, Any]] = {}  # the first layout of each strategy
         for layout in everywhere:
-            if can_run({**raw, **layout, **late}):  # stages send no gradients that could be late
+            if can_run({**raw, **layout, **late}):  # a pipeline sends no gradients, so they can't be late
                 some.setdefault(check({**raw, **layout}).layout.strategy, layout)
-        found += [("late", Trial("", layout | exact | late)) for layout in some.values()]
-    found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
-    wrong = asked(config, raw) | default
+        planned += [("late", Trial("", layout | exact | late)) for layout in some.values()]
+    planned.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
+    wrong = requested_layout(config, raw) | default
     for name, fault in CONTROLS.items():
-        found.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+        planned.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
     if lateable:
-        found.append(("control", Trial(LATE, one | late)))
-    return found
+        planned.append(("control", Trial(LATE, one | late)))
+    return planned
 
 
 def steps_late(raw: dict[str, Any]) -> int:
@@ -270,7 +275,7 @@ def steps_late(raw: dict[str, Any]) -> int:
 
 
 def can_run(raw: dict[str, Any]) -> bool:
-    """Whether a config is not refused: gradients can't be late with a loss scaler, say."""
+    """Check whether a config is valid. For example, gradients can't be late with a loss scaler."""
     try:
         check(raw)
     except UserError:
@@ -279,24 +284,26 @@ def can_run(raw: dict[str, Any]) -> bool:
 
 
 def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Changes to the config for every layout of its pieces that this machine can run; one device first."""
+    """Yield the changes to the config for every layout of its pieces that this machine can run, one device first."""
     pieces, devices = config.layout.pieces, config.layout.devices
     most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
-    full = max(n for n in range(1, most + 1) if pieces % n == 0)  # no accumulation, where there are so many devices
+    full = max(n for n in range(1, most + 1) if pieces % n == 0)  # the most devices that share the pieces equally
     uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
     auto, ddp, dp = (group_file("strategy", name) for name in ("auto", "ddp", "dp"))
     candidates: list[tuple[dict[str, Any], int]] = [(auto, 1), (raw["strategy"], devices)]
-    for strategy in (ddp,) if config.compile else (ddp, dp):  # which can't go with it
+    for strategy in (ddp,) if config.compile else (ddp, dp):  # dp can't be compiled
         candidates += [(strategy, n) for n in sorted({2, uneven, devices, full}) if 1 < n <= most]
         if pieces >= 3 and most >= 2:
             candidates.append((strategy | {"shares": [3, 1]}, 2))
     if config.layout.accelerator == "cpu":
         others = [group_file("strategy", name) for name in options("strategy") if name not in ("auto", "ddp", "dp")]
         candidates += [(strategy, n) for strategy in others for n in (2, 3) if n <= most]
-    found = [asked(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates]
+    changed = [
+        requested_layout(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates
+    ]
     core = [strategy["name"] for strategy in (auto, ddp, dp)]
     seen = set()
-    for changes in found:
+    for changes in changed:
         if changes["strategy"]["name"] not in core and not can_run({**raw, **changes}):
             continue
         layout = check({**raw, **changes}).layout
@@ -305,21 +312,21 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield changes
 
 
-def asked(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
-    """The layout asked for, as changes to a config."""
+def requested_layout(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout that the user asked for, as changes to a config."""
     layout = {"strategy": raw["strategy"], "devices": config.layout.devices}
     return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
 
 
 def title(layout: Layout) -> str:
-    """A layout's name in the table."""
+    """Return a layout's name in the table."""
     if layout.staged:
         return f"{layout.strategy}, {layout.devices} stages"
     return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {plural(layout.devices, 'device')}"
 
 
 def each(layout: Layout) -> str:
-    """The pieces of each device: `4 + 4`."""
+    """Return the number of pieces of each device, such as `4 + 4`."""
     if layout.staged:
         return f"{layout.pieces} through all"
     return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))

@@ -1,5 +1,7 @@
-"""Computes a part of a run again, from what its ledger says of it, with the project's own training in a folder that is
-thrown away."""
+"""Compute a part of a run again from what its ledger records.
+
+The project's own training does it, in a folder that is deleted afterwards.
+"""
 
 import logging
 import shutil
@@ -16,25 +18,32 @@ from torch import Tensor
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
-from lockstep.config.checks import group_file
-from lockstep.config.targets import must_be_named
+from lockstep.config.targets import check_targets_named
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, deciding, parsed, read
-from lockstep.launch.agent import launch
+from lockstep.extras.ledger.ledger_file import NAME, STATE, config_sha256, decisive_config, parse_line, read
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 from lockstep.step.lightning_quirks import validates
 
-GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")  # that may name what is made
+GROUPS = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "callbacks",
+    "extras",
+)  # config groups whose files name classes to build
 
 
 class Until(Preemption):
-    """Saves after some steps as a run does that gets a signal then, and ends it after the last of them.
+    """Save after given steps, as a run does on a signal, and end the run after the last of them.
 
     Args:
-        steps: optimizer steps since the run began, in order.
+        steps: optimizer steps since the run began, in ascending order.
     """
 
     def __init__(self, folder: Path, steps: Sequence[int]) -> None:
@@ -47,16 +56,16 @@ class Until(Preemption):
         if trainer.global_step in self._steps:
             self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
             if not validates(trainer):
-                self._answer(trainer)
+                self._save_for_signal(trainer)
 
 
 @dataclass(frozen=True)
-class Life:
-    """A part of a run in which nothing changed that its bits follow from.
+class Part:
+    """A part of a run in which everything that determines its bits stayed the same.
 
     Attributes:
-        about: what the ledger says of it.
-        config: on the layout that is asked for now.
+        about: the ledger's record of the run.
+        config: the config, on the layout that the user asks for now.
     """
 
     about: Mapping[str, Any]
@@ -64,7 +73,7 @@ class Life:
 
     @cached_property
     def splits(self) -> Splits:
-        """Opened here, with nothing to be tested."""
+        """The data, opened on this machine, without a test split."""
         return replace(open_data(self.config.data, self.config.data_dir, self.config.seed), test=None)
 
     @cached_property
@@ -72,51 +81,65 @@ class Life:
         return self.splits.order(self.config.layout, self.config.seed)
 
 
-def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
-    """What a ledger says of a run, to be computed on the layout of `raw`, the config of this command.
+def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Part:
+    """Return a part of a run from its ledger, to be computed on the layout of `raw`.
+
+    Args:
+        about: the ledger's record of the run.
+        raw: the config of this command.
+        path: the ledger, for messages.
 
     Raises:
-        UserError: it names what the local conf/ does not, is no config of a run, or gives the same bits elsewhere only.
+        UserError: the record names classes that the local conf/ does not name, is no config of a run, or gives the same
+            bits only on another layout.
     """
-    told = about.get("config")
-    if not isinstance(told, dict) or not isinstance(told.get("strategy"), dict):
-        raise UserError(f"{path}: what it says of the run is no config")
+    recorded = about.get("config")
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("strategy"), dict):
+        raise UserError(f"{path}: its record of the run has no config: it was changed")
     for group in GROUPS:
-        must_be_named(path, group, told.get(group), raw.get(group))
+        check_targets_named(path, group, recorded.get(group), raw.get(group))
     before = about.get("data_dir")
-    there = isinstance(before, str) and Path(before).is_dir()
-    kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
-    speed = {**(told.get("speed") or {}), "resident": raw["speed"]["resident"]}
-    strategy = {key: told["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
+    exists = isinstance(before, str) and Path(before).is_dir()
+    local = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
+    speed = {**(recorded.get("speed") or {}), "resident": raw["speed"]["resident"]}
+    strategy = {key: recorded["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
     config = check(
         {
-            **told,
-            **kept,
+            **recorded,
+            **local,
             "num_nodes": 1,
             "speed": speed,
             "strategy": {**raw["strategy"], **strategy},
-            "extras": {**(told.get("extras") or {}), **group_file("extras", "ledger")},
-            "data_dir": raw["data_dir"] or (before if there else "data"),
-            "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
+            "extras": {**(recorded.get("extras") or {}), **group_file("extras", "ledger")},
+            "data_dir": raw["data_dir"] or (before if exists else "data"),
+            "callbacks": {**(recorded.get("callbacks") or {}), "saving": SAVING},
         }
     )
-    if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
-        own = told["strategy"]
-        layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
-        raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
-    return Life(about, config)
+    if recorded.get("exact") is not True and config_sha256(decisive_config(config)) != config_sha256(recorded):
+        original = recorded["strategy"]
+        layout = (
+            f"strategy={original.get('name')} devices={original.get('devices')} num_nodes={original.get('num_nodes')}"[
+                :80
+            ]
+        )
+        raise UserError(f"{path}: without exact=true a run has the same bits only on its own layout: use {layout}")
+    return Part(about, config)
 
 
-SENDING = ("sync_batchnorm", "compression")  # options of a strategy that weights depend on
+SENDING = ("sync_batchnorm", "compression")  # options of a strategy that change the weights
 SAVING = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
 
 
-def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
-    """Trains from a checkpoint, or from the seed, up to the last of `steps`; returns what the ledger of that says, by
-    step. Its last checkpoint stays in `folder`.
+def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
+    """Train from a checkpoint, or from the seed, up to the last of `steps`.
+
+    The last checkpoint stays in `folder`.
+
+    Returns:
+        the lines of the new ledger, by step.
 
     Raises:
-        Interrupted: before it was there.
+        Interrupted: the run was interrupted before its last step.
     """
     (folder / "checkpoints").mkdir(parents=True)
     if start is not None:
@@ -132,18 +155,21 @@ def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path
 
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in map(parsed, read(folder / NAME))}
+    return {line["step"]: line for line in map(parse_line, read(folder / NAME))}
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> None:
     logging.disable(logging.WARNING)
-    train(config, splits, folder)
+    fit_and_test(config, splits, folder)
 
 
-def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The first tensor or number of two checkpoints that differs, and by how much; empty where all are the same."""
+def first_difference(computed: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Return the first tensor or number that differs between two checkpoints, and by how much.
+
+    Return an empty string if all are the same.
+    """
     for name in ("state_dict", *STATE):
-        for difference in _differences(name, found.get(name), wanted.get(name)):
+        for difference in _differences(name, computed.get(name), expected.get(name)):
             return difference.removeprefix("state_dict.")
     return ""
 

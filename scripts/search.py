@@ -1,13 +1,14 @@
-"""Searches for good hyperparameters with Optuna; every trial is a run of src/train.py.
+"""Search for good hyperparameters with Optuna. Every trial is a run of src/train.py:
 
     python scripts/search.py trials=20 model=mnist_cnn 'lr=tag(log,interval(0.001,0.3))' batch_size=32,64,128
 
-What is searched is said in Hydra's words for sweeps: interval, range, choice, several values; the rest of the command
-line goes to every trial. The search's own keys are trials=20, metric=val/acc, mode=max, and folder=, which goes on with
-a search that was cut short, or joins one that runs: the same command beside it. In the folder lie the trials' runs, by
-number, with what they said in <number>.log, Optuna's study.db, and experiment/best.yaml.
+The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
+arguments go to every trial. The search has keys of its own: trials=20, metric=val/acc, mode=max, and folder=. With the
+folder of an earlier search, the same command continues it; several such commands at once share the work. The folder has
+one run folder and one <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
-A trial is forked from the search as a job is from its sweep (lockstep/run/sweeps.py), and runs what src/train.py does.
+A trial is forked from the search, as a job is from its sweep (lockstep/run/sweeps.py), and runs the code of
+src/train.py.
 """
 
 import contextlib
@@ -30,34 +31,37 @@ try:
     import optuna
     from sqlalchemy.pool import NullPool
 except ImportError:
-    print("error: a search needs Optuna: pip install optuna (the project's extra `search`)", file=sys.stderr)
+    print("error: Optuna is not installed: pip install -e .[search]", file=sys.stderr)
     sys.exit(2)
 
-from lockstep.config.arguments import quoted
-from lockstep.config.checks import ROOT
+from lockstep.config.arguments import quote_path
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
-from lockstep.launch.interpreter import import_quickly, leave
+from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
-from lockstep.run.summary import conclude
+from lockstep.run.summary import write_conclusion
 from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
-OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
+DEFAULTS = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
 NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
-FIRST = 3  # trials that are all refused: then so will be the others
+FIRST = 3  # if so many trials are refused and none completed, the others will be refused too
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Search:
-    """A study in a folder, which several processes may work on. Each trial's lock is held by the one that runs it: who
-    finds a running trial without has found one that was cut short, and goes on with it."""
+    """A study in a folder, which several processes may work on.
+
+    The process that runs a trial holds the trial's lock. A running trial without a lock was interrupted, so a
+    process that finds one continues it.
+    """
 
     def __init__(self, folder: Path, mode: str, space: Mapping[str, Any], trials: int) -> None:
         self.folder, self.space, self.trials = folder, dict(space), trials
         folder.mkdir(parents=True, exist_ok=True)
-        # A connection is closed after use: none is open where a trial is forked, which SQLite does not bear.
+        # Close each connection after use: SQLite does not allow an open one across a fork.
         patient = {"connect_args": {"timeout": 60}, "poolclass": NullPool}
         with self.alone():
             self.study = optuna.create_study(
@@ -68,7 +72,7 @@ class Search:
             )
 
     def draw(self) -> tuple[Any, IO[bytes]] | None:
-        """The next trial and its lock; None where all are made or being made."""
+        """Return the next trial and its lock. Return None if all trials are complete or running."""
         with self.alone():
             made = self.study.get_trials(deepcopy=False)
             for trial in made:
@@ -79,22 +83,24 @@ class Search:
             self.study.sampler = optuna.samplers.TPESampler(seed=len(made))
             new = self.study.ask(self.space)
             lock = self.lock(new.number)
-            assert lock is not None, "a new trial is nobody's"
+            assert lock is not None, "a new trial is not locked"
             return new, lock
 
-    def tell(self, number: int, value: float | None, status: str) -> None:
-        """Takes down a trial's result; None, nan, or not completed: it failed, and counts as made."""
+    def record(self, number: int, value: float | None, status: str) -> None:
+        """Record a trial's result. The trial fails if `value` is None or not finite, or if it did not complete."""
         good = status == "completed" and value is not None and math.isfinite(value)
-        with self.alone():  # else one that draws might take it for cut short
+        with self.alone():  # without the lock, `draw` in another process might see an interrupted trial
             self.study.tell(number, value if good else None, state=None if good else optuna.trial.TrialState.FAIL)
 
     def ended(self) -> list[Any]:
+        """Return the trials that completed or failed."""
         return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def lock(self, number: int) -> IO[bytes] | None:
+        """Lock a trial. Return None if another process holds its lock."""
         file = open(self.folder / f"{number}.lock", "wb")  # noqa: SIM115  closed when the trial has ended
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: a fork does not inherit it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a fork does not inherit it
         except BlockingIOError:
             file.close()
             return None
@@ -102,13 +108,18 @@ class Search:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
+        """Hold the lock of the study."""
         with open(self.folder / "study.lock", "wb") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
 
 
 def distribution(override: Override) -> Any:
-    """Hydra's sweep as what Optuna draws from. A range ends before its stop, as in a sweep."""
+    """Return the Optuna distribution for a Hydra sweep. A range ends before its stop, as in a sweep.
+
+    Raises:
+        UserError: Optuna refuses the values.
+    """
     distributions: Any = optuna.distributions
     value = override.value()
     try:
@@ -135,7 +146,7 @@ def _number(text: str) -> Any:
 
 
 def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
-    """The best trial's overrides as a file of conf/experiment/."""
+    """Write the best trial's overrides as a file for conf/experiment/."""
     best = search.study.best_trial
     drawn = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in best.params.items()])
     bases: list[Any] = []
@@ -158,27 +169,32 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
 
 
 def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
-    """Runs a trial, which goes on where its folder stands; what it says goes to `log`.
+    """Run a trial in a fork, or resume it if its folder exists. Its output goes to `log`.
 
     Returns:
-        Its summary; `refused` is true in that of one that never began.
+        the summary. `refused` is true if the trial did not start.
 
     Raises:
-        Interrupted: SIGTERM or SIGINT ended the search; the trial has saved and ended.
+        Interrupted: SIGTERM or SIGINT ended the search, after the trial saved and ended.
     """
 
     def start(job: Job) -> None:
-        sys.argv[:] = [str(ROOT / "src" / "train.py"), *job.overrides, f"hydra.run.dir={quoted(job.folder)}", *flags]
+        sys.argv[:] = [
+            str(ROOT / "src" / "train.py"),
+            *job.overrides,
+            f"hydra.run.dir={quote_path(job.folder)}",
+            *flags,
+        ]
         with _into(log):
-            code, said = cli.run(train, "train")
-            if said:
-                print(said, file=sys.stderr)
+            code, message = cli.run_command(train, "train")
+            if message:
+                print(message, file=sys.stderr)
         if code > 128:
             raise Interrupted(code - 128)
         if code:
             job.folder.mkdir(exist_ok=True)
-            error = said.partition("\n")[0].removeprefix("error: ")
-            conclude(job.folder, "failed", error, {"refused": code == cli.REFUSED})
+            error = message.partition("\n")[0].removeprefix("error: ")
+            write_conclusion(job.folder, "failed", error, {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
     run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()])
@@ -187,8 +203,8 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _into(log: Path) -> Iterator[None]:
-    """Whatever this process and those that it starts print meanwhile is appended to a file."""
-    kept = [os.dup(stream) for stream in (1, 2)]
+    """Append to a file all that this process and its children print."""
+    originals = [os.dup(stream) for stream in (1, 2)]
     with open(log, "ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -197,58 +213,63 @@ def _into(log: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for stream, before in zip((1, 2), kept, strict=True):
+        for stream, before in zip((1, 2), originals, strict=True):
             os.dup2(before, stream)
             os.close(before)
 
 
 def main(arguments: list[str]) -> int:
-    """Searches; returns the exit code: 0, or 1 where no trial was completed."""
-    own = OWN | {key: value for key, _, value in (each.partition("=") for each in arguments) if key in OWN}
-    if not own["trials"].isdecimal() or own["mode"] not in ("max", "min"):
-        raise UserError(f"trials={own['trials']} mode={own['mode']}: must be a number of trials, and max or min")
+    """Run the search. Return the exit code: 0, or 1 if no trial completed."""
+    settings = DEFAULTS | {
+        key: value for key, _, value in (each.partition("=") for each in arguments) if key in DEFAULTS
+    }
+    if not settings["trials"].isdecimal() or settings["mode"] not in ("max", "min"):
+        raise UserError(
+            f"trials={settings['trials']} mode={settings['mode']}: trials must be a whole number, and mode must be "
+            "max or min"
+        )
     flags = [each for each in arguments if each.startswith("-")]
-    given = [each for each in arguments if each not in flags and each.partition("=")[0] not in OWN]
-    parsed = OverridesParser.create().parse_overrides(given)
+    remaining = [each for each in arguments if each not in flags and each.partition("=")[0] not in DEFAULTS]
+    parsed = OverridesParser.create().parse_overrides(remaining)
     fixed = [override for override in parsed if not override.is_sweep_override()]
     space = {each.get_key_element(): distribution(each) for each in parsed if each.is_sweep_override()}
     if not space:
-        raise UserError("nothing to search; give 'lr=tag(log,interval(0.001,0.3))', say")
+        raise UserError("nothing to search: give a range, such as 'lr=tag(log,interval(0.001,0.3))'")
     outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = Path(own["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
-    search = Search(folder, own["mode"], space, int(own["trials"]))
-    progress = Progress(search.trials, own["metric"], own["mode"])
+    folder = Path(settings["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
+    search = Search(folder, settings["mode"], space, int(settings["trials"]))
+    progress = Progress(search.trials, settings["metric"], settings["mode"])
     refused = 0
-    while found := search.draw():
-        trial, lock = found
+    while drawn := search.draw():
+        trial, lock = drawn
         values = [f"{key}={value}" for key, value in trial.params.items()]
         overrides = [*(str(each.input_line) for each in fixed), *values]
         job = Job(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
         try:
             summary = run_trial(job, flags, folder / f"{trial.number}.log")
         except Interrupted:
-            print(f"to go on: the same command with folder={os.path.relpath(folder)}", file=sys.stderr)
+            print(f"to continue: run the same command with folder={os.path.relpath(folder)}", file=sys.stderr)
             raise
-        search.tell(trial.number, (summary.get("metrics") or {}).get(own["metric"]), summary["status"])
+        search.record(trial.number, (summary.get("metrics") or {}).get(settings["metric"]), summary["status"])
         lock.close()
         for each in search.ended():
-            progress.add(each.number, {"status": "completed", "metrics": {own["metric"]: each.value}})
+            progress.add(each.number, {"status": "completed", "metrics": {settings["metric"]: each.value}})
         progress.done = len(search.ended()) - 1
         progress.ended(job, summary)
         refused += summary.get("refused", False)
         if refused == FIRST and not progress.best:
             raise UserError(f"the first {FIRST} trials were refused: {summary['error']}")
     if all(trial.value is None for trial in search.ended()):
-        print("error: no trial was completed", file=sys.stderr)
+        print(f"error: no trial completed: see {os.path.relpath(folder)}/<number>.log", file=sys.stderr)
         return 1
-    write_best(search, own["metric"], fixed)
-    print(f"the best again: python src/train.py --config-dir={os.path.relpath(folder)} experiment=best")
+    write_best(search, settings["metric"], fixed)
+    print(f"to run the best again: python src/train.py --config-dir={os.path.relpath(folder)} experiment=best")
     return 0
 
 
 if __name__ == "__main__":
-    import_quickly()
+    disable_garbage_collector()
     try:
         code = main(sys.argv[1:])
     except (UserError, HydraException) as error:
@@ -256,4 +277,4 @@ if __name__ == "__main__":
         code = 2
     except Interrupted as interrupted:
         code = interrupted.code
-    leave(code)
+    exit_process(code)

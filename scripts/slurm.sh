@@ -1,7 +1,7 @@
 #!/bin/bash
-# One worker for each task; queued again when its time is up, and then continues by itself:
+# Start one worker per task. When its time is up the job is queued again and resumes by itself:
 #   sbatch scripts/slurm.sh model=resnet18                                                   one task on one node
-#   sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 scripts/slurm.sh model=resnet18   a task for each of eight GPUs
+#   sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 scripts/slurm.sh model=resnet18   eight tasks, one per GPU
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=2

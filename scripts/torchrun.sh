@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# torchrun on several machines, with what it needs to restart there. The same command on each machine, in any order; one of them has the endpoint:
-#   scripts/torchrun.sh --nnodes=1:3 --max-restarts=100 --rdzv-endpoint=10.0.0.1:29500 src/train.py strategy=ddp pieces=6
-# All arguments are torchrun's and are passed on. One that stands here, too, replaces it: --rdzv-conf=..., --local-addr=...
+# Start torchrun on several machines with the settings that restarts need. Run the same command on each machine, in any
+# order; one of them has the endpoint:
+#   scripts/torchrun.sh --nnodes=1:3 --max-restarts=100 --rdzv-endpoint=10.0.0.1:29500 \
+#       src/train.py strategy=ddp pieces=6
+# All arguments go to torchrun. They override the settings of this script: --rdzv-conf=..., --local-addr=...
 set -euo pipefail
 fail() {
     echo "error: $*" >&2
@@ -14,27 +16,31 @@ for ((at = 1; at <= $#; at++)); do
         --rdzv[-_]endpoint=*) endpoint=${!at#*=} ;;
         --rdzv[-_]endpoint) next=$((at + 1)) && endpoint=${!next-} ;;
         -*) ;;
-        *.py) break ;; # what follows is for the program
+        *.py) break ;; # later arguments are for the program
     esac
 done
-# Each round of workers meets at a new store. At the agents' own, which remembers the round before, half of the restarts hang.
+# Each round of workers uses a new store. The agents' store has keys of the earlier round, with which half of the
+# restarts hang.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 [[ $endpoint ]] || exec torchrun "$@" # one machine
 [[ $(command -v ip) ]] || fail "the command ip is missing: install iproute2"
 
 host=${endpoint%:*}
 address=$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }') || true
-[[ $address ]] || fail "--rdzv-endpoint=$endpoint: no address is known here for $host"
-# Addresses of this machine, with their interfaces. Its own name may stand for a loopback address (Debian: 127.0.1.1), which others can't reach.
+[[ $address ]] || fail "--rdzv-endpoint=$endpoint: this machine finds no address of $host: give an IPv4 address"
+# Addresses of this machine, with their interfaces. Its host name may resolve to a loopback address (Debian: 127.0.1.1),
+# which other machines can't reach.
 mine=$(ip -4 -oneline address show scope global | awk '{ sub("/.*", "", $4); print $4, $2 }')
 if [[ $address == 127.* ]]; then
-    [[ $(wc -l <<<"$mine") == 1 ]] || fail "--rdzv-endpoint=$endpoint: $host is $address here, which others can't reach: give an address," ${mine//$'\n'/ or }
+    [[ $(wc -l <<<"$mine") == 1 ]] ||
+        fail "--rdzv-endpoint=$endpoint: $host is $address here, which others can't reach: give an address," \
+            ${mine//$'\n'/ or }
     address=${mine% *}
 fi
 is_host=0 local=$(ip -4 route get "$address" | awk '{ for (at = 1; at < NF; at++) if ($at == "src") print $(at + 1) }')
 [[ $local == "$address" ]] && is_host=1
 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME-$(awk -v address="$local" '$1 == address { print $2 }' <<<"$mine")}
 export GLOO_SOCKET_IFNAME
-# A lost machine is missed after 5 s instead of 15 s; clocks must agree within that.
+# A lost machine is detected after 5 s instead of 15 s. The clocks of all machines must agree within 5 s.
 conf=is_host=$is_host,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,read_timeout=60
 exec torchrun --rdzv-backend=c10d --local-addr="$local" --rdzv-conf="$conf" "$@"

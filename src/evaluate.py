@@ -1,7 +1,7 @@
 """Test a checkpoint on any layout:  python src/evaluate.py checkpoint=<file or run folder> devices=2"""
 
 if __name__ == "__main__":
-    import lockstep.at_once  # noqa: F401  a Ctrl-C is one line from here on
+    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,17 @@ from lockstep.run import cli
 
 
 def evaluate(raw: dict[str, Any], folder: Path) -> Any:
-    """One evaluation: find the checkpoint, open its data, launch the workers, which test."""
+    """Evaluate: find the checkpoint, open its data, and launch the workers, which test."""
     from lockstep.data.build import open_data
-    from lockstep.run.evaluation import config_of, must_match, recorded, with_tested
+    from lockstep.run.evaluation import check_same_images, config_of, find_checkpoint_and_record, with_tested
     from lockstep.run.evaluation import evaluate as work
     from lockstep.run.supervisor import run_in_workers
 
     split = raw.pop("split")
-    checkpoint, record = recorded(raw)
+    checkpoint, record = find_checkpoint_and_record(raw)
     config = config_of(checkpoint, record, raw)
     splits = open_data(config.data, config.data_dir, config.seed)
-    must_match(checkpoint, record, splits.spec)
+    check_same_images(checkpoint, record, splits.spec)
     return run_in_workers(work, config, with_tested(splits, split, raw, record), folder)
 
 

@@ -1,35 +1,35 @@
-"""What a trained model says about images:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
+"""Predict images with a trained model:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
 
 if __name__ == "__main__":
-    import lockstep.at_once  # noqa: F401  a Ctrl-C is one line from here on
+    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import whole
+from lockstep.config.value_checks import whole_number
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_own_thread
+from lockstep.launch.new_thread import in_new_thread
 from lockstep.run import cli
 
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
-    """One prediction: find the checkpoint and the images, launch the workers, which write predictions.csv."""
+    """Predict: find the checkpoint and the images, and launch the workers, which write predictions.csv."""
     from lockstep.run.prediction import as_splits, config_and_spec
     from lockstep.run.prediction import predict as work
     from lockstep.run.supervisor import run_in_workers
 
     images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(raw)
-    if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
-        raise UserError(f"top_k={top_k}: the model knows {spec.num_classes} classes")
+    if top_k is not None and whole_number(1)("top_k", top_k) > spec.num_classes:
+        raise UserError(f"top_k={top_k}: must be at most {spec.num_classes}, the number of the model's classes")
     splits = as_splits(spec, open_images(images, config, spec))
     return run_in_workers(partial(work, top_k=top_k), config, splits, folder)
 
 
-@in_own_thread  # it calls user code, and the parent forks
+@in_new_thread  # user code may start threads, and this process must be able to fork
 def open_images(images: Any, config: Any, spec: Any) -> Any:
-    """The images to be predicted, after the transforms of evaluation."""
+    """Open the images to be predicted, with the transforms of evaluation."""
     from lockstep.data.build import as_evaluated
     from project.data import ImageFiles
 

@@ -1,7 +1,7 @@
 """Train on any layout:  python src/train.py strategy=ddp devices=4 accumulate_grad_batches=2"""
 
 if __name__ == "__main__":
-    import lockstep.at_once  # noqa: F401  a Ctrl-C is one line from here on
+    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 
 from lockstep.run import cli
 from lockstep.run.supervisor import train

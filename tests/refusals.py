@@ -6,7 +6,7 @@ import pytest
 from conftest import composed
 
 from lockstep.config.check import Config, check
-from lockstep.run.cli import BAD_INPUT, line
+from lockstep.run.cli import BAD_INPUT, error_line
 
 
 def checked(*overrides: str) -> Config:
@@ -17,7 +17,7 @@ def refused(*overrides: str) -> str:
     """The line that a user would read; an AssertionError if there is none, or more than one."""
     with pytest.raises(BAD_INPUT) as caught:
         checked(*overrides)
-    said = line(caught.value)
+    said = error_line(caught.value)
     assert said
     assert "\n" not in said
     return said

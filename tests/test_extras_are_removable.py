@@ -18,7 +18,7 @@ PROGRAMS = Path(sys.executable).parent
 def copied(folder: Path) -> Path:
     """Return a copy of this checkout."""
     folder.mkdir()
-    for part in (".gitignore", "pyproject.toml", "README.md", "src", "conf", "tests", "scripts", "docs"):
+    for part in (".gitignore", "pyproject.toml", "README.md", "mkdocs.yml", "src", "conf", "tests", "scripts", "docs"):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -47,6 +47,7 @@ def broken(root: Path, promises: list[str]) -> str:
         (str(PROGRAMS / "ruff"), "check", "--no-cache"),
         (str(PROGRAMS / "lint-imports"), "--no-cache"),
         (python, "tests/extras_of_the_core.py"),
+        (python, "-m", "mkdocs", "build", "--strict", "--quiet"),
         (python, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache")),
         (python, train, "--help"),
         (python, train, *TINY, "max_steps=2", "exact=true", "strategy=ddp", "devices=2"),

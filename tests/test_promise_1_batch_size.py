@@ -45,9 +45,9 @@ def test_pieces_and_accumulation_follow_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "dp", "devices": 3, "pieces": 3}, "batch_size=63 or 66 can"),
-        ({"batch_size": 1 << 17, "pieces": 1 << 17}, "pieces=131072: a step is cut into 65,536 pieces at most"),
-        ({"batch_size": 1 << 14, "pieces": 1 << 14, "exact": True}, "cut into 8,192 pieces at most under exact=true"),
+        ({"strategy": "dp", "devices": 3, "pieces": 3}, "use batch_size=63 or 66"),
+        ({"batch_size": 1 << 17, "pieces": 1 << 17}, "pieces=131072 is too many: a step has at most 65,536 pieces"),
+        ({"batch_size": 1 << 14, "pieces": 1 << 14, "exact": True}, "at most 8,192 pieces with exact=true"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(options: dict[str, int], message: str) -> None:

@@ -91,4 +91,4 @@ def test_powersgd_sends_a_network_of_several_buckets_and_tells_what_no_checkpoin
     run = run_train(*task, *on, "max_steps=14")
     assert run.summary["steps"] == 14
     resumed = run_train(f"resume={run.folder}", "max_steps=15")
-    assert [told.stderr.count("strategy.compression=powersgd begins anew") for told in (run, resumed)] == [0, 1]
+    assert [told.stderr.count("strategy.compression=powersgd starts again") for told in (run, resumed)] == [0, 1]

@@ -1,4 +1,5 @@
-"""Promise 6: struck at random, a run goes on. scripts/lab/chaos.py, a short seed; docs/daily.md quotes a long one."""
+"""Promise 6: struck at random, a run goes on. scripts/lab/chaos.py, a short seed; a long one:
+docs/devices/when-something-dies.md."""
 
 import os
 import signal

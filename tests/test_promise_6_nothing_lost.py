@@ -22,8 +22,8 @@ from plain import scalars
 
 from lockstep.checkpoint import resume
 from lockstep.checkpoint.compatible import differences
-from lockstep.checkpoint.resume import overrides, write_record
-from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.checkpoint.resume import expand_resume, write_record
+from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.checkpoint.start import checkpoint_to_load
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
@@ -167,7 +167,7 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
     run, sweep = (
         {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
-        for found in (overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
+        for found in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
     )
     assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
     assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
@@ -187,16 +187,16 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
         (tmp_path / file).write_text(content)
     assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
     for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
-        found = overrides([f"resume={tmp_path / 'run'}", *other], "train")
+        found = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
         assert not [override for override in found if "searchpath" in override]
         assert found[-len(other) :] == other
 
 
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
-    with pytest.raises(UserError, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
-        overrides(["resume=last"], program)
-    assert overrides(["resume=null"], program) == ["resume=null"]
+    with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
+        expand_resume(["resume=last"], program)
+    assert expand_resume(["resume=null"], program) == ["resume=null"]
 
 
 def test_what_changed_since_the_checkpoint_is_told_once() -> None:
@@ -239,7 +239,9 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     run = run_train.finish(process, timeout=100)  # a silent worker would be waited for
     assert run.returncode == 130, str(run)
     assert all(ended(pid) for pid in workers)
-    assert "SIGINT: saving and ending; once more ends at once\ninterrupted by SIGINT\n" in run.stderr
+    assert (
+        "SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now\ninterrupted by SIGINT\n" in run.stderr
+    )
     assert checkpoint_of(folder)["global_step"] - 1 <= run.summary["steps"]  # a step is told of when the next begins
     assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
 
@@ -390,7 +392,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(ru
     last.write_bytes(last.read_bytes()[:-100])
     run = run_train(*task, "max_steps=24")
     assert "the file is cut off" in run.stderr
-    assert "trying what is older\n" in run.stderr
+    assert "continuing from the older best.ckpt\n" in run.stderr
     assert "resumes after step 12\n" in run.stderr
 
 
@@ -421,7 +423,7 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monk
         os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
 
     def meant(*given: str) -> Path:
-        found = resume.overrides(["resume=last", f"outputs={tmp_path}", *given], "train")
+        found = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *given], "train")
         (folder,) = [
             each.removeprefix("hydra.run.dir=").strip("'") for each in found if each.startswith("hydra.run.dir=")
         ]
@@ -437,11 +439,11 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monk
         meant("data=mnist")
     for folder in (tmp_path / "own", tmp_path):
         with pytest.raises(UserError, match=rf"^resume={folder}: a folder of runs, not a run: resume={runs[2]} is the"):
-            overrides([f"resume={folder}"], "train")
+            expand_resume([f"resume={folder}"], "train")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").rename(tmp_path / "my own")
     with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
-        overrides(["resume=my own"], "train")
+        expand_resume(["resume=my own"], "train")
     (tmp_path / "my own").rename(tmp_path / "own")
     for variable, value in {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(variable, value)

@@ -26,7 +26,7 @@ from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.run import supervisor as runs
 from lockstep.run.api import compose
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
 SHORT = (*TINY, "max_epochs=1", "logger=none")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
@@ -99,10 +99,10 @@ def test_emulated_bf16_is_said(
         for decides in ("run.supervisor", "config.check"):
             monkeypatch.setattr(f"lockstep.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
         for asked in ("auto", "32-true", "bf16-mixed"):
-            runs.run_in_workers(train, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
+            runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
         said = capsys.readouterr().err.splitlines()
         assert len(said) == (0 if has_bf16 else 1)
-        assert all("precision=bf16-mixed: this processor has no bf16 instr" in line for line in said)
+        assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_signal_saves_and_ends(run_train: Program) -> None:
     summary = run.summary
     log = (run.folder / "train.log").read_text()
     assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
-    assert run.stderr.endswith(f"to go on: resume={run.folder}\n"), "it is not below the current directory"
+    assert run.stderr.endswith(f"to continue: resume={run.folder}\n"), "it is not below the current directory"
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert "SIGINT" in summary["error"]
     assert checkpoint_of(run.folder)["global_step"] == summary["steps"] > 0, "when it was asked to end, not before"
@@ -241,7 +241,7 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert "Traceback" not in run.stderr
-    said = "error: rank 1 was killed by SIGKILL (out of memory?)\nto go on from its last checkpoint: resume="
+    said = "error: rank 1 was killed by SIGKILL (out of memory?)\nto continue from its last checkpoint: resume="
     assert run.stderr.endswith(f"{said}{run.folder}\n")
     assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL (out of memory?)")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"

@@ -16,7 +16,7 @@ from conftest import composed
 from PIL import Image
 
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import check_arguments
 from lockstep.config.check import Config, check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -32,7 +32,7 @@ def accepted(read: Callable[[], Any]) -> bool:
     try:
         read()
     except UserError as refusal:
-        text = cli.line(refusal)
+        text = cli.error_line(refusal)
         assert len(text) > 10, text
         assert text.isprintable(), text
         return False
@@ -139,7 +139,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**30, -(10**30)),
     *(0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
     *("", " ", "auto", "null", "1", "-1", "../up", "/", "a/b", "a\nb", "\0", "ü", "x" * 300),
-    *("os.system", "builtins.open", "lockstep.launch.agent.launch", "project.models.MnistCNN", "lockstep.."),
+    *("os.system", "builtins.open", "lockstep.launch.parent.launch", "project.models.MnistCNN", "lockstep.."),
     *([], [1], [[1]], ["a"], {}, {"a": 1}, {"_target_": "os.system"}, {"name": None}),
 )
 
@@ -189,8 +189,8 @@ def test_command_lines() -> None:
         sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
         override = sign + rng.choice(keys) + equals + rng.choice(values)
         try:
-            check(composed(*keyed([override]), *SMALL))
+            check(composed(*check_arguments([override]), *SMALL))
         except cli.BAD_INPUT as error:
-            message = cli.line(error)
+            message = cli.error_line(error)
             assert message.strip(), override
             assert "\n" not in message, override

@@ -11,14 +11,14 @@ from refusals import checked, refused, refused_with
 
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import check as config
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import check_arguments
 from lockstep.config.check import check
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.run.cli import BAD_INPUT, line
-from lockstep.run.evaluation import config_of, find_checkpoint, must_match
+from lockstep.run.cli import BAD_INPUT, error_line
+from lockstep.run.evaluation import check_same_images, config_of, find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
@@ -37,7 +37,7 @@ REFUSED: list[tuple[str, str]] = [
         "model=resnet18 model.nrom=1",
         "model.nrom: .*did you mean norm.*known: .*label_smoothing, name, norm, pretrained, stem$",
     ),
-    ("debug.one_batch=true", "debug.one_batch: there is no such key; debug=<name> brings some: batch, overfit"),
+    ("debug.one_batch=true", "debug.one_batch: there is no such key; debug=<name> adds some: batch, overfit"),
     ("trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
     ("+trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
     ("trainer=ddp", "trainer: there is no such key; .*at the top level: strategy=ddp devices=2"),
@@ -53,18 +53,18 @@ REFUSED: list[tuple[str, str]] = [
         "debug=overfit callbacks.checkpoint.monitor=x",
         "monitor: there is no such key: callbacks.checkpoint is null here",
     ),
-    ("model.freeze=[a", "model.freeze=.a: a bracket or a quotation mark of model.freeze has no other half$"),
-    ("name=a=b", "name=a=b: a value with .* is quoted: \"name='a=b'\"$"),
+    ("model.freeze=[a", "model.freeze=.a: a bracket or a quotation mark in the value of model.freeze is not closed$"),
+    ("name=a=b", "name=a=b: a value with .* must be quoted: \"name='a=b'\"$"),
     ("devices=0", "devices=0: must be greater than or equal to 1"),
-    ("devices=64", "devices=64.*8 workers at most"),
+    ("devices=64", "devices=64: must be at most 8"),
     ("accelerator=gpu", "accelerator=gpu.*no GPU.*accelerator=cpu simulates"),
     ("compile=reduce-overhead", "compile=reduce-overhead: must be a valid boolean"),
     ("compile=true strategy=dp devices=2", "compile=true and strategy=dp don't go together: .*strategy=ddp"),
     ("speed.resident=true", "speed.resident=true and .*: there is no GPU.*resident=auto"),
     ("num_nodes=2 devices=4", "num_nodes=2: .* On each machine: torchrun --nnodes=2 --nproc-per-node=4 .*train.py"),
     ("elastic=true", "elastic=true and strategy=single .*: only ddp on several devices.*max_restarts=1"),
-    ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),
-    ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*63 or 66 can.*pieces=4"),
+    ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*: use batch_size=96 or 102, or pieces=10"),
+    ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*: use batch_size=63 or 66, or pieces=4"),
     ("pieces=4 accumulate_grad_batches=3", "pieces=4 on 1 device means accumulate_grad_batches=4"),
     ("pieces=3 devices=4", "pieces=3.*4 devices.*pieces=4 or more"),
     ("pieces=8 devices=2 accumulate_grad_batches=2", "pieces=8 on 2 dev.*accumulate_grad_batches=4, not 2.*pieces=4"),
@@ -80,7 +80,10 @@ REFUSED: list[tuple[str, str]] = [
     ("exact=true precision=bf16-true", "precision=bf16-true and exact=true .*64-true, 32-true, bf16-mixed"),
     ("name=../elsewhere", "name=../elsewhere.*letter or digit"),
     ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*must be 2 numbers"),
-    ("strategy=ddp devices=2 strategy.shares=[7,3]", "strategy.shares=.7.0, 3.0.: 2 pieces can't be .*; pieces=4$"),
+    (
+        "strategy=ddp devices=2 strategy.shares=[7,3]",
+        "strategy.shares=.7.0, 3.0.: 2 pieces would be .*: give pieces=4$",
+    ),
     ("strategy=ddp devices=2 strategy.shares=[1,-1]", "strategy.shares=.*: must be above 0"),
     ("strategy=ddp devices=2 strategy.shares=auto", "strategy.shares=auto: must be a valid tuple"),
     ("strategy=ddp strategy.compression=zip", "strategy.compression=zip: must be 'none', 'bf16', .* or 'powersgd'"),
@@ -121,9 +124,11 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
     ],
 )
 def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
-    keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"])
+    check_arguments(
+        chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"]
+    )
     with pytest.raises(UserError, match=says):
-        keyed([*chosen, argument])
+        check_arguments([*chosen, argument])
 
 
 def test_every_number_of_the_front_page_is_checked() -> None:
@@ -162,18 +167,18 @@ def test_what_fits_is_taken(overrides: str) -> None:
     [
         (
             "devices=2 strategy.sync_batchnorm=true exact=true",
-            "sync_batchnorm=true and exact=true .*depend on each other",
+            "sync_batchnorm=true and exact=true .*depend on other pieces",
         ),
         (
             "devices=2 pieces=4 strategy.sync_batchnorm=true strategy.shares=[1,2]",
-            "and strategy.shares .*as many pieces",
+            "and strategy.shares .*same number of pieces",
         ),
         (
             "devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48",
-            "and pieces=3 .*the 2 devices must divide them",
+            "and pieces=3 .*pieces must be a multiple of the 2 devices",
         ),
-        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for each other"),
-        ("strategy.sync_batchnorm=true", "for ddp on GPUs only"),
+        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for other ranks"),
+        ("strategy.sync_batchnorm=true", "with ddp on GPUs only"),
         ("devices=2 strategy.compression=fp16 exact=true", "compression=fp16 and exact=true .*rounds gradients"),
         ("devices=2 strategy.compression=fp16 precision=64-true", "and precision=64-true .*float32 gradients only"),
         (
@@ -183,8 +188,8 @@ def test_what_fits_is_taken(overrides: str) -> None:
         ("+debug.trainer.deterministic=false exact=true", "deterministic=false and exact=true .*deterministic kernels"),
         ("+debug.trainer.deterministic=warn exact=true", "deterministic=warn and exact=true .*deterministic kernels"),
         ("+debug.trainer.deterministic=null exact=true", "deterministic=null and exact=true .*deterministic kernels"),
-        ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*not have as many pieces each"),
-        ("compile=true strategy=dp devices=2", "dp gives a network other devices' weights"),
+        ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*could not share the pieces evenly"),
+        ("compile=true strategy=dp devices=2", "dp runs the network with copies of its weights; use strategy=ddp"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
     ],
 )
@@ -259,7 +264,7 @@ EARLY = [
     ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, epochs=<value>"),
 ]
 LATE = [
-    ("data=synthetic data.samples=20", "batch_size=64: a step has 18 samples at most, as many as the train.*"),
+    ("data=synthetic data.samples=20", "batch_size=64 is more than the 18 samples of the training set: .*"),
     ("optimizer=adamw optimizer.betas=[2,1] strategy=ddp devices=2", "optimizer: Invalid beta parameter at index 0: 2"),
     ("model.freeze=null", "model.freeze=null: must be an instance of Sequence"),
     ("callbacks=early_stopping callbacks.early_stopping.mode=up", "callbacks.early_stopping: `mode` can be min, max, "),
@@ -302,16 +307,14 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) ->
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("name: mine\n_target_ project.models.MnistCNN\n")
     said = refused(f"hydra.searchpath=[file://{tmp_path}]", "model=mine")
-    assert said == f"{tmp_path}/model/mine.yaml:3: no YAML: could not find expected ':'"
+    assert said == f"{tmp_path}/model/mine.yaml:3: not valid YAML: could not find expected ':'"
 
 
 def test_a_model_file_without_a_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: project.models.MnistCNN\n")
     run = Program(tmp_path / "outputs")(f"hydra.searchpath=[file://{tmp_path}]", "model=mine", ok=False)
-    must_be_refused(
-        run, "model.name: conf/model/mine.yaml has no name, which a run is called by: add a line name: mine"
-    )
+    must_be_refused(run, "model.name: conf/model/mine.yaml has no name for the run's folder: add a line name: mine")
 
 
 def test_what_only_the_first_step_can_refuse_leaves_nothing_either(project: Path, tmp_path: Path) -> None:
@@ -330,7 +333,10 @@ def test_flags_of_hydra_are_taken(run_train: Program) -> None:
 def test_what_is_no_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:
     no_text = "must be a .ckpt file, a run folder, or last"
     for value, says in (
-        (str(tmp_path), rf"{tmp_path}: no checkpoints/best\.ckpt or last\.ckpt in this folder"),
+        (
+            str(tmp_path),
+            rf"{tmp_path}: this folder has no checkpoint: it must hold checkpoints/best\.ckpt or last\.ckpt",
+        ),
         ("last", f"checkpoint=last: no run in {tmp_path} has a checkpoint"),
         (None, f"checkpoint=null: {no_text}"),
         (True, f"checkpoint=true: {no_text}"),
@@ -377,30 +383,30 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
     assert (digits["_target_"], "samples" in digits) == ("project.data.digits", False)
     with pytest.raises(BAD_INPUT) as caught:
         data_of("data=digits")
-    assert line(caught.value) == "data: there is no such key; +data=<name> adds it"
+    assert error_line(caught.value) == "data: there is no such key; +data=<name> adds it"
 
 
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
 def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
     asked = composed("checkpoint=best.ckpt", f"+{key}=0", page="evaluate")
-    with pytest.raises(UserError, match=f"^{key.partition('.')[0]}: the checkpoint decides it.*leave it out"):
+    with pytest.raises(UserError, match=f"^{key.partition('.')[0]} comes from the checkpoint.*leave it out"):
         config_of(Path("best.ckpt"), {"config": composed()}, asked)
 
 
 def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
     path, spec = Path("best.ckpt"), Spec(1, 12, ("cat", "dog"))
     record = {"spec": asdict(spec)}
-    must_match(path, record, replace(spec, mean=(0.5,)))
+    check_same_images(path, record, replace(spec, mean=(0.5,)))
     many = tuple(f"c{number}" for number in range(7))
     for changes, says in (
-        ({"channels": 3}, "data: channels is 3, and best.ckpt was trained with 1"),
+        ({"channels": 3}, "data: images have channels=3, but best.ckpt was trained on 1"),
         ({"classes": ("Dog", "cat")}, "only the data set has Dog, only best.ckpt has dog"),
         ({"classes": ("cat", "cow", "dog")}, "data: other classes than in training: only the data set has cow"),
         ({"classes": many}, "only the data set has c0, c1, c2, c3, c4 and 2 more, only best.ckpt has cat, dog"),
-        ({"classes": ("dog", "cat")}, "data: other classes than in training: their order is another"),
+        ({"classes": ("dog", "cat")}, "data: other classes than in training: their order differs"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
-            must_match(path, record, replace(spec, **changes))
+            check_same_images(path, record, replace(spec, **changes))
 
 
 def test_evaluation_without_a_checkpoint_says_so(run_evaluate: Program) -> None:

@@ -1,4 +1,4 @@
-"""Promise 9: what a stranger's file may claim. The table of docs/untrusted.md."""
+"""Promise 9: what a stranger's file may claim. The table of docs/trust/strangers.md."""
 
 import io
 import os
@@ -56,13 +56,13 @@ def test_zip_bombs_pipes_and_devices(plain: tuple[Path, dict[str, bytes]]) -> No
     (data,) = (name for name in parts if name.endswith("data/0"))
     write(path, {**parts, data: bytes(CLAIM // 8)}, packed=True)
     assert path.stat().st_size < CLAIM // 1000
-    refused(path, "its parts are said to be larger than the file")
+    refused(path, "its parts claim to be larger than the file")
     write(path, parts)
     content = bytearray(path.read_bytes())
     at = content.rfind(b"PK\x01\x02", 0, content.rfind(data.encode()))  # its line in the table
     content[at + 20 : at + 28] = CLAIM.to_bytes(4, "little") * 2
     path.write_bytes(content)
-    refused(path, "its parts are said to be larger than the file")
+    refused(path, "its parts claim to be larger than the file")
     path.unlink()
     os.mkfifo(path)
     refused(path, "not a file")

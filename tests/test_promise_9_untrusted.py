@@ -75,9 +75,9 @@ def test_what_the_local_config_names_is_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "no data, data_dir, lr, model"),
-        (["model"], "no data, data_dir, lr, model"),
-        ({"model": {}}, "no data, data_dir, lr, optimizer"),
+        (None, "lacks data, data_dir, lr, model"),
+        (["model"], "lacks data, data_dir, lr, model"),
+        ({"model": {}}, "lacks data, data_dir, lr, optimizer"),
         (composed() | {"model": 3}, "model=3: must be a valid dictionary"),
         (composed() | {"optimizer": [1]}, "optimizer=.*: must be a valid dictionary"),
     ],
@@ -134,7 +134,7 @@ def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
     train = Program(tmp_path / "outputs")
     trained = train(*task, "model=bought", *own).summary
     refused = train("resume=last", "optimizer=adamw", "max_epochs=4", ok=False)
-    assert "optimizer._target_=torch.optim.AdamW: " in refused.stderr
+    assert "optimizer._target_=torch.optim.AdamW, but " in refused.stderr
     assert "holds the state of torch.optim.SGD" in refused.stderr
 
     evaluate = Program(tmp_path / "outputs", "src/evaluate.py")

@@ -1,9 +1,9 @@
-"""What the programs show: tables in Markdown, plots as files and the looks that they share."""
+"""Tables in Markdown, and the look of all plots."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line on white
+# Okabe and Ito, Color Universal Design, 2008. Yellow is left out: it is too light for a line on white.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
 )  # fmt: skip
@@ -13,7 +13,7 @@ MARKERS = "osD^vP*X<>"
 
 
 def markdown(names: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A table for the terminal and for a page; the first column is text, the others are adjusted to the right."""
+    """Return a Markdown table. The first column is text; the others are aligned to the right."""
     cells = [list(names), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
@@ -23,7 +23,10 @@ def markdown(names: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def our_pyplot() -> Any:
-    """matplotlib.pyplot with the look of our plots; it opens no window. Its import takes a second."""
+    """Return matplotlib.pyplot with the look of our plots and no window.
+
+    The import takes a second, so call this only where something is drawn.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -36,10 +39,13 @@ def our_pyplot() -> Any:
 
 
 def style(number: int) -> dict[str, Any]:
-    """Of line `number`, with and without colour: no two of 70 alike in both colour and marker."""
+    """Return the plot options of line `number`.
+
+    No two of the first 70 lines share both colour and marker, so they can be told apart without colour too.
+    """
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": LINES[number % len(LINES)],
         "marker": MARKERS[number % len(MARKERS)],
-        "markerfacecolor": "none",  # where lines coincide, all their markers show
+        "markerfacecolor": "none",  # markers of lines that coincide stay visible
     }

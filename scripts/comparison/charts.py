@@ -1,5 +1,7 @@
-"""Plots of groups of runs as PNG: loss, accuracy, speed. A group has its colour, line and marker in all of them, so
-that they can be told apart without colour too."""
+"""Plots of groups of runs as PNG: loss, accuracy, speed.
+
+A group has the same colour, line and marker in all plots, so that readers can tell groups apart without colour too.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +13,13 @@ from common.showing import our_pyplot, style
 from comparison.runs import Group, Lines, brief
 
 pyplot = our_pyplot()
-MOST = 12  # groups in a plot of curves; the first, which are the most accurate ones
-GRID = 200  # points of a mean over seeds
-DECADE = 10  # from the least to the most, from which on an axis is logarithmic
+MOST = 12  # groups in a plot of curves: the most accurate, which come first
+GRID = 200  # points at which the seeds' curves are averaged
+DECADE = 10  # the axis is logarithmic if the largest value is this many times the smallest, or more
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """Draws what the groups have data for; returns the files' names."""
+    """Draw the plots that the groups have data for. Return the names of the files."""
     shown = [group for group in groups if group.completed]
     some = f" (the best {MOST} of {len(shown)})" if len(shown) > MOST else ""
     made = []
@@ -35,7 +37,10 @@ def draw(groups: Sequence[Group], folder: Path) -> list[str]:
 
 
 def _curves(groups: Sequence[Group], tag: str, title: str, path: Path) -> None:
-    """Of a group the seeds' mean value at the same samples seen, and the mean second at which they were."""
+    """Draw the mean of the seeds' curves, over samples seen and over seconds.
+
+    At each point the seconds are the mean over the seeds too.
+    """
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
     for number, group in enumerate(groups):
         curves = [run.curves[tag] for run in group.completed if tag in run.curves]
@@ -47,7 +52,7 @@ def _curves(groups: Sequence[Group], tag: str, title: str, path: Path) -> None:
         values = np.stack([np.interp(samples, curve.samples, curve.values) for curve in curves])
         seconds = np.stack([np.interp(samples, curve.samples, curve.seconds) for curve in curves])
         every = max(1, len(samples) // 6)
-        marks = (number * every // len(groups), every)  # lines that coincide still show all their markers
+        marks = (number * every // len(groups), every)  # markers of lines that coincide stay visible
         for panel, x in zip(panels, (samples, seconds.mean(0)), strict=True):
             panel.plot(x, values.mean(0), label=group.label, markevery=marks, markersize=5, **style(number))
             panel.fill_between(x, values.min(0), values.max(0), color=style(number)["color"], alpha=0.12, linewidth=0)
@@ -67,7 +72,7 @@ def _curves(groups: Sequence[Group], tag: str, title: str, path: Path) -> None:
 
 
 def _speeds(groups: Sequence[Group], path: Path) -> None:
-    """Samples per second; how well devices are used stands in the table."""
+    """Draw the samples per second of each group. The table shows the efficiency."""
     speeds = [group.values("throughput.samples_per_second") or [0.0] for group in groups]
     figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.36 * len(groups)))
     means, ends = list(map(fmean, speeds)), _ends(speeds)
@@ -84,7 +89,7 @@ def _speeds(groups: Sequence[Group], path: Path) -> None:
 
 
 def draw_against(lines: Lines, key: str, folder: Path) -> str:
-    """Test accuracy against a key; returns the file's name."""
+    """Draw test accuracy against a key. Return the name of the file."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     values = sorted({value for points in lines.values() for value in points})
     for number, (label, points) in enumerate(lines.items()):
@@ -99,7 +104,7 @@ def draw_against(lines: Lines, key: str, folder: Path) -> str:
 
 
 def _ends(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """How far least and most are from the means."""
+    """Return the distances from each mean to its least and to its largest value."""
     return [[fmean(each) - min(each) for each in values], [max(each) - fmean(each) for each in values]]
 
 

@@ -1,5 +1,8 @@
-"""What differs between two runs: config, code, versions, machine, layout, data, and what came out, to the bits of the
-weights. What is the same in both is named in one line, not listed."""
+"""List the differences between two runs.
+
+The sections are config, code, versions, machine, layout, data and outcome, down to the bits of the weights. One line
+names the sections that do not differ.
+"""
 
 import hashlib
 import json
@@ -22,10 +25,10 @@ Facts = dict[str, dict[str, Any]]  # section -> dotted key -> value
 
 
 def facts(folder: Path) -> Facts:
-    """What a run folder says about its run, by sections.
+    """Return the facts that a run folder records, by section.
 
     Raises:
-        UserError: it is no run folder, or a file in it can't be read.
+        UserError: the folder is no run folder, or a file in it can't be read.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
@@ -49,7 +52,7 @@ def facts(folder: Path) -> Facts:
 
 
 def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, by dotted keys."""
+    """Yield the leaves of nested mappings with their dotted keys."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{above}{key}.")
@@ -58,44 +61,47 @@ def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def show(value: Any) -> str:
-    """A value in a cell: digests cut, numbers short enough to be compared by eye."""
+    """Return a value as text for a cell: digests cut, numbers short enough to compare by eye."""
     if isinstance(value, str) and len(value) >= 40 and set(value) <= set("0123456789abcdef"):
         return value[:12]
     return "null" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file's mapping; empty where there is no file."""
+    """Return the mapping in a JSON or YAML file. Return an empty one if there is no file."""
     if not path.is_file():
         return {}
     try:
         text = path.read_text()
-        found: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
+        content: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:120]})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path}: not a mapping")
-    return found
+    return content
 
 
 def report(*folders: Path) -> str:
-    """Two runs' differences as a table, and what can't be seen in it.
+    """Return the differences of two runs as a table, with notes on what the table leaves out.
 
     Raises:
-        UserError: as `facts`.
+        UserError: see `facts`.
     """
     one, other = map(facts, folders)
     rows: list[tuple[str, ...]] = []
-    same: dict[bool, list[str]] = {True: [], False: []}  # sections without a difference, by whether they say anything
+    # Sections without a difference, by whether the runs recorded them.
+    same: dict[bool, list[str]] = {True: [], False: []}
     for section, values in one.items():
         both = {key: (values.get(key, ABSENT), other[section].get(key, ABSENT)) for key in values | other[section]}
         differing = [(section, key, *map(show, pair)) for key, pair in both.items() if pair[0] != pair[1]]
         rows += differing
         if not differing:
             same[bool(both)].append(section)
-    said = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
-    said += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
-    said += [f"neither tells: {', '.join(same[False])}"] if same[False] else []
+    lines = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
+    lines += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
+    lines += [f"recorded in neither: {', '.join(same[False])}"] if same[False] else []
     digests = {side["outcome"].get("weights_sha256") for side in (one, other)}
     bits = "the same bits" if len(digests) == 1 else "different bits"
-    return "\n".join([*said, f"weights: {'a run without an end has none to compare' if None in digests else bits}"])
+    return "\n".join(
+        [*lines, f"weights: {'a run that did not finish has none to compare' if None in digests else bits}"]
+    )

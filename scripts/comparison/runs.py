@@ -1,4 +1,4 @@
-"""Runs of one config and several seeds as one group, what sets the groups apart, and the curves of a run."""
+"""Group runs that share a config and differ in the seed, find what sets the groups apart, and read curves."""
 
 import json
 import re
@@ -16,31 +16,31 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UserError
 
-# What runs may differ in and still be the same experiment.
+# Keys that may differ between runs of the same experiment.
 IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug)(\.|$)")
-# What `layout` and `batch` say already.
+# Keys that the columns `layout` and `batch` show.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
-# What decides who computes which piece, how fast, and in which order sums are made, and not what a step is. `pieces`
-# counts as the layout has it, not as the config does, where it may be null.
+# Keys that decide which device computes which piece, how fast, and in which order it adds, but not what a step is.
+# `pieces` is read from the layout: in the config it may be null.
 PLACED = re.compile(
     r"(strategy\.(name|shares|split|sync_batchnorm)|accelerator|devices|num_nodes|accumulate_grad_batches|pieces|threads"
     r"|num_workers|speed|compile|max_restarts|hang_timeout|machine_timeout"
     r"|elastic|log_every|callbacks\.(meter|console|dashboard|pictures)\..*)$"
 )
 LONGEST = 50  # characters of a label
-# Curves, each by the names that it may have: Lightning forks what is logged both at steps and at epochs' ends.
+# The names that a curve may have. Lightning adds a suffix to a value that is logged both at steps and at epoch ends.
 TAGS = {
     "train/loss": ("train/loss", "train/loss_step", "train/loss_epoch"),
     "val/acc": ("val/acc",),
     "workers/peak_gib": ("workers/peak_gib",),
 }
 Numbers = NDArray[np.float64]
-Lines = dict[str, dict[float, list[float]]]  # by label: by a key's value, the test accuracy of each run
+Lines = dict[str, dict[float, list[float]]]  # label -> value of a key -> test accuracy of each run
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over a run; float64 [points] each."""
+    """A quantity over a run. Each array is float64 [points]."""
 
     samples: Numbers
     seconds: Numbers
@@ -69,16 +69,16 @@ class Group:
     """Runs that differ in nothing but the seed."""
 
     runs: list[Run]
-    differs: dict[str, Any]  # what sets it apart from other groups, the layout left out
-    efficiency: float | None = None  # samples/s of a device, against one alone
-    label: str = ""  # what tells it apart in a plot
+    differs: dict[str, Any]  # the keys that set it apart from other groups, without the layout
+    efficiency: float | None = None  # samples/s per device, relative to a run on one device
+    label: str = ""  # its name in a plot
 
     @property
     def completed(self) -> list[Run]:
         return [run for run in self.runs if run.completed]
 
     def layout(self, key: str) -> Any:
-        """None: refused runs have none."""
+        """Return a value of the layout. Return None for runs that were refused: they have no layout."""
         return next((run.summary[f"layout.{key}"] for run in self.runs if f"layout.{key}" in run.summary), None)
 
     @property
@@ -96,12 +96,13 @@ class Group:
 
     @property
     def digests(self) -> tuple[tuple[Any, Any], ...]:
-        """Seed and SHA-256 of the weights of each completed run."""
+        """Return the seed and the SHA-256 of the weights of each completed run."""
         return tuple(sorted((run.config.get("seed"), run.summary.get("weights_sha256")) for run in self.completed))
 
     def values(self, key: str) -> list[float]:
-        found = (run.summary.get(key) for run in self.completed)
-        return [float(value) for value in found if value is not None]
+        """Return the values of a summary key, one for each completed run that has it."""
+        entries = (run.summary.get(key) for run in self.completed)
+        return [float(value) for value in entries if value is not None]
 
     def mean(self, key: str) -> float | None:
         values = self.values(key)
@@ -112,6 +113,7 @@ class Group:
         return self.mean("throughput.samples_per_second")
 
     def row(self) -> dict[str, Any]:
+        """Return the group's row of the table, by column."""
         accuracy, whole = self.values("metrics.test/acc"), len(self.completed)
         curves = (run.curves.get("workers/peak_gib") for run in self.completed)
         peaks = [float(curve.values.max()) for curve in curves if curve]
@@ -135,16 +137,16 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in folders, by their numbers where they have some.
+    """Return the runs in folders. Numbered folders are in the order of their numbers.
 
     Raises:
-        UserError: a folder has none, or one that can't be read.
+        UserError: a folder has no runs, or one that can't be read.
     """
 
     def natural(path: Path) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
 
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
@@ -154,22 +156,23 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             raise UserError(f"{folder}: no run folder, {NO_RUN}, nor runs in it")
         for run in sorted(inside, key=natural):
             config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
-            found[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
-    return list(found.values())
+            runs[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
+    return list(runs.values())
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Groups runs by their configs, and measures each group against one device. Beside runs that trained, what did not
-    (evaluations, predictions, exports) is left out: it has other keys.
+    """Group runs by their configs, and measure each group against one device.
+
+    If some of the runs trained, leave out those that did not (evaluations, predictions, exports): they have other keys.
 
     Raises:
-        UserError: no run says what it was.
+        UserError: no run has a layout.
     """
     runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
     gathered: dict[str, list[Run]] = {}
     for run in runs:
-        said = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
-        gathered.setdefault(json.dumps(said, sort_keys=True), []).append(run)
+        compared = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
+        gathered.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
     groups = [Group(members, {}) for members in gathered.values()]
     if not any(group.world for group in groups):
         raise UserError(f"{runs[0].folder}: none of the runs has a summary to compare")
@@ -182,7 +185,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups that took the same steps on different layouts: all that makes a step is the same, the seeds too."""
+    """Return groups that took the same steps on different layouts, with the same seeds."""
     gathered: dict[str, list[Group]] = {}
     for group in groups:
         if not group.completed or not group.completed[0].config:
@@ -195,28 +198,31 @@ def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
         }
         sizes = [group.layout("batch_size"), group.layout("pieces"), seeds]
         gathered.setdefault(json.dumps([steps, sizes], sort_keys=True), []).append(group)
-    return [alike for alike in gathered.values() if len(alike) > 1]
+    return [members for members in gathered.values() if len(members) > 1]
 
 
 def _off(value: Any) -> bool:
-    """Whether a strategy does not do what a key is about: other strategies do not have the key at all."""
+    """Check whether a strategy's option is off. Other strategies do not have the key at all."""
     return value in (None, False, "none")
 
 
 def _counts(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether runs that differ in a key are different experiments; of an image_folder, the folder is the data set."""
+    """Check whether runs that differ in a key are different experiments.
+
+    With image_folder, `data_dir` is the data set, so it counts.
+    """
     return not IGNORED.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys in which configs differ as they are shown, the layout's left out."""
+    """Return the keys in which configs differ as they are shown, without those of the layout."""
     keys = differing([{key: show(value) for key, value in config.items()} for config in configs])
     counting = [key for key in keys if any(_counts(key, config) for config in configs if key in config)]
     return [key for key in counting if not LAYOUT.match(key) and not key.endswith("_target_")]
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Only what differs; where that is too long for a legend, the folder's name."""
+    """Return labels made of what differs. If one is too long for a legend, use the names of the folders."""
     laid = [group for group in groups if group.world]
     layouts = len({group.layout_name for group in laid}) > 1 or not groups[0].differs
     batches = len({group.layout("batch_size") for group in laid}) > 1
@@ -230,8 +236,9 @@ def _labels(groups: Sequence[Group]) -> list[str]:
 
 
 def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
-    alike = [each for each in groups if each.world == 1 and each.differs == group.differs]
-    alone = [each.speed for each in alike if each.layout("batch_size") == group.layout("batch_size") and each.speed]
+    """Return the group's samples/s per device, relative to the fastest run on one device."""
+    single = [each for each in groups if each.world == 1 and each.differs == group.differs]
+    alone = [each.speed for each in single if each.layout("batch_size") == group.layout("batch_size") and each.speed]
     return group.speed / (group.world * max(alone)) if group.speed and alone else None
 
 
@@ -240,52 +247,54 @@ def brief(value: Any) -> str:
 
 
 def against(groups: Sequence[Group], key: str) -> Lines:
-    """Test accuracy against a key, for each choice of the others with which it has two values or more.
+    """Return the test accuracy by the value of a key.
+
+    There is a line for each choice of the other keys for which the key has two values or more.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such line.
     """
-    found: dict[tuple[str, ...], dict[float, list[float]]] = {}
+    lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
     for group in groups:
         value = group.runs[0].config.get(key)
         if isinstance(value, int | float) and group.completed:
             others = {name: other for name, other in group.differs.items() if name != key and other is not None}
-            said = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
-            found.setdefault((group.layout_name, *said), {})[value] = group.values("metrics.test/acc")
-    found = {names: dict(sorted(points.items())) for names, points in sorted(found.items()) if len(points) > 1}
-    if not found:
-        raise UserError(f"--by {key}: no completed runs differ in a number of that name, and in nothing else")
-    layouts = len({layout for layout, *_ in found}) > 1
-    return {", ".join(names[not layouts :]) or "all": points for names, points in found.items()}
+            labels = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
+            lines.setdefault((group.layout_name, *labels), {})[value] = group.values("metrics.test/acc")
+    lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
+    if not lines:
+        raise UserError(f"--by {key}: no completed runs differ in this key alone: name a key whose values are numbers")
+    layouts = len({layout for layout, *_ in lines}) > 1
+    return {", ".join(names[not layouts :]) or "all": points for names, points in lines.items()}
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
 def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
-    """The curves of TAGS that the run has; none where it wrote no event files.
+    """Return the curves of TAGS that a run wrote. A run without event files has none.
 
-    A run that was stopped and continued has a file for each time: its clock stands still between them, and what was
-    drawn after the last checkpoint counts once.
+    A run that was stopped and resumed has one file for each start. The clock stands still between them. Points after
+    the last checkpoint were computed twice and count once.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sessions = []
     for path in (folder / "tensorboard").rglob("events.out.tfevents.*"):
         events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        there = events.Tags()["scalars"]
-        names = {tag: next((name for name in known if name in there), None) for tag, known in TAGS.items()}
-        if found := {tag: events.Scalars(name) for tag, name in names.items() if name}:
-            first = min(series[0].wall_time for series in found.values())
-            sessions.append((min(first, events.FirstEventTimestamp()), found))
+        tags = events.Tags()["scalars"]
+        names = {tag: next((name for name in known if name in tags), None) for tag, known in TAGS.items()}
+        if scalars := {tag: events.Scalars(name) for tag, name in names.items() if name}:
+            first = min(series[0].wall_time for series in scalars.values())
+            sessions.append((min(first, events.FirstEventTimestamp()), scalars))
     points: dict[str, list[tuple[float, float, float]]] = {tag: [] for tag in TAGS}  # step, seconds, value
     before = 0.0
-    for start, found in sorted(sessions, key=lambda session: session[0]):
-        first = min(event.step for series in found.values() for event in series)
-        for tag, kept in points.items():
-            kept[:] = [point for point in kept if point[0] < first]
-            kept += [(event.step, before + event.wall_time - start, event.value) for event in found.get(tag, ())]
-        before = max(point[1] for kept in points.values() for point in kept)
+    for start, scalars in sorted(sessions, key=lambda session: session[0]):
+        first = min(event.step for series in scalars.values() for event in series)
+        for tag, curve in points.items():
+            curve[:] = [point for point in curve if point[0] < first]
+            curve += [(event.step, before + event.wall_time - start, event.value) for event in scalars.get(tag, ())]
+        before = max(point[1] for curve in points.values() for point in curve)
     per_step = (summary.get("samples_seen") or 0) / (summary.get("steps") or 1) or 1.0
-    columns = {tag: np.array(kept, dtype=np.float64).T for tag, kept in points.items() if kept}
+    columns = {tag: np.array(curve, dtype=np.float64).T for tag, curve in points.items() if curve}
     return {tag: Curve(steps * per_step, seconds, values) for tag, (steps, seconds, values) in columns.items()}

@@ -1,12 +1,12 @@
-"""Which layout is fastest on this machine for a model, a data set and a batch size:
+"""Find the fastest layout on this machine for a model, a data set and a batch size:
 
     python scripts/lab/advise.py model=resnet18 data=cifar10 batch_size=256
     python scripts/lab/advise.py model=resnet18 data=cifar10 batch_size=256 link=[100mbit,10gbit]  # several machines?
 
-Says what this machine is; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
-and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices differ in speed it names the
-`strategy.shares` that keep them all busy. With `link` it answers another question: what a step would take on several
-machines that are joined so (see `scaling.py`). Takes the config of train.py; writes advise.json.
+The program prints the facts of this machine. It then times optimizer steps on 1, 2, 4, ... devices, with 1, 2 and 4
+pieces each, under ddp and dp, and names the fastest layout. If devices differ in speed, it names the `strategy.shares`
+that keep all of them busy. With `link` it predicts instead the time of a step on several machines with such links (see
+`scaling.py`). It takes the config of train.py and writes advise.json.
 """
 
 import itertools
@@ -31,26 +31,26 @@ from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Positive, checker, group_file
+from lockstep.config.value_checks import Positive, checker, group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
+from lockstep.launch.parent import WorkerFailed, launch
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
-ACCUMULATE = (1, 2, 4)  # what is offered to each device
-WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: left out; counted
-ROUNDS = 2  # in turns, since the machine may slow down and recover
-UNEVEN = 1.15  # times as fast as the slowest device, from which on shares are named
+ACCUMULATE = (1, 2, 4)  # pieces of each device to try
+WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: first ones that don't count; fewest and most that do
+ROUNDS = 2  # the layouts take turns, because the machine may slow down and recover
+UNEVEN = 1.15  # suggest shares if a device is this many times as fast as the slowest
 
 
 @dataclass
 class Choice:
-    """A layout, and what was measured of it."""
+    """A layout and its measurements."""
 
     strategy: str
     devices: int
@@ -65,17 +65,17 @@ class Choice:
         return f"strategy={name} devices={self.devices} accumulate_grad_batches={self.accumulate_grad_batches}"
 
     def changes(self) -> dict[str, Any]:
-        """To a config, which choose this layout."""
+        """Return the changes to a config that choose this layout."""
         layout = {"devices": self.devices, "accumulate_grad_batches": self.accumulate_grad_batches, "pieces": None}
         return layout | {"strategy": group_file("strategy", "auto" if self.devices == 1 else self.strategy)}
 
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
-    """Measures, and answers."""
+    """Measure, and print the answer."""
     seconds, link = checker(Positive)("seconds", raw.pop("seconds")), raw.pop("link")
     links = {} if link is None else scaling.links(link, raw["outputs"])
     if external_workers() or raw["num_nodes"] != 1:
-        raise UserError("advise measures one machine, without torchrun")
+        raise UserError("advise.py runs on one machine: use num_nodes=1, without torchrun")
     facts = machine.facts()
     print("\n".join(facts), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
@@ -87,7 +87,7 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
 
 
 def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float) -> dict[str, Any]:
-    """Measures this machine's layouts, each for so many seconds."""
+    """Measure this machine's layouts, each for about `seconds`."""
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
     choices = offers(config)
     one = measure(choices[0], raw, splits, folder, WARMUP + LEAST)
@@ -97,13 +97,13 @@ def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
             continue
         print(f"measuring {choice} ...", file=sys.stderr)
         try:
-            found = measure(choice, raw, splits, folder, steps)
-            choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, found["seconds"]), found["peak_gib"]
+            measured = measure(choice, raw, splits, folder, steps)
+            choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, measured["seconds"]), measured["peak_gib"]
         except (UserError, WorkerFailed) as error:
             choice.failed = str(error)
     choices.sort(key=lambda choice: choice.seconds or math.inf)
     several = [each for each in choices if each.strategy == "ddp" and each.accumulate_grad_batches > 1 and each.seconds]
-    speeds: list[float] = []  # of all devices at once, in pieces, against the slowest's
+    speeds: list[float] = []  # pieces per second of each device, all busy, relative to the slowest
     if several:
         largest = max(several, key=lambda choice: choice.devices)
         pieces = measure(largest, raw, splits, folder, steps, pieces=True)["pieces"]
@@ -116,7 +116,7 @@ def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
 def on_machines(
     links: dict[str, Link], raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
 ) -> dict[str, Any]:
-    """Measures one device with the parts of a step that several machines would have, each for so many seconds."""
+    """Measure one device with the part of a step that each of several machines would have."""
     compression = raw["strategy"].get("compression", "none")
     config = check({**raw, "devices": 1, "strategy": group_file("strategy", "auto")})
 
@@ -124,10 +124,10 @@ def on_machines(
         print(f"measuring {samples} samples ...", file=sys.stderr)
         machines = config.layout.batch_size // samples
         pieces = config.layout.pieces if raw["pieces"] is None else math.ceil(config.layout.pieces / machines)
-        alone, own = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
-        first = measure(alone, own, splits, folder, WARMUP + LEAST)
-        found = measure(alone, own, splits, folder, enough(seconds, first["seconds"]), gradients=True)
-        return scaling.Computed(found["median"], found["ready"], found["sizes"])
+        alone, settings = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
+        first = measure(alone, settings, splits, folder, WARMUP + LEAST)
+        measured = measure(alone, settings, splits, folder, enough(seconds, first["seconds"]), gradients=True)
+        return scaling.Computed(measured["median"], measured["ready"], measured["sizes"])
 
     rows = scaling.predict(config, compression, links, part)
     print(scaling.table(rows))
@@ -135,30 +135,34 @@ def on_machines(
 
 
 def enough(seconds: float, step: float) -> int:
-    """Steps of a run that is to last so long."""
+    """Return the steps of a run that lasts about `seconds`, from the seconds of a `step`."""
     return WARMUP + max(LEAST, min(MOST, int(seconds / step)))
 
 
 def offers(config: Config) -> list[Choice]:
-    """What is measured: 1, 2, 4, ... devices and all of them, in equal pieces; one device first."""
+    """Return the layouts to measure: 1, 2, 4, ... devices and all, in equal pieces, one device first."""
     batch = config.layout.batch_size
-    most = cores() if config.layout.accelerator == "cpu" else gpu_count()
+    most = available_cores() if config.layout.accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
-    found = []
+    choices = []
     for devices, pieces in itertools.product(counts, ACCUMULATE):
         if batch % (devices * pieces) == 0:
             # dp can't be compiled
             names = ("single",) if devices == 1 else ("ddp",) if config.compile else ("ddp", "dp")
-            found += [Choice(name, devices, pieces, batch // (devices * pieces)) for name in names]
-    return found
+            choices += [Choice(name, devices, pieces, batch // (devices * pieces)) for name in names]
+    return choices
 
 
 def measure(
     choice: Choice, raw: dict[str, Any], splits: Splits, folder: Path, steps: int, **timed: bool
 ) -> dict[str, Any]:
-    """A run of so many steps: `seconds` of a step, the lower quartile, since what else runs on the machine only adds;
-    `peak_gib`; and what the clock is asked for: of `pieces` the median seconds of one on each rank, of `gradients` what
-    rank zero's clock says."""
+    """Time a run of `steps` steps.
+
+    Returns:
+        `seconds` of a step (the lower quartile, because other programs on the machine only add time), the `median`,
+        `peak_gib`, and the other values of the clock: with `pieces` the median seconds of one on each rank, with
+        `gradients` rank zero's `ready` and `sizes`.
+    """
     bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}}
     bare["callbacks"] = {"clock": {"_target_": "bench.clock.Clock", **timed}}
     config = check({**raw, **bare, **choice.changes()})
@@ -180,12 +184,12 @@ def measure(
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # the table says it all
-    return train(config, splits, folder)
+    logging.disable(logging.WARNING)  # the table has all results
+    return fit_and_test(config, splits, folder)
 
 
 def table(choices: list[Choice]) -> str:
-    """The layouts, the fastest first."""
+    """Return the table of layouts, the fastest first."""
     rows = []
     for choice in choices:
         sizes = choice.devices, choice.accumulate_grad_batches, choice.piece
@@ -196,7 +200,7 @@ def table(choices: list[Choice]) -> str:
 
 
 def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> str:
-    """Which layout, how much it gains, and the shares of devices that differ.
+    """Return the best layout, its gain, and the shares for devices that differ in speed.
 
     Raises:
         UserError: no layout could be run.
@@ -204,18 +208,18 @@ def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> st
     best = choices[0]
     if best.seconds is None:
         raise UserError(f"batch_size={config.layout.batch_size}: no layout of this machine can run it: {best.failed}")
-    said = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
+    sentences = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
     alone = [choice.seconds for choice in choices if choice.devices == 1 and choice.seconds]
     if best.devices > 1 and alone:
         gain = min(alone) / best.seconds
-        said.append(f"That is {gain:.2f} times as fast as one device ({1000 * min(alone):.1f} ms).")
+        sentences.append(f"That is {gain:.2f} times as fast as one device ({1000 * min(alone):.1f} ms).")
     if speeds and max(speeds) > UNEVEN:
         shares = ",".join(f"{speed:.2g}" for speed in speeds)
-        said.append(
+        sentences.append(
             f"The {len(speeds)} devices differ in speed: strategy.shares=[{shares}] with pieces={8 * len(speeds)} or "
             "so keeps them all busy."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Strikes a run again and again, resumes it as a user would, and compares its end with that of the undisturbed run:
+"""Inject faults into a run, resume it as a user would, and compare its end with that of an undisturbed run:
 
     python scripts/lab/chaos.py --faults 20 --layouts single,dp,ddp,ddp_accumulate
     python scripts/lab/chaos.py --faults 300 --exact model.dropout=0.5
     python scripts/lab/chaos.py --faults 6 --machines 3
 
-Workers, their parent or all of them are killed, asked to end, or stopped for a while; the disk is full from one moment
-on; the newest checkpoint is damaged where it lies. What strikes, and whom, follows from --seed (when, by the clock).
-Each life after a fault is `resume=<run folder>`. A damaged checkpoint must be refused by name; then the run goes on
-from best.ckpt, or starts again. Survived: every run ended with the weights_sha256 and the metrics of the undisturbed
-one, each life with the exit code that its fault calls for and without a traceback, and nothing was left behind: no
-process (hence no port), no temporary file, no folder but the runs' own.
+The faults: workers, their parent or all of them get SIGKILL, SIGTERM or SIGSTOP; the disk becomes full; the newest
+checkpoint is damaged. --seed determines the faults and their targets; the clock determines the moments. After each
+fault a new process starts with `resume=<run folder>`. It must refuse a damaged checkpoint by name; then the run resumes
+from best.ckpt, or starts again. A run survives if it ends with the weights_sha256 and the metrics of the undisturbed
+run, if each process ends with the exit code of its fault and without a traceback, and if nothing is left behind: no
+process, no temporary file, no folder but the run folders.
 
-With --machines one run under torchrun, over network namespaces (Linux, root), is struck within its life: a worker, a
-machine, a link for 5 or 20 s, the machine that serves torchrun's store, or all. A machine that was killed is started
-again seconds later; without the store all end, and go on by `resume=` with another machine's store. It must end as the
-same run on one device, and each machine with the same last.ckpt.
+With --machines one run under torchrun over network namespaces (Linux, root) is hit without being resumed by hand: a
+worker, a machine, a link for 5 or 20 s, the machine that serves torchrun's store, or all. A killed machine starts again
+after seconds. Without the store all end, and resume with the store of another machine. The run must end as on one
+device, and each machine must have the same last.ckpt.
 
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
@@ -36,11 +36,11 @@ from campaigns.program import one_each, run_campaigns
 from campaigns.runs import Runs
 from network.machines import Machines, NoMachines
 
-from lockstep.config.checks import options
+from lockstep.config.value_checks import options
 
 JOB = [
     *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),
-    *("threads=1", "accelerator=cpu", "name=chaos"),  # a crowd of workers on one GPU would measure its memory
+    *("threads=1", "accelerator=cpu", "name=chaos"),  # on one GPU, so many workers would run out of memory
 ]
 EXACT = ["exact=true", "pieces=4"]
 SINGLE = ["strategy=auto", "devices=1"]
@@ -60,31 +60,33 @@ EXACT_LAYOUTS = [SINGLE] + [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=len(FAULTS), help="in all, over the layouts")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="--exact changes them at random instead")
-    parser.add_argument("--exact", action="store_true", help="another layout in each life, exact=true")
+    parser.add_argument("--faults", type=int, default=len(FAULTS), help="number over all layouts")
+    parser.add_argument(
+        "--layouts", default=",".join(LAYOUTS), help="ignored with --exact, which draws one for each start"
+    )
+    parser.add_argument("--exact", action="store_true", help="exact=true, with a random layout at each start")
     parser.add_argument("--machines", type=int, metavar="N", help="one exact run over N machines (2 or more)")
-    parser.add_argument("--control", action="store_true", help="go on with another seed: must not be survived")
+    parser.add_argument("--control", action="store_true", help="resume with another seed: the campaign must fail")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
-    asked = parser.parse_args()
-    if unknown := set(asked.layouts.split(",")) - set(LAYOUTS):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts: there is no {', '.join(sorted(unknown))}; known: {', '.join(LAYOUTS)}")
-    if asked.machines is not None and not 2 <= asked.machines <= 200:
-        parser.error(f"--machines: {asked.machines}, must be 2 or more (to 200)")
+    if arguments.machines is not None and not 2 <= arguments.machines <= 200:
+        parser.error(f"--machines={arguments.machines} is out of range: use 2 to 200")
 
     try:
-        return run_campaigns(partial(planned, asked))
+        return run_campaigns(partial(planned, arguments))
     except NoMachines as reason:
-        print(f"error: --machines={asked.machines}: can't be made here: {reason}", file=sys.stderr)
+        print(f"error: --machines={arguments.machines}: this system can't create namespaces: {reason}", file=sys.stderr)
         return 2
 
 
 def planned(chosen: argparse.Namespace, work: Path, places: ExitStack) -> list[Campaign]:
-    """The campaigns that were asked for; what they need is held by `places`."""
-    asked = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
+    """Return the campaigns that the user asked for. `places` closes what they need."""
+    overrides = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
     if chosen.machines:
-        asked.append(f"max_epochs={2 + LASTING * chosen.faults}")
-    job = one_each([*asked, *chosen.overrides])
+        overrides.append(f"max_epochs={2 + LASTING * chosen.faults}")
+    job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
     if chosen.machines:
         machines, name = places.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"

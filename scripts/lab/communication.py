@@ -1,12 +1,13 @@
-"""Who talks to whom when gradients are summed over workers, and what it costs:
+"""Compare the time and traffic of several ways to sum gradients over workers:
 
-    python scripts/lab/communication.py model=resnet18 devices=4                # on this machine's memory
-    python scripts/lab/communication.py model=resnet18 devices=4 rate=200mbit   # on links as slow as that, as root
+    python scripts/lab/communication.py model=resnet18 devices=4                # through this machine's memory
+    python scripts/lab/communication.py model=resnet18 devices=4 rate=200mbit   # over links of this rate, as root
 
-Measures a link's latency (alpha) and time per byte (beta) by ping-pong, then sums the model's own gradient over 2, 3,
-... `devices` workers by a parameter server, a ring, halving and doubling, and gloo's own all-reduce: `collectives.py`.
-Prints for each the bytes through the busiest worker's link, the time that alpha and beta predict, and the one measured.
-All must give the same sum: bit for bit, of Lockstep's exact integers. Writes communication.md, .json and .png.
+The program measures a link's latency (alpha) and time per byte (beta) by ping-pong. It then sums the model's gradient
+over 2, 3, ... `devices` workers by a parameter server, a ring, halving and doubling, and gloo's all-reduce
+(`collectives.py`). For each it prints the bytes through the busiest worker's link, the time predicted from alpha and
+beta, and the measured time. With Lockstep's exact integers all sums must have the same bits. The program writes
+communication.md, .json and .png.
 """
 
 import json
@@ -35,7 +36,7 @@ from torch.utils.data import default_collate
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config, check
-from lockstep.config.checks import group_file, whole
+from lockstep.config.value_checks import group_file, whole_number
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers
@@ -48,7 +49,7 @@ WORKER = Path(__file__).parent / "network" / "summing.py"
 
 @dataclass
 class Row:
-    """A way to sum, over so many workers; bytes and messages are the busiest one's; times in seconds."""
+    """A way to sum over a number of workers. Bytes and messages are those of the busiest one; times are in seconds."""
 
     way: str
     workers: int
@@ -61,34 +62,34 @@ class Row:
 
 
 def communicate(raw: dict[str, Any], folder: Path) -> None:
-    """Measures, and writes the table and the plot."""
-    rate, rounds = raw.pop("rate"), whole(2)("rounds", raw.pop("rounds"))
+    """Measure, and write the table and the plot."""
+    rate, rounds = raw.pop("rate"), whole_number(2)("rounds", raw.pop("rounds"))
     if rate is not None:
         bits_per_second("rate", rate)
     if external_workers() or raw["num_nodes"] != 1:
-        raise UserError("communication.py measures on one machine: num_nodes=1, and no torchrun")
+        raise UserError("communication.py runs on one machine: use num_nodes=1, without torchrun")
     config = check(raw | {"strategy": group_file("strategy", "ddp"), "batch_size": raw["devices"] * raw["batch_size"]})
     workers = config.layout.devices
     if workers < 2:
-        raise UserError("devices: 2 or more workers, of which all numbers up to it are tried")
+        raise UserError(f"devices={workers} is too few workers: use devices=2 or more")
     with ExitStack() as stack:
         machines = None
         if rate is not None:
             try:
                 machines = stack.enter_context(Machines(workers))
             except NoMachines as error:
-                raise UserError(f"rate={rate}: links can't be limited here: {error}") from None
+                raise UserError(f"rate={rate}: this system can't limit links: {error}") from None
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         size = gradients(config, place)
         checks = run("check", place, workers, rounds, machines)
         if machines:
             machines.burst = min(max(size // workers // 32, 16_384), 131_072)
             machines.limit(rate)
-        found = run("measure", place, workers, rounds, machines)
+        results = run("measure", place, workers, rounds, machines)
     control = judged(checks)
-    link = Link.fitted(found[0]["pings"], found[0]["adding"])
+    link = Link.fitted(results[0]["pings"], results[0]["adding"])
     rows = []
-    for count, sums in enumerate((each["sums"] for each in found), start=2):
+    for count, sums in enumerate((each["sums"] for each in results), start=2):
         for way, row in sums.items():
             cost = link.cost(way, count, size)
             low, mid, high = quantiles(row["seconds"], n=4)
@@ -103,7 +104,7 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
 
 
 def gradients(config: Config, folder: Path) -> int:
-    """Leaves each worker's gradient of the model's loss, over samples of its own; returns the bytes of one."""
+    """Write each worker's gradient of the model's loss over its own samples. Return the bytes of one."""
     splits = open_data(config.data, config.data_dir, config.seed)
     module = make_module(config, splits).train()
     order, size = DataOrder(len(splits.train), config.layout, config.seed), config.layout.piece_size
@@ -119,18 +120,22 @@ def gradients(config: Config, folder: Path) -> int:
 
 
 def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines | None) -> list[dict[str, Any]]:
-    """What so many processes found, each on a machine of its own where there are any."""
+    """Start the workers, each on its own machine if `machines` are given, and return their results.
+
+    Raises:
+        RuntimeError: a worker failed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"{machines.address(0) if machines else '127.0.0.1'}:{free.getsockname()[1]}"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "eth0" if machines else "lo",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it tells that addresses have no names
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # hides warnings about addresses without names
     }
     processes: list[subprocess.Popen[Any]] = []
     try:
         for rank in range(workers):
-            asked = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, endpoint, rounds))]
-            command = machines.command(rank, asked) if machines else asked
+            program = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, endpoint, rounds))]
+            command = machines.command(rank, program) if machines else program
             processes.append(subprocess.Popen(command, env=environment))
         for rank, process in enumerate(processes):
             if code := process.wait():
@@ -139,27 +144,33 @@ def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines |
         for process in processes:
             process.kill()
             process.wait()
-    found: list[dict[str, Any]] = json.loads((folder / f"{what}.json").read_text())
-    return found
+    results: list[dict[str, Any]] = json.loads((folder / f"{what}.json").read_text())
+    return results
 
 
 def judged(checks: list[dict[str, int]]) -> str:
-    """What the sums' bits say, of 2 workers and more."""
-    for workers, found in enumerate(checks, start=2):
-        if found["exact"] != 1:
-            raise RuntimeError(f"{workers} workers: of exact integers there are {found['exact']} different sums")
-        if found["wrong"] == 1 or (workers > 2 and found["float"] == 1):
-            raise RuntimeError(f"{workers} workers: the check of bits did not see sums that differ: {found}")
-    said = (
-        "Of exact integers all ways gave the same bits on all workers, those of one process that adds by itself; that "
-        "one number was left out was seen"
+    """Return a sentence on the bits of the sums over 2 workers and more.
+
+    Raises:
+        RuntimeError: exact sums differ, or the check did not detect sums that differ.
+    """
+    for workers, counts in enumerate(checks, start=2):
+        if counts["exact"] != 1:
+            raise RuntimeError(
+                f"{workers} workers: exact integers gave {counts['exact']} different sums: there must be one"
+            )
+        if counts["wrong"] == 1 or (workers > 2 and counts["float"] == 1):
+            raise RuntimeError(f"{workers} workers: the check of bits did not detect sums that differ: {counts}")
+    sentence = (
+        "With exact integers all ways gave the same bits on all workers, and so did one process that adds all; the "
+        "check detected a missing number"
     )
-    more = f", and of float32 {len(checks) + 1} workers got {checks[-1]['float']} different sums" * (len(checks) > 1)
-    return f"{said}{more}."
+    more = f"; with float32 {len(checks) + 1} workers got {checks[-1]['float']} different sums" * (len(checks) > 1)
+    return f"{sentence}{more}."
 
 
 def report(link: Link, rows: list[Row]) -> str:
-    """Markdown for people."""
+    """Return the results as Markdown."""
     low, high = link.spread
     lines = [
         f"A message of n bytes takes {1e6 * link.alpha:.0f} us + n x {1e9 * link.beta:.2f} ns "
@@ -185,7 +196,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def draw(rows: list[Row], path: Path, title: str) -> None:
-    """Measured and predicted times by the number of workers."""
+    """Plot measured and predicted times over the number of workers."""
     figure, axes = our_pyplot().subplots(figsize=(8, 5))
     for number, way in enumerate(SUMS):
         mine = [row for row in rows if row.way == way]

@@ -1,13 +1,13 @@
-"""What only a GPU can show, tried in the order in which it tells most, on one page:
+"""Run the trials that need a GPU, the most informative first, and write one page:
 
     python scripts/lab/gpu_day.py                       # all: half an hour at most
     python scripts/lab/gpu_day.py layouts bits          # some parts
-    python scripts/lab/gpu_day.py --accelerator=cpu     # a rehearsal: the same trials on a machine without one
+    python scripts/lab/gpu_day.py --accelerator=cpu     # a rehearsal of the same trials without a GPU
 
-Each trial is a program of its own with a time limit; one that hangs is killed whole. gpu_day.md and gpu_day.json in the
-folder `--to` are written anew after each trial, and a later call with other parts adds to them. A refusal in one line
-is an answer; trials of one task must end with the same bits, and their control with others. Exit codes: 0 all as
-promised, 1 not, 2 bad input.
+Each trial runs programs under a time limit and kills all their processes if one hangs. After each trial the program
+writes gpu_day.md and gpu_day.json into the folder `--to`; a later call with other parts adds to them. A refusal in one
+line counts as a good result. Trials of one task must end with the same bits, and their control with others.
+Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
 import argparse
@@ -30,12 +30,12 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from bench.machine import facts
 
-from lockstep.config.checks import ROOT
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
+from lockstep.config.value_checks import ROOT
 from lockstep.launch.machine import gpu_count
 from lockstep.run.summary import git_info, write_summary
 
-OUTPUTS = "OUTPUTS"  # in a command: a folder that its trial has for itself
+OUTPUTS = "OUTPUTS"  # placeholder in a command for the trial's own folder
 TASK = ["data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128"]
 TASK += ["max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60"]
 EXACT = ["exact=true", "pieces=4", "model.dropout=0.3"]
@@ -49,7 +49,7 @@ LAYOUTS = {
     "compiled": "devices=1 compile=true",
 }
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
-# One of two ranks of one GPU: NCCL refuses that, gloo takes tensors that lie there.
+# One of two ranks on one GPU. NCCL refuses two ranks on one GPU; gloo accepts GPU tensors.
 AS_RANK = """
 import os, runpy, sys, torch.distributed as dist
 os.environ["RANK"], os.environ["MASTER_PORT"], *sys.argv = sys.argv[1:]
@@ -62,22 +62,22 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Trial:
-    """Programs that run one after the other; those of one tuple in `commands` at once."""
+    """Programs that run one after the other. The programs of one tuple in `commands` run at once."""
 
     part: str
     name: str
     commands: Sequence[Sequence[Sequence[str]]]
-    seconds: float = 90  # until all have ended
-    code: int = 0  # that each ends with
+    seconds: float = 90  # time limit of all programs together
+    code: int = 0  # expected exit code of each program
     task: str = ""  # trials of one task end with the same bits: the first one's
-    differs: bool = False  # a control: with others
+    differs: bool = False  # a control, which must end with other bits
 
 
-Row = dict[str, Any]  # of the page: part, trial, verdict, good, seconds, weights_sha256
+Row = dict[str, Any]  # a row of the page: part, trial, verdict, good, seconds, weights_sha256
 
 
 def trials(accelerator: str, devices: int) -> Iterator[Trial]:
-    """All, in order."""
+    """Yield all trials in order."""
     cpu = accelerator == "cpu"
     train = ("src/train.py", *TASK, f"accelerator={accelerator}", f"outputs={OUTPUTS}")
     exact, all_devices = (*train, *EXACT), f"devices={devices}"
@@ -110,15 +110,19 @@ def trials(accelerator: str, devices: int) -> Iterator[Trial]:
 
 
 def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Row:
-    """What became of a trial within so many seconds; `bits` are what the first trial of each task ended with."""
+    """Run a trial within `seconds` and return its row.
+
+    Args:
+        bits: digest of the weights of each task's first trial. It is filled here.
+    """
 
     def row(verdict: str, good: bool, sha256: str | None = None) -> Row:
-        told = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good}
-        return told | {"seconds": time.monotonic() - began, "weights_sha256": sha256}
+        fields = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good}
+        return fields | {"seconds": time.monotonic() - began, "weights_sha256": sha256}
 
     began, codes = time.monotonic(), [0]
     if seconds < 1:
-        return row("left out: no time was left", False)
+        return row("left out: the time is up", False)
     with tempfile.TemporaryDirectory() as outputs, tempfile.TemporaryFile("w+") as log:
         options: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
         for programs in trial.commands:
@@ -134,21 +138,21 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Ro
                         os.killpg(each.pid, signal.SIGKILL)
                         each.wait()
         log.seek(0)
-        lines = [line.strip() for line in log if line.strip()] or ["it said nothing"]
+        lines = [line.strip() for line in log if line.strip()] or ["no output"]
         digests = [json.loads(file.read_text()).get("weights_sha256") for file in Path(outputs).rglob("summary.json")]
-    said = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[-1])
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[-1])
     sha256 = next(filter(None, digests), None)
     if codes != [trial.code] * len(codes):
         refused = trial.part == "layouts" and codes == [2]
-        return row(f"refused: {said}" if refused else f"EXIT {codes}: {said}", refused)
+        return row(f"refused: {message}" if refused else f"EXIT {codes}: {message}", refused)
     if trial.task:
         same = sha256 == bits.setdefault(trial.task, sha256)
         return row("the same bits" if same else "other bits", same != trial.differs and sha256 is not None, sha256)
-    return row(said if trial.code else next((line for line in lines if " fits" in line), lines[-1]), True, sha256)
+    return row(message if trial.code else next((line for line in lines if " fits" in line), lines[-1]), True, sha256)
 
 
 def write_page(rows: Sequence[Row], machine: Sequence[str], folder: Path) -> None:
-    """gpu_day.md, for people, and gpu_day.json."""
+    """Write gpu_day.md and gpu_day.json."""
     folder.mkdir(parents=True, exist_ok=True)
     bad = [f"{row['part']}, {row['trial']}" for row in rows if not row["good"]]
     lines = ["# A day on a GPU", "", *(f"- {line}" for line in machine)]
@@ -163,28 +167,32 @@ def write_page(rows: Sequence[Row], machine: Sequence[str], folder: Path) -> Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="layouts, tests, bits, memory, kills, benchmark; none: all")
+    parser.add_argument("parts", nargs="*", help="some of layouts, tests, bits, kills, benchmark (default: all)")
     parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument("--minutes", type=float, default=30, help="for all; what has not begun by then is left out")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="time for all trials; those that have not begun by then are left out"
+    )
     parser.add_argument("--to", type=Path, default=ROOT / "outputs" / "gpu_day", help="folder for the page")
     options = parser.parse_args()
     devices = 2 if options.accelerator == "cpu" else gpu_count()
     if not devices:
-        print("error: this machine has no GPU that torch can use; --accelerator=cpu rehearses", file=sys.stderr)
+        print("error: torch finds no GPU on this machine: use --accelerator=cpu for a rehearsal", file=sys.stderr)
         return 2
     listed = list(trials(options.accelerator, devices))
     known = dict.fromkeys(trial.part for trial in listed)
     if wrong := [part for part in options.parts if part not in known]:
-        print(f"error: {wrong[0]}: {unknown(wrong[0], known)}", file=sys.stderr)
+        print(f"error: {wrong[0]}: {unknown_name_message(wrong[0], known)}", file=sys.stderr)
         return 2
-    parts, kept = options.parts or list(known), options.to / "gpu_day.json"
-    rows: list[Row] = json.loads(kept.read_text())["rows"] if kept.exists() else []
+    parts, page = options.parts or list(known), options.to / "gpu_day.json"
+    rows: list[Row] = json.loads(page.read_text())["rows"] if page.exists() else []
     rows = [row for row in rows if row["part"] not in parts]
     machine = [*facts(), f"commit {dict(git_info() or {}).get('commit')}"]
     bits: dict[str, str | None] = {}
     end = time.monotonic() + 60 * options.minutes
     for trial in (each for each in listed if each.part in parts):
-        patient = trial.seconds * (5 if options.accelerator == "cpu" else 1)  # a rehearsal may share its machine
+        patient = trial.seconds * (
+            5 if options.accelerator == "cpu" else 1
+        )  # a rehearsal may share its machine with other programs
         rows.append(carried_out(trial, min(patient, end - time.monotonic()), bits))
         print("{part}: {trial}: {verdict} ({seconds:.1f} s)".format(**rows[-1]), flush=True)
         write_page(rows, machine, options.to)

@@ -1,4 +1,4 @@
-"""The front pages of the lab's programs lie in scripts/lab/conf/. Hydra composes them with the files of conf/."""
+"""Let Hydra compose the front pages of the lab's programs, in scripts/lab/conf/, with the files of conf/."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ PAGES = Path(__file__).resolve().parent / "conf"
 
 
 class LabPages(SearchPathPlugin):
-    """Adds the lab's pages to every search path of this process."""
+    """Add the lab's pages to every search path of this process."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("lab", f"file://{PAGES}")

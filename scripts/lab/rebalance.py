@@ -1,17 +1,18 @@
-"""How fast pieces move when a worker is throttled in the middle of a run, and what that is worth:
+"""Measure how fast pieces move when a worker is throttled in the middle of a run, and what that gains:
 
     python scripts/lab/rebalance.py                    # 2, 3 and 4 workers; Linux, root
     python scripts/lab/rebalance.py --workers 2 --steps 60,120,180 --picture rebalance.png
-    python scripts/lab/rebalance.py --still 6           # what the extra costs where nothing changes
+    python scripts/lab/rebalance.py --still 6          # what the extra costs where nothing changes
 
-Each worker is put into a control group (`cpu.max`, of version 1 `cpu.cfs_quota_us`). Together they get half of this
-machine's cores, in equal parts, so that all else has room. From step A to step B of `--steps A,B,end` the last worker
-gets a quarter of its part. Three runs for each number of workers: with `extras=[rebalance]`; without it (the control),
-until 10 steps after A; and on one device, whose weights the first must have to the bit (exact=true).
+Each worker runs in its own control group (`cpu.max`; in version 1, `cpu.cfs_quota_us`). Together they get `--room` of
+this machine's cores, in equal parts; the rest is for all other programs. From step A to step B of `--steps A,B,end`
+the last worker gets a quarter of its part. Each number of workers has three runs: with `extras=[rebalance]`; without it
+(the control), until 10 steps after A; and on one device. The first and the last must end with the same weights, to the
+bit (exact=true).
 
-Prints a table of samples per second before the throttle, in it from 20 steps after its begin on, and likewise after it;
-the part of the usual rate (the mean of before and after) that is left in the throttle, without the extra and with it;
-and the part that is left of all workers' speed, which is ideal. Draws rate and pieces over time.
+Prints a table: samples per second before the throttle, during it from 20 steps after its start, and after it likewise;
+the part of the usual rate (the mean of before and after) that is left during the throttle, without the extra and with
+it; and the ideal, which is the part of all workers' speed that is left. Draws rates and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -39,18 +40,17 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from bench.machine import facts
 from common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
 
-from lockstep.config.checks import ROOT
-from lockstep.launch.machine import cores
+from lockstep.config.value_checks import ROOT
+from lockstep.launch.machine import available_cores
 
-QUARTER = 0.25  # of its time, that a throttled worker has
-ROOM = 0.5  # of the cores are dealt out, and first in turn; the rest is for everything else
-WEIGHT = 100  # times that of a process outside
+QUARTER = 0.25  # the part of its CPU time that a throttled worker keeps
+WEIGHT = 100  # weight of a worker, relative to a process outside of the control groups
 PERIOD = 20_000  # microseconds in which a control group may use its quota
 ANSWER = 20  # steps after a change within which pieces must have moved
-PIECES = {2: 40, 3: 36, 4: 52}  # the even and the ideal shares are whole numbers of them
-SAMPLES = 32  # of a piece
-CONTROL = 10  # steps of the throttle in the control, where each takes four times as long
-# few weights: what a rank does beside its passes takes four times as long on a throttled one, and can't move
+PIECES = {2: 40, 3: 36, 4: 52}  # by workers; both the even and the ideal shares are whole numbers
+SAMPLES = 32  # samples of a piece
+CONTROL = 10  # throttled steps of the control, each of which takes four times as long
+# Few weights, because a throttled rank's optimizer step takes four times as long, and cannot move.
 TASK = (
     *("model=resnet9", "model.width=[8,8,8,8]", "data=synthetic", "data.val_fraction=0", "optimizer=sgd", "exact=true"),
     *("threads=1", "accelerator=cpu", "callbacks=none", "logger=none", "val_every=1000000", "num_workers=0"),
@@ -59,17 +59,17 @@ MOVING = ("extras=[rebalance]",)
 
 
 class Failed(Exception):
-    """A run has no result, and why."""
+    """A run has no result; the message says why."""
 
 
 @dataclass
 class Steps:
-    """What rank zero wrote of a run.
+    """The steps of a run.
 
     Attributes:
-        ends: the time at each step's end, in seconds.
-        pieces: of each rank in each step.
-        sha: of the weights at the end.
+        ends: the time at each step's end on rank zero, in seconds.
+        pieces: a list for each rank: its number of pieces in each step.
+        sha: `weights_sha256` at the end.
     """
 
     ends: list[float]
@@ -77,12 +77,11 @@ class Steps:
     sha: str
 
     def rate(self, first: int, last: int) -> float:
-        """Steps a second, from the end of step `first` to that of step `last` (1-based)."""
+        """Return the steps per second from the end of step `first` to the end of step `last` (1-based)."""
         return (last - first) / (self.ends[last - 1] - self.ends[first - 1])
 
     def moved(self, since: int, until: int) -> int | None:
-        """After how many steps since a change the pieces had their last deal of those until `until`, with which all
-        steps after it were computed; None: they did not move."""
+        """Return after how many steps the pieces last moved between the steps `since` and `until`; None: never."""
         deals = list(zip(*self.pieces, strict=True))[since:until]
         if deals[0] == deals[-1]:
             return None
@@ -93,40 +92,40 @@ class Steps:
 
 
 class Group:
-    """A control group for one process, which limits its CPU time.
+    """A control group that limits the CPU time of one process.
 
     Raises:
-        Failed: there are none, or this user can't make one.
+        Failed: the system has no control groups, or this user may not make one.
     """
 
     def __init__(self, name: str) -> None:
         root = Path("/sys/fs/cgroup")
-        self._first = (root / "cpu" / "cgroup.procs").exists()  # version 1
-        self._folder = (root / "cpu" if self._first else root) / f"lockstep_{os.getpid()}_{name}"
+        self._version_1 = (root / "cpu" / "cgroup.procs").exists()
+        self._folder = (root / "cpu" if self._version_1 else root) / f"lockstep_{os.getpid()}_{name}"
         try:
-            if not self._first:
+            if not self._version_1:
                 (root / "cgroup.subtree_control").write_text("+cpu")
             self._folder.mkdir()
-            usual, weight = (1024, "cpu.shares") if self._first else (100, "cpu.weight")
+            usual, weight = (1024, "cpu.shares") if self._version_1 else (100, "cpu.weight")
             (self._folder / weight).write_text(str(WEIGHT * usual))
         except OSError as error:
             raise Failed(f"{self._folder}: no control group can be made ({error.strerror}): run as root") from error
 
-    def take(self, pid: int) -> None:
-        """Put a process into the group, with all its threads."""
+    def add(self, pid: int) -> None:
+        """Add a process, with all its threads."""
         (self._folder / "cgroup.procs").write_text(str(pid))
 
-    def limit(self, share: float) -> None:
-        """Let the group use so many cores."""
-        quota = int(share * PERIOD)
-        if self._first:
+    def limit(self, cores: float) -> None:
+        """Limit the group to a number of cores."""
+        quota = int(cores * PERIOD)
+        if self._version_1:
             (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD))
             (self._folder / "cpu.cfs_quota_us").write_text(str(quota))
         else:
             (self._folder / "cpu.max").write_text(f"{quota} {PERIOD}")
 
     def remove(self) -> None:
-        """Remove the group; its processes must have ended."""
+        """Remove the group, after its processes have ended."""
         for _ in range(100):
             with suppress(OSError):
                 self._folder.rmdir()
@@ -136,7 +135,7 @@ class Group:
 
 @contextmanager
 def groups(count: int) -> Iterator[list[Group]]:
-    """So many control groups, which are removed at the end."""
+    """Make control groups, and remove them at the end."""
     made: list[Group] = []
     try:
         for number in range(count):
@@ -150,15 +149,20 @@ def groups(count: int) -> Iterator[list[Group]]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, overrides: Sequence[str], throttle: tuple[int, int] | None = None, workers: int = 0) -> Steps:
+def train(
+    folder: Path, overrides: Sequence[str], workers: int, cores: float, throttle: tuple[int, int] | None = None
+) -> Steps:
     """Run `src/train.py` to its end.
 
     Args:
-        throttle: the last worker is slow from the end of one step to that of the other.
-        workers: each is limited to an equal part of the cores; 0: none is limited.
+        folder: a new folder for its output.
+        overrides: its overrides.
+        workers: its worker processes.
+        cores: cores that they share in equal parts.
+        throttle: the steps at the ends of which the last worker becomes slow, and fast again.
 
     Raises:
-        Failed: it did not complete.
+        Failed: the run did not complete.
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "src/train.py", f"outputs={folder}", *TASK, *overrides]
@@ -174,15 +178,13 @@ def train(folder: Path, overrides: Sequence[str], throttle: tuple[int, int] | No
             start_new_session=True,
         )
         try:
-            if limits:
-                share = ROOM * cores() / workers
-                limits[0].take(process.pid)  # it starts sooner
-                for rank, group in enumerate(limits):
-                    group.take(int(wait_for(process, folder / f"{rank}.pid", 1)[0]))
-                    group.limit(share)
-                for step, part in zip(throttle or (), (QUARTER, 1.0), strict=False):
-                    wait_for(process, folder / "0.steps", step)
-                    limits[-1].limit(share * part)
+            limits[0].add(process.pid)  # its weight lets the run start sooner
+            for rank, group in enumerate(limits):
+                group.add(int(wait_for(process, folder / f"{rank}.pid", 1)[0]))
+                group.limit(cores / workers)
+            for step, part in zip(throttle or (), (QUARTER, 1.0), strict=False):
+                wait_for(process, folder / "0.steps", step)
+                limits[-1].limit(cores / workers * part)
             code = process.wait()
         finally:
             with suppress(ProcessLookupError):
@@ -200,15 +202,15 @@ def train(folder: Path, overrides: Sequence[str], throttle: tuple[int, int] | No
 
 
 def lines(path: Path) -> list[str]:
-    """Return the whole lines of a file that may still be written."""
+    """Return the complete lines of a file that may still grow; none if it does not exist."""
     return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
 
 
 def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[str]:
-    """Wait until a file has so many lines, and return them.
+    """Wait until a file has `count` lines, and return them.
 
     Raises:
-        Failed: the process has ended before.
+        Failed: the process ended earlier.
     """
     while len(rows := lines(path)) < count:
         if process.poll() is not None:
@@ -217,7 +219,7 @@ def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[s
     return rows
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def row(workers: int, samples: int, steps: tuple[int, int, int], moved: Steps, still: Steps) -> list[str]:
@@ -235,13 +237,13 @@ def row(workers: int, samples: int, steps: tuple[int, int, int], moved: Steps, s
 
 
 def usual(moved: Steps, steps: tuple[int, int, int]) -> float:
-    """Return the rate of a run while nothing is throttled: before and after, since a machine's speed may drift."""
+    """Return the rate without a throttle, in steps per second: the mean of before and after, as speeds may drift."""
     begin, end, last = steps
     return (moved.rate(ANSWER, begin) + moved.rate(end + ANSWER, last)) / 2
 
 
 def ideal(workers: int) -> float:
-    """Return the part of the workers' speed that is left."""
+    """Return the part of all workers' speed that is left while one is throttled."""
     return (workers - 1 + QUARTER) / workers
 
 
@@ -252,7 +254,7 @@ COLUMNS = (
 
 
 def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], path: Path) -> None:
-    """Draw for each number of workers the rate and the pieces of each rank over time."""
+    """Draw the rate and the pieces of each rank over time, for each number of workers."""
     pyplot = our_pyplot()
     figure, axes = pyplot.subplots(2, len(results), figsize=(4.2 * len(results), 5), squeeze=False, sharex="col")
     for column, (workers, (moved, still)) in enumerate(results.items()):
@@ -283,29 +285,29 @@ def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], p
     figure.savefig(path)
 
 
-def throttled(workers: int, steps: tuple[int, int, int], folder: Path) -> tuple[Steps, Steps]:
-    """Run with the extra and without it.
+def compare_throttled(workers: int, steps: tuple[int, int, int], cores: float, folder: Path) -> tuple[Steps, Steps]:
+    """Return the steps of a run with the extra and of one without it, while the last worker is throttled.
 
     Raises:
-        Failed: a run failed, or its weights are not those of one device.
+        Failed: a run failed, or the extra changed the weights.
     """
     begin, end, last = steps
     pieces = PIECES[workers]
     batch = pieces * SAMPLES
     task = (f"pieces={pieces}", f"batch_size={batch}", f"data.samples={20 * batch}")  # no short last step
     ddp = (*task, "strategy=ddp", f"devices={workers}")
-    moved = train(folder / f"{workers}_moved", (*ddp, *MOVING, f"max_steps={last}"), (begin, end), workers)
+    moved = train(folder / f"{workers}_moved", (*ddp, *MOVING, f"max_steps={last}"), workers, cores, (begin, end))
     short = begin + CONTROL
-    still = train(folder / f"{workers}_still", (*ddp, f"max_steps={short}"), (begin, short), workers)
-    one = train(folder / f"{workers}_one", (*task, f"max_steps={last}"), workers=1)
+    still = train(folder / f"{workers}_still", (*ddp, f"max_steps={short}"), workers, cores, (begin, short))
+    one = train(folder / f"{workers}_one", (*task, f"max_steps={last}"), 1, cores)
     if moved.sha != one.sha:
-        raise Failed(f"{workers} workers end with other weights than one: {moved.sha}, {one.sha}")
+        raise Failed(f"{workers} workers have weights_sha256 {moved.sha}: must be that of one device, {one.sha}")
     print(f"{workers} workers: weights_sha256 {one.sha[:16]} as on one device", flush=True)
     return moved, still
 
 
-def unchanged(rounds: int, folder: Path) -> None:
-    """Print what a step of two workers takes with the extra and without, in runs that take turns."""
+def compare_still(rounds: int, cores: float, folder: Path) -> None:
+    """Print the time of a step of two workers, with the extra and without it, from runs in turns."""
     rows = []
     for samples in (1, 8):
         sizes = ("pieces=40", f"batch_size={40 * samples}", f"data.samples={800 * samples}")
@@ -313,9 +315,9 @@ def unchanged(rounds: int, folder: Path) -> None:
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * rounds):
             moves = number % 4 in (0, 3)
-            run = train(folder / f"{samples}_{number}", (*task, *(MOVING if moves else ())), workers=2)
-            taken = [b - a for a, b in zip(run.ends, run.ends[1:], strict=False)][ANSWER:]
-            seconds[moves].append(median(taken))
+            run = train(folder / f"{samples}_{number}", (*task, *(MOVING if moves else ())), 2, cores)
+            times = [b - a for a, b in zip(run.ends, run.ends[1:], strict=False)][ANSWER:]
+            seconds[moves].append(median(times))
         with_, without = (1000 * median(seconds[moves]) for moves in (True, False))
         rows.append([str(samples), f"{without:.1f}", f"{with_:.1f}", f"{without / with_:.3f}"])
     print(markdown(("samples of a piece", "without, ms a step", "with, ms a step", "rate, of that without"), rows))
@@ -325,28 +327,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0].rstrip(":"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4], choices=list(PIECES))
     parser.add_argument("--steps", default="30,60,90", help="first and last step of the throttle, and of the run")
-    parser.add_argument("--picture", type=Path, help="where to draw")
-    parser.add_argument("--still", type=int, default=0, help="rounds of runs in which nothing changes, instead")
-    parser.add_argument("--folder", type=Path, help="where runs go; else they are removed")
+    parser.add_argument("--room", type=float, default=0.5, help="part of the cores that the workers share")
+    parser.add_argument("--picture", type=Path, help="file of the picture")
+    parser.add_argument("--still", type=int, default=0, help="instead, so many pairs of runs without a throttle")
+    parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
     options = parser.parse_args()
     begin, end, last = map(int, options.steps.split(","))
     if not 2 * ANSWER <= begin + ANSWER <= end <= last - ANSWER - 1:
         parser.error(f"--steps={options.steps}: each part must have more than {ANSWER} steps")
+    if not 0 < options.room <= 1:
+        parser.error(f"--room={options.room:g}: must be above 0 and at most 1")
+    cores = options.room * available_cores()
     print("\n".join(facts()), flush=True)
     with tempfile.TemporaryDirectory(prefix="rebalance_") as temporary:
         folder = options.folder or Path(temporary)
         try:
             if options.still:
-                unchanged(options.still, folder)
+                compare_still(options.still, cores, folder)
                 return 0
-            results = {workers: throttled(workers, (begin, end, last), folder) for workers in options.workers}
+            steps = begin, end, last
+            results = {workers: compare_throttled(workers, steps, cores, folder) for workers in options.workers}
         except Failed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1
-    rows = [row(workers, PIECES[workers] * SAMPLES, (begin, end, last), *runs) for workers, runs in results.items()]
+    rows = [row(workers, PIECES[workers] * SAMPLES, steps, *runs) for workers, runs in results.items()]
     print(markdown(COLUMNS, rows))
     if options.picture:
-        draw(results, (begin, end, last), options.picture)
+        draw(results, steps, options.picture)
     return 0
 
 

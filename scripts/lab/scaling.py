@@ -1,11 +1,12 @@
-"""What a step of ddp takes on several machines with one device each, from what one device takes and a link.
+"""Predict the time of a ddp step on several machines with one device each, from one device and a link:
 
     python scripts/lab/advise.py model=resnet18 batch_size=128 link=[1gbit,10gbit]    # measured here, then predicted
-    python scripts/lab/scaling.py 1.19 44.7 1gbit 400gbit@5us    # on paper: seconds of a step, MB of its gradient
+    python scripts/lab/scaling.py 1.19 44.7 1gbit 400gbit@5us    # from seconds of a step and MB of its gradient
 
-A machine of n computes the n-th part of the step's samples, which is measured here, on one device. DDP sends gradients
-in buckets, last layer first; each bucket's all-reduce (a ring) starts when backward has made its last gradient, and the
-one before is done. So of the link's time a step shows only what goes on after its backward pass.
+Each of n machines computes one n-th of the step's samples; this time is measured here on one device. DDP sends
+gradients in buckets, last layer first. The all-reduce of a bucket (a ring) starts when backward has made its last
+gradient and the earlier bucket is complete. A step is therefore longer only by the communication after its backward
+pass.
 """
 
 import sys
@@ -23,23 +24,23 @@ from network.link import Link
 from lockstep.config.check import Config
 from lockstep.errors import UserError
 
-MOST = 10_000  # machines on paper
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, torch's defaults
-ON_THE_WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
+MOST = 10_000  # largest number of machines to predict
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: torch's defaults
+COMPRESSED_SIZE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 
 
 @dataclass
 class Computed:
-    """Of a step on one device, in seconds: all of it, and the ends of its parts."""
+    """The times of a step on one device, in seconds."""
 
     step: float
-    ready: list[float]  # of each parameter's gradient, since the step's beginning
+    ready: list[float]  # seconds from the start of the step to each parameter's gradient
     sizes: list[int]  # of each parameter, in bytes
 
 
 @dataclass
 class Several:
-    """A step on so many machines, in seconds."""
+    """The times of a step on several machines, in seconds."""
 
     link: str
     machines: int
@@ -49,52 +50,70 @@ class Several:
     step: float
 
 
-def links(given: Any, outputs: str) -> dict[str, Link]:
-    """By name: a rate (200mbit, 400gbit@5us), what communication.py wrote, `newest` of these, or a list of such."""
-    found = {}
-    for name in given if isinstance(given, list) else [given]:
+def links(names: Any, outputs: str) -> dict[str, Link]:
+    """Return links by name.
+
+    Args:
+        names: a rate (200mbit, 400gbit@5us), a folder or file of communication.py, `newest` for the latest of these, or
+            a list.
+        outputs: where `newest` searches.
+
+    Raises:
+        UserError: a name is none of these.
+    """
+    by_name = {}
+    for name in names if isinstance(names, list) else [names]:
         if name == "newest":
             results = sorted(Path(outputs).glob("*/*/communication.json"), key=lambda path: path.stat().st_mtime)
             if not results:
                 raise UserError(
-                    f"link=newest: no */*/communication.json in {outputs}; scripts/lab/communication.py makes it"
+                    f"link=newest: no */*/communication.json in {outputs}: run scripts/lab/communication.py first"
                 )
-            found[str(results[-1].parent)] = Link.measured(results[-1])
+            by_name[str(results[-1].parent)] = Link.measured(results[-1])
         elif Path(str(name)).exists():
-            found[str(name)] = Link.measured(Path(str(name)))
+            by_name[str(name)] = Link.measured(Path(str(name)))
         else:
-            found[str(name)] = Link.of_rate(str(name))
-    return found
+            by_name[str(name)] = Link.of_rate(str(name))
+    return by_name
 
 
 def numbers(config: Config) -> list[int]:
-    """Of machines: 1, 2, 4, ... while each has two samples of a step or more."""
+    """Return the numbers of machines: 1, 2, 4, ... while each has two samples of a step or more."""
     batch = config.layout.batch_size
     return [count for bit in range(batch.bit_length()) if batch % (count := 1 << bit) == 0 and batch >= 2 * count]
 
 
 def predict(
-    config: Config, compression: str, found: dict[str, Link], measure: Callable[[int], Computed]
+    config: Config, compression: str, by_name: dict[str, Link], measure: Callable[[int], Computed]
 ) -> list[Several]:
-    """The steps on all numbers of machines; `measure` takes the samples of one."""
-    if compression not in ON_THE_WIRE:
-        raise UserError(f"link: what strategy.compression={compression} sends is not known beforehand")
+    """Return the predicted steps for all numbers of machines and all links.
+
+    Args:
+        measure: returns the times of one machine from its number of samples.
+    """
+    if compression not in COMPRESSED_SIZE:
+        raise UserError(
+            f"link: the size of strategy.compression={compression}'s messages is unknown: use none, bf16 or fp16"
+        )
     batch, rows = config.layout.batch_size, []
     for count in numbers(config):
         one = measure(batch // count)
-        for name, link in found.items():
-            reducing, step = steps(one, link, count, ON_THE_WIRE[compression], config.layout.exact)
+        for name, link in by_name.items():
+            reducing, step = steps(one, link, count, COMPRESSED_SIZE[compression], config.layout.exact)
             rows.append(Several(name, count, batch // count, one.step, reducing, step))
-    return sorted(rows, key=lambda row: list(found).index(row.link))
+    return sorted(rows, key=lambda row: list(by_name).index(row.link))
 
 
-def steps(one: Computed, link: Link, machines: int, on_the_wire: float, exact: bool) -> tuple[float, float]:
-    """Seconds of all-reduce, and of the step. Under exact, integers of 64 bits are sent when backward is done."""
+def steps(one: Computed, link: Link, machines: int, compressed_size: float, exact: bool) -> tuple[float, float]:
+    """Return the seconds of all-reduce and of the step.
+
+    Under exact, integers of 64 bits are sent after backward.
+    """
     if machines == 1:
         return 0.0, one.step
     end = max(one.ready)
-    sent = [(end, 2 * sum(one.sizes))] if exact else [(at, on_the_wire * size) for at, size in buckets(one)]
-    reducing, left = 0.0, -end  # of what has been sent, seconds after the backward pass
+    sent = [(end, 2 * sum(one.sizes))] if exact else [(at, compressed_size * size) for at, size in buckets(one)]
+    reducing, left = 0.0, -end  # when the last bucket arrives, in seconds after the backward pass
     for ready, size in sent:
         seconds = link.cost("ring", machines, int(size)).seconds
         reducing += seconds
@@ -103,15 +122,15 @@ def steps(one: Computed, link: Link, machines: int, on_the_wire: float, exact: b
 
 
 def buckets(one: Computed) -> list[tuple[float, int]]:
-    """When each of DDP's buckets is ready, and its bytes."""
-    found: list[tuple[float, int]] = []
+    """Return when each of DDP's buckets is ready, and its bytes."""
+    complete: list[tuple[float, int]] = []
     ready, size, limit = 0.0, 0, FIRST_BUCKET
     for at, bytes_ in zip(reversed(one.ready), reversed(one.sizes), strict=True):
         ready, size = max(ready, at), size + bytes_
         if size >= limit:
-            found.append((ready, size))
+            complete.append((ready, size))
             ready, size, limit = 0.0, 0, BUCKET
-    return [*found, (ready, size)] if size else found
+    return [*complete, (ready, size)] if size else complete
 
 
 def table(rows: list[Several]) -> str:
@@ -133,8 +152,8 @@ def table(rows: list[Several]) -> str:
 
 
 def conclusion(rows: list[Several]) -> str:
-    """For each link, which number is the fastest, and from which on communication eats the gain."""
-    said = []
+    """Return for each link the fastest number of machines, and the number at which half of a step is waiting."""
+    sentences = []
     for name in dict.fromkeys(row.link for row in rows):
         mine = [row for row in rows if row.link == name]
         best, alone = min(mine, key=lambda row: row.step), mine[0].step
@@ -142,14 +161,18 @@ def conclusion(rows: list[Several]) -> str:
         half = f"from {eaten[0]} on a machine waits for more than half of it" if eaten else "none waits for half"
         slower = [row.machines for row in mine[1:] if row.step > alone]
         worse = f"; {', '.join(map(str, slower))} are slower than one" if slower else ""
-        said.append(f"{name}: fastest on {best.machines} ({alone / best.step:.2f} times one); {half}{worse}.")
-    return "\n".join(said)
+        sentences.append(f"{name}: fastest on {best.machines} ({alone / best.step:.2f} times one); {half}{worse}.")
+    return "\n".join(sentences)
 
 
 def eaten(step: float, size: int, link: Link, way: str) -> tuple[int | None, int, float, float, float]:
-    """Of machines that each take an equal part of the `step` seconds and then sum `size` bytes: the number from which
-    on they send longer than they compute, the fastest number, and how many times as fast that and 2 are. Then what part
-    of the time `MOST` machines compute which take `step` seconds each."""
+    """Predict machines that share the `step` seconds equally and then sum `size` bytes.
+
+    Returns:
+        the number of machines from which sending takes longer than computing; the fastest number; how many times as
+        fast as one machine that number and 2 are; the part of the time that `MOST` machines compute if each takes
+        `step` seconds.
+    """
 
     def sending(count: int) -> float:
         return link.cost(way, count, size).seconds if count > 1 else 0.0

@@ -1,11 +1,11 @@
-"""Flips bits in silence, and looks whether the run notices:
+"""Flip bits without an error, and check whether the run detects it:
 
     python scripts/lab/silent_faults.py --faults 200 --aimed --clean 20000
 
-A fault in each run, on three devices: in weights, activations, gradients, in what is sent or received when these are
-summed, in what is saved; once, or again and again. Survived: every change was seen by the audit, the checks of sums,
-replicas and finite gradients, or verify.py at the end; nobody was named wrongly, and nothing was seen in N steps
---clean.
+Each run has three devices and one fault: in weights, activations or gradients, in messages sent or received when
+gradients are summed, or in a checkpoint; once or repeatedly. The campaign passes if the audit, the checks of sums,
+replicas and finite gradients, or verify.py at the end detect every change, if no rank is blamed wrongly, and if nothing
+is reported in N steps --clean without a fault.
 
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
@@ -23,7 +23,7 @@ from campaigns.campaign import Campaign
 from campaigns.program import one_each, run_campaigns
 from campaigns.silent import Silent
 
-JOB = [  # small steps, many runs
+JOB = [  # small steps, because there are many runs
     *("model.dropout=0.25", "max_epochs=2", "log_every=5", "threads=1", "accelerator=cpu", "name=chaos"),
     *("data=synthetic", "data.samples=4000", "data.image_size=12", "data.num_classes=3"),
     *("batch_size=16", "max_steps=12", "checkpoint_every=4", "exact=true", "pieces=4", "extras=[audit,ledger]"),
@@ -35,9 +35,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=10, help="one run for each")
-    parser.add_argument("--aimed", action="store_true", help="faults that pass strike an audited piece")
-    parser.add_argument("--clean", type=int, default=0, metavar="N", help="N steps without a fault, too")
-    parser.add_argument("--control", action="store_true", help="nothing is verified: must not be survived")
+    parser.add_argument("--aimed", action="store_true", help="faults that happen once hit an audited piece")
+    parser.add_argument("--clean", type=int, default=0, metavar="N", help="also run N steps without a fault")
+    parser.add_argument("--control", action="store_true", help="do not verify: the campaign must fail")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     options = parser.parse_args()
 

@@ -1,13 +1,13 @@
-"""What a way of running costs, beside others, on this machine or on links of a limited rate:
+"""Compare the cost of several ways to run, on this machine or over links of a limited rate:
 
     python scripts/lab/ways.py 'strategy=ddp' 'strategy=pipeline' -- model=resnet18 data=mnist pieces=8
     python scripts/lab/ways.py strategy=ddp 'strategy=ddp extras=[late]' --rate 50mbit --rate 200mbit -- data=synthetic
 
-A way is some overrides of train.py, what follows `--` is every run's. All ways take turns, `--rounds` times, one thread
-a worker, and a Markdown table says: medians of a step and of a sample, the ratio of samples per second to the first
-way's, the part of its time that a stage waits for others, what a worker sends, what the one that holds most holds
-(weights and the optimizer's state), and the memory of its process. With `--rate` each worker is a machine of its own, a
-network namespace whose link has that rate (Linux, as root). Exit codes: 0 measured, 1 a run failed, 2 bad input.
+A way is a string of overrides of train.py; overrides after `--` apply to all. The ways take turns, `--rounds` times,
+with one thread per worker. A Markdown table has medians of a step and of a sample, samples per second relative to the
+first way, the part of the time that a pipeline's stage waits for others, the bytes that a worker sends, the largest
+worker's weights and optimizer state, and the memory of its process. With `--rate` each worker has a network namespace
+with a link of that rate (Linux, as root). Exit codes: 0 measured, 1 a run failed, 2 bad input.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 from network.link import bits_per_second
 from network.machines import Machines, NoMachines
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.run.summary import summary_of
 
@@ -39,7 +39,7 @@ COLUMNS += ["waits", "sent, MiB a step", "held, MiB", "process, MiB"]
 
 @dataclass
 class Way:
-    """What its runs took, of each step seconds; of each run what its workers' clocks say (bench.clock)."""
+    """Overrides, and their measurements: seconds of each step, and the clocks of each run's workers (bench.clock)."""
 
     overrides: str
     samples: int = 0  # of a step
@@ -50,28 +50,30 @@ class Way:
         low, mid, high = (1000 * each / self.samples for each in quantiles(self.steps, n=4))
         gain = median(first.steps) / first.samples / median(self.steps) * self.samples
         waits = median(mean(worker["waits"] for worker in run) for run in self.runs)
-        sent, held, peak = (
+        sent, stored, peak = (
             max(worker[name] for run in self.runs for worker in run) for name in ("sent", "held", "peak_gib")
         )
         cells = (
             *(link, f"`{self.overrides}`", f"{1000 * median(self.steps):.0f}", self.samples),
             *(f"{mid:.2f} ({low:.2f} to {high:.2f})", f"{gain:.2f}", f"{waits:.1%}" if waits else ""),
-            *(f"{sent / MIB:.1f}" if sent else "", f"{held / MIB:.1f}", f"{1024 * peak:.0f}"),
+            *(f"{sent / MIB:.1f}" if sent else "", f"{stored / MIB:.1f}", f"{1024 * peak:.0f}"),
         )
         return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="+", help="overrides of each way, in quotes; behind -- those of all")
+    parser.add_argument("ways", nargs="+", help="overrides of each way, in quotes; overrides after -- apply to all")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rate", action="append", help="of each machine's link, as tc says it; may be given again")
-    parser.add_argument("--burst", type=int, default=32_768, help="bytes that a rested link passes at once")
-    parser.add_argument("--steps", type=int, default=20, help="that count, of each run")
+    parser.add_argument(
+        "--rate", action="append", help="rate of each machine's link in tc's notation, such as 200mbit; may be repeated"
+    )
+    parser.add_argument("--burst", type=int, default=32_768, help="bytes that an idle link passes at once")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each run")
     parser.add_argument("--rounds", type=int, default=3)
-    given = sys.argv[1:]
-    at = given.index("--") if "--" in given else len(given)
-    options, everywhere = parser.parse_args(given[:at]), given[at + 1 :]
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    options, everywhere = parser.parse_args(arguments[:at]), arguments[at + 1 :]
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     try:
         for rate in options.rate or [None]:
@@ -92,21 +94,28 @@ def main() -> int:
 
 
 def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: Machines | None, folder: Path) -> None:
-    """One run of a way: on this machine, or as a rank on each of several ones.
+    """Run a way once: on this machine, or as one rank on each of several machines.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the run failed.
     """
-    warmup = 12 if "powersgd" in way.overrides else 3  # PowerSGD sends whole gradients in the first ten
+    warmup = 12 if "powersgd" in way.overrides else 3  # PowerSGD sends whole gradients in the first ten steps
     steps = warmup + options.steps
-    asked = [sys.executable, "src/train.py", "accelerator=cpu", "threads=1", f"max_steps={steps}", "max_epochs=1000000"]
-    asked += ["val_every=1000000", "logger=none", "callbacks=none", "+callbacks.clock._target_=bench.clock.Clock"]
-    asked += [*everywhere, *way.overrides.split()]
+    program = [
+        sys.executable,
+        "src/train.py",
+        "accelerator=cpu",
+        "threads=1",
+        f"max_steps={steps}",
+        "max_epochs=1000000",
+    ]
+    program += ["val_every=1000000", "logger=none", "callbacks=none", "+callbacks.clock._target_=bench.clock.Clock"]
+    program += [*everywhere, *way.overrides.split()]
     if machines is None:
-        commands = [[*asked, f"devices={options.devices}", f"outputs={folder}/0"]]
+        commands = [[*program, f"devices={options.devices}", f"outputs={folder}/0"]]
     else:
         commands = [
-            machines.rank(index, [*asked, f"outputs={folder}/{index}"], PORT) for index in range(options.devices)
+            machines.rank(index, [*program, f"outputs={folder}/{index}"], PORT) for index in range(options.devices)
         ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts' / 'lab'}"}
     with (folder / "log").open("w+") as log:
@@ -114,7 +123,7 @@ def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: 
         codes = [process.wait() for process in started]
         if any(codes):
             log.seek(0)
-            raise RuntimeError(f"{way.overrides}: a run failed: {(log.read().splitlines() or ['it said nothing'])[-1]}")
+            raise RuntimeError(f"{way.overrides}: a run failed: {(log.read().splitlines() or ['no output'])[-1]}")
     clocks = [json.loads(path.read_text()) for path in sorted(folder.rglob("clock_*.json"))]
     way.samples = max(summary_of(path.parent)["layout"]["batch_size"] for path in folder.rglob("summary.json"))
     way.steps += [seconds for clock in clocks for seconds in clock["steps"][warmup:]]

@@ -1,8 +1,8 @@
-"""What legitimately differs between two runs, how much, and the switch that removes it.
+"""Measure what may differ between two runs, by how much, and check the switch that removes the difference.
 
-Each pair of runs differs in one thing, and is compared in bits, weights and test accuracy; where there is a switch, the
-same pair again with it. Another seed stands at the end, for scale. Kinds of GPU round differently as well; that takes
-two of them, and is not measured.
+The runs of a pair differ in one thing. Compared are bits, weights and test accuracy. If there is a switch, the same
+pair runs again with it. Another seed comes last, for scale. Kinds of GPU round differently too; that needs two of them
+and is not measured.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from typing import Any
 from trials.trial import Outcome, Trial, counted, difference, run
 
 from lockstep.config.check import Config
-from lockstep.config.checks import group_file
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]
@@ -20,7 +20,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two configs that differ in one thing, and again with the switch that removes it."""
+    """Two configs that differ in one thing, and the same two with the switch that removes it."""
 
     name: str
     one: Changes
@@ -31,7 +31,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Effect:
-    """How two runs differ: relative weights (norms, the largest of all tensors), test accuracy in points."""
+    """The difference of two runs.
+
+    `weights` is relative (norms, the largest of all tensors); `accuracy` is in percentage points.
+    """
 
     same_bits: bool
     weights: float
@@ -42,7 +45,7 @@ class Effect:
 
 
 def pairs(config: Config, model: Changes) -> list[Pair]:
-    """What is compared for a model; all keys not named are the same. A step has the config's pieces."""
+    """Return the pairs for a model. All other keys are the same, and a step has the config's pieces."""
     pieces = config.layout.pieces
     one: Changes = {
         "strategy": group_file("strategy", "auto"),
@@ -70,7 +73,7 @@ def pairs(config: Config, model: Changes) -> list[Pair]:
 def measure(
     config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
 ) -> tuple[list[dict[str, Any]], str]:
-    """All pairs: their numbers, and a table as docs/parity.md holds it."""
+    """Run all pairs. Return their numbers, and the table of docs/trust/what-differs.md."""
     known: dict[str, Outcome] = {}
 
     def outcome(changes: Changes) -> Outcome:
@@ -88,8 +91,8 @@ def measure(
     lines = ["| what differs | other bits | weights | accuracy, points | removed by | what is then left |"]
     lines.append("|---|---|---|---|---|---|")
     for pair in counted(pairs(config, raw["model"]), "pair"):
-        found, left = effect(pair.one, pair.other), effect(*pair.switched) if pair.switched else None
-        rows.append({"pair": pair.name, "effect": asdict(found), "left": asdict(left) if left else None})
-        numbers = f"{'no' if found.same_bits else 'yes'} | {found.weights:.0e} | {found.accuracy:+.2f}"
+        observed, left = effect(pair.one, pair.other), effect(*pair.switched) if pair.switched else None
+        rows.append({"pair": pair.name, "effect": asdict(observed), "left": asdict(left) if left else None})
+        numbers = f"{'no' if observed.same_bits else 'yes'} | {observed.weights:.0e} | {observed.accuracy:+.2f}"
         lines.append(f"| {pair.name} | {numbers} | {pair.switch} | {left or '-'} |")
     return rows, "\n".join(lines)

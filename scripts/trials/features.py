@@ -1,5 +1,7 @@
-"""What a run can be told beside its layout, each on a few layouts: to rounding, under exact to the bit, and killed in
-mid-epoch and resumed on another one. Controls: a run without the feature, and one that does it wrong by rank.
+"""Compare runs that use a feature on a few layouts.
+
+They must agree up to rounding; under exact, bit for bit, also if they are killed in mid-epoch and resumed on another
+layout. The controls are a run without the feature, and one in which each rank applies it wrongly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +16,18 @@ from trials.record import YARDSTICKS, roundoff
 from trials.trial import FULL, Outcome, Trial, counted, run
 
 from lockstep.config.check import check
-from lockstep.config.checks import group_file
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]
-Prepared = Callable[[Sequence[str]], tuple[Changes, Splits]]  # from overrides a config, and its data
+Prepared = Callable[[Sequence[str]], tuple[Changes, Splits]]  # overrides -> config and data
 LAYOUTS = {
     "1 device": ("auto", 1),
     "ddp, 2 devices": ("ddp", 2),
     "ddp, 3 devices": ("ddp", 3),
     "dp, 2 devices": ("dp", 2),
 }
-STEPS = FULL + 1  # at least: one epoch
+STEPS = FULL + 1  # the least number of steps: one epoch
 COLUMNS = {
     "default": "by default",
     "exact": "exact=true",
@@ -33,7 +35,7 @@ COLUMNS = {
     "without": "control: without it",
     "by rank": "control: by rank",
 }
-# What goes wrong where a rank is asked for what belongs to the step (see trials.record), by a word of the overrides.
+# The fault of a rank that uses its own samples instead of the step's (see trials.record), by the start of an override.
 BY_RANK = {
     "callbacks=ema": "decayed",
     "model.class_weights": "weighted",
@@ -45,11 +47,11 @@ BY_RANK = {
 def measure(
     features: Mapping[str, Sequence[str]], prepared: Prepared, steps: int, folder: Path
 ) -> dict[str, list[Row]]:
-    """The rows of each feature, which has a name and overrides. A row's kind is one of COLUMNS."""
-    found = {}
+    """Return the rows of each feature, given by name and overrides. A row's kind is one of COLUMNS."""
+    results = {}
     for number, (name, overrides) in enumerate(counted(list(features.items()), "feature")):
-        found[name] = _rows(list(overrides), prepared, steps, folder / f"{number:02d}")
-    return found
+        results[name] = _rows(list(overrides), prepared, steps, folder / f"{number:02d}")
+    return results
 
 
 def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) -> list[Row]:
@@ -92,10 +94,10 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     return rows
 
 
-def table(found: Mapping[str, Sequence[Row]]) -> Table:
-    """A line for each feature; a cell says what its trials came to, or the first that is not as promised."""
+def table(results: Mapping[str, Sequence[Row]]) -> Table:
+    """Return a table with a line for each feature. A cell has the verdicts, or the first that is not as promised."""
     shown = Table("", *COLUMNS.values(), box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    for name, rows in found.items():
+    for name, rows in results.items():
         shown.add_row(name, *(_cell([row for row in rows if row.kind == kind]) for kind in COLUMNS))
     return shown
 
@@ -104,7 +106,7 @@ def _cell(rows: Sequence[Row]) -> str:
     wrong = next((row for row in rows if not row.passed), None)
     if wrong:
         return f"[bold red]{wrong.layout}: {wrong.verdict}[/]"
-    said = ", ".join(dict.fromkeys(row.verdict for row in rows)) or "-"
-    if said == "same to rounding":
-        said += f", {max(row.distances.weights for row in rows if row.distances):.0e}"
-    return f"[green]{said}[/]"
+    text = ", ".join(dict.fromkeys(row.verdict for row in rows)) or "-"
+    if text == "same to rounding":
+        text += f", {max(row.distances.weights for row in rows if row.distances):.0e}"
+    return f"[green]{text}[/]"

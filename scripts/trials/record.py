@@ -1,4 +1,4 @@
-"""What a trial does beside training: it writes itself down, to the bit, and may be wrong on purpose."""
+"""Record a trial to the bit, and make deliberate mistakes for controls."""
 
 import hashlib
 import os
@@ -16,27 +16,32 @@ from torch import Tensor, nn
 
 from lockstep.callbacks import EMA
 
-PROBES = 10_000  # weights that are looked at after every step; all are compared at the end
-UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of what weights are kept in
-BY_RANK = ("decayed", "weighted", "seeded")  # controls in which a rank is asked for what belongs to the step
+PROBES = 10_000  # weights that are compared after every step; at the end all are
+UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of the weights' type
+# Controls in which a rank uses its own number or samples instead of the step's.
+BY_RANK = ("decayed", "weighted", "seeded")
 KILLED = "killed"
-YARDSTICKS = ("rounding 1", "rounding 2", "rounding 3")  # which ReLU flips first is chance: the largest of three
+YARDSTICKS = ("rounding 1", "rounding 2", "rounding 3")  # the largest of three counts: which ReLU flips first is random
 FILE = "record.npz"
 
 
 class Record(pl.Callback):
-    """Writes `record.npz` into the trial's folder when training ends.
+    """Write `record.npz` into the trial's folder when training ends.
 
     Args:
-        pieces: of a step.
+        pieces: number of pieces of a step.
         batch_size: samples of a full step.
-        fault: what is done wrong: `permuted`, the order of another seed (weights and dropout keep theirs); `summed`,
-            the pieces' gradients are added, not averaged; `windowed`, a short step's samples count as in a full one, as
-            Lightning accumulates (#19987); `decayed`, an average decays faster on more devices, as torchvision's
-            reference has it; `weighted`, class weights are normalised over a rank's samples; `seeded`, what is random
-            in a piece follows from the rank too; `killed`, half-way, in the middle of an epoch; `rounding <seed>`,
-            every gradient is off by as many roundings as a step has pieces: adding pieces in another order does no
-            more, and usually less.
+        fault: the deliberate mistake:
+
+            - `permuted`: samples come in the order of another seed; weights and dropout keep theirs.
+            - `summed`: the pieces' gradients are added, not averaged.
+            - `windowed`: a short step's samples count as in a full step, as in Lightning's accumulation (#19987).
+            - `decayed`: an average decays faster on more devices, as in torchvision's reference.
+            - `weighted`: class weights are normalised over a rank's samples.
+            - `seeded`: random numbers in a piece depend on the rank too.
+            - `killed`: the process is killed half-way, in the middle of an epoch.
+            - `rounding <seed>`: every gradient is off by as many roundings as a step has pieces. Adding pieces in
+              another order makes at most this error, and usually a smaller one.
     """
 
     def __init__(self, pieces: int, batch_size: int, fault: str | None = None) -> None:
@@ -44,7 +49,7 @@ class Record(pl.Callback):
         self.generator = torch.Generator()
         if fault in YARDSTICKS:
             self.generator.manual_seed(int(fault.split()[1]))
-        self.samples = batch_size  # of the step under way
+        self.samples = batch_size  # in the current step
         self.ids: dict[tuple[int, int], str] = {}  # (step, piece) -> hash of its sample ids
         self.losses: list[tuple[float, int]] = []  # sum over this process's samples, samples of the step
         self.probes: list[NDArray[Any]] = []
@@ -55,7 +60,7 @@ class Record(pl.Callback):
             order = trainer.datamodule.order
             trainer.datamodule.order = replace(order, seed=order.seed + 1)
         elif self.fault in BY_RANK and stage == "fit":
-            _ask_rank(trainer, self.fault)
+            _apply_by_rank(trainer, self.fault)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -73,41 +78,42 @@ class Record(pl.Callback):
                 gradient.mul_(self.samples / self.batch_size)
             elif self.fault in YARDSTICKS:
                 signs = torch.randint(0, 2, gradient.shape, generator=self.generator).to(gradient) * 2 - 1
-                partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())  # sums on the way may be larger
+                # partial sums may be larger than the total
+                partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())
                 gradient.add_(signs * partial, alpha=2 * roundoff(str(trainer.precision)) * self.pieces)
         if trainer.global_step + 1 == trainer.max_steps:
             strategy: Any = trainer.strategy
-            self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gathered(named).items()}
+            self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gather_parts(named).items()}
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        own = batch.num_local_samples  # of a short step, a rank may have none
+        local = batch.num_local_samples  # may be 0 in a short step
         if trainer.datamodule.layout.replicas == 1 and not trainer.is_global_zero:
-            own = 0  # a stage's are rank zero's
-        self.losses.append((float(outputs["loss"]) * own if own else 0.0, batch.samples))
+            local = 0  # the stages of a pipeline share rank zero's samples
+        self.losses.append((float(outputs["loss"]) * local if local else 0.0, batch.samples))
         state = trainer.strategy.lightning_module_state_dict()
         flat = [_numpy(state[name]).reshape(-1) for name, _ in pl_module.named_parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)
         self.probes.append(np.concatenate([part[::every] for part in flat]))
         if self.fault == KILLED and trainer.is_last_batch and 2 * trainer.global_step >= trainer.max_steps:
-            os.kill(os.getpid(), signal.SIGKILL)  # before this step is saved: it goes on from one inside the epoch
+            os.kill(os.getpid(), signal.SIGKILL)  # before this step is saved, so that the run resumes inside the epoch
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts together what each process knows of ids and losses, and saves arrays under `kind/name`."""
-        own = self.ids, [loss for loss, _ in self.losses]
-        known: list[Any] = [own]
+        """Gather the ids and losses of all processes, and save arrays under `kind/name`."""
+        local = self.ids, [loss for loss, _ in self.losses]
+        known: list[Any] = [local]
         if dist.is_initialized():
             known = [None] * dist.get_world_size()
-            dist.all_gather_object(known, own)
+            dist.all_gather_object(known, local)
         state = trainer.strategy.lightning_module_state_dict()
         if not trainer.is_global_zero:
             return
-        ids = {key: value for found, _ in known for key, value in found.items()}
+        ids = {key: value for part, _ in known for key, value in part.items()}
         losses = np.sum([losses for _, losses in known], axis=0) / [samples for _, samples in self.losses]
-        kept = {n: state[n] for n, b in pl_module.named_buffers() if n in state and b.is_floating_point()}
+        buffers = {n: state[n] for n, b in pl_module.named_buffers() if n in state and b.is_floating_point()}
         arrays: dict[str, Any] = {f"weights/{name}": _numpy(state[name]) for name, _ in pl_module.named_parameters()}
-        arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in kept.items()}
+        arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in buffers.items()}
         arrays |= {f"gradients/{name}": gradient for name, gradient in self.gradients.items()}
         arrays |= {"about/losses": losses, "about/probes": np.stack(self.probes)}
         arrays["about/samples"] = np.array(hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest())
@@ -115,7 +121,7 @@ class Record(pl.Callback):
         np.savez(Path(trainer.default_root_dir, FILE), **arrays)
 
 
-def _ask_rank(trainer: Any, fault: str) -> None:
+def _apply_by_rank(trainer: Any, fault: str) -> None:
     data = trainer.datamodule
     if fault == "decayed":
         for callback in trainer.callbacks:
@@ -128,19 +134,19 @@ def _ask_rank(trainer: Any, fault: str) -> None:
 
 
 def roundoff(precision: str) -> float:
-    """Unit roundoff of what the weights are kept in: float32 under mixed precision."""
+    """Return the unit roundoff of the weights' type, which is float32 under mixed precision."""
     return UNIT_ROUNDOFF["32" if precision.endswith("mixed") else precision.partition("-")[0]]
 
 
 def sensitive(module: nn.Module) -> list[str]:
-    """The kinds of layers whose result depends on how a step is cut into pieces."""
-    found = set()
+    """Return the kinds of layers whose result depends on how a step is cut into pieces."""
+    kinds = set()
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            found.add("BatchNorm")
+            kinds.add("BatchNorm")
         elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
-            found.add("dropout")
-    return sorted(found)
+            kinds.add("dropout")
+    return sorted(kinds)
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:

@@ -1,7 +1,7 @@
-"""A trial: a few optimizer steps of a run on one layout, taken down to the bit.
+"""Run a trial: a few optimizer steps on one layout, recorded to the bit.
 
-Each trial is a run of train.py with one callback more, which writes down. The parent only compares files, with numpy,
-so that it can fork.
+Each trial is a run of train.py with one additional callback, which records it. The parent only compares files, with
+numpy, so that it can fork.
 """
 
 import logging
@@ -24,27 +24,27 @@ from trials.record import FILE, KILLED
 from lockstep.config.check import Config, check
 from lockstep.data import Splits
 from lockstep.errors import UserError
-from lockstep.launch.agent import launch
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import export
-from lockstep.launch.network import LOOPBACK, bound
+from lockstep.launch.network import LOOPBACK, bind_socket
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
-FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
-USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that measure, show and keep
+FULL = 2  # full steps before the short one: a wrong short step shows before rounding has grown
+USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
 Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: `changes` to the config, and a deliberate fault for controls (see trials.record).
+    """A trial: `changes` to the config, and a deliberate fault for controls (see trials.record).
 
     Attributes:
-        whole: validates too, and keeps the callbacks that are none of every run's.
-        begun: changes of the layout on which it begins, to be killed in the middle of an epoch; with `whole`.
-        by_engine: its workers are started as an engine does it, and find their place in the environment.
+        whole: validate too, and keep the callbacks that not every run has.
+        begun: changes to the layout on which the trial begins, to be killed in the middle of an epoch; with `whole`.
+        by_engine: start the workers as an engine does; they read their rank from the environment.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial left.
+    """The result of a trial.
 
     Attributes:
         config: as checked.
@@ -84,10 +84,10 @@ class Outcome:
 
 
 def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int | None) -> Splits:
-    """Splits in which `steps` optimizer steps pass several epochs, each with a short last step.
+    """Return splits of which `steps` optimizer steps take several epochs, each with a short last step.
 
     Args:
-        tail: samples of that last step; None: half as many as there are pieces, so that some pieces, and on many
+        tail: samples of the short step. None: half as many as there are pieces, so that some pieces, and on many
             layouts some devices, have none.
     """
     tail = min(tail or max(1, pieces // 2), batch_size)
@@ -96,10 +96,11 @@ def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int 
 
 
 def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder: Path) -> Outcome:
-    """Makes the first `steps` optimizer steps of a run, and tests it; its folder goes with it.
+    """Make the first `steps` optimizer steps of a run, test it, and delete its folder.
 
     Raises:
-        UserError: the trial's config can't be run; WorkerFailed: it failed.
+        UserError: the trial's config can't be run.
+        WorkerFailed: the trial failed.
     """
     config = _config(trial, raw, steps, trial.changes, trial.fault)
     folder.mkdir(parents=True)
@@ -109,15 +110,15 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
         begins = _config(trial, raw, steps, trial.begun, KILLED)
         with suppress(WorkerFailed):
             _launch(begins, splits, folder)
-            raise AssertionError("it was to be killed")
+            raise AssertionError("the trial was not killed")
         if not (folder / "checkpoints" / "last.ckpt").exists():
             raise WorkerFailed("killed before its first checkpoint")
     summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
     parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
-    with np.load(folder / FILE) as found:
-        for key in found:
+    with np.load(folder / FILE) as arrays:
+        for key in arrays:
             kind, _, name = key.partition("/")
-            parts[kind][name] = found[key]
+            parts[kind][name] = arrays[key]
     shutil.rmtree(folder)
     about: dict[str, Any] = parts.pop("about")
     about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
@@ -128,15 +129,15 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
     layout = check({**raw, **changes}).layout
     record = {"_target_": "trials.record.Record", "pieces": layout.pieces, "batch_size": layout.batch_size}
-    callbacks = {name: given for name, given in raw["callbacks"].items() if trial.whole and name not in USUAL}
+    callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in USUAL}
     if trial.begun is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
     return check({**raw, **bare, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # the table says it all
-    return train(config, splits, folder)
+    logging.disable(logging.WARNING)  # the table has all results
+    return fit_and_test(config, splits, folder)
 
 
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -145,10 +146,10 @@ def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 
 
 def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """As `_launch`, in forks of this process which find in the environment that they are ranks."""
+    """Do the work of `_launch` in forks of this process, which read their ranks from the environment."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with bound(LOOPBACK) as free:
+    with bind_socket(LOOPBACK) as free:
         port = free.getsockname()[1]
     ranks = [
         context.Process(target=_be_rank, args=(rank, port, sender, config, splits, folder))
@@ -169,8 +170,8 @@ def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[s
 
 
 def _be_rank(rank: int, port: int, sender: Connection, config: Config, splits: Splits, folder: Path) -> None:
-    """What one of an engine's processes does: rank zero sends the summary, or why there is none."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the answer says how it ended
+    """Run one rank of an engine. Rank zero sends the summary, or the error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the answer has the error
     place = {"RANK": rank, "WORLD_SIZE": config.layout.world_size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
     export(**{name: str(value) for name, value in place.items()})
     answer: dict[str, Any] | Exception
@@ -186,7 +187,10 @@ def _be_rank(rank: int, port: int, sender: Connection, config: Config, splits: S
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items, with a counter on a terminal. Rich's progress bar would keep a thread in a parent that forks."""
+    """Yield the items, and show a counter on a terminal.
+
+    Rich's progress bar would start a thread, and this parent forks.
+    """
     for number, item in enumerate(items, 1):
         if sys.stderr.isatty():
             end = "\n" if number == len(items) else ""
@@ -194,18 +198,18 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
         yield item
 
 
-def difference(found: Tensors, reference: Tensors) -> float:
-    """The largest relative difference of a tensor: norm of the difference over norm of the reference.
+def difference(tensors: Tensors, reference: Tensors) -> float:
+    """Return the largest relative difference of a tensor: norm of the difference over norm of the reference.
 
-    A tensor with less than a thousandth of the whole norm is measured against that thousandth: the gradient of a bias
-    before BatchNorm, say, is zero but for rounding, and as relative as one likes.
+    If a tensor's norm is less than a thousandth of the norm of all, that thousandth is the divisor. The gradient of a
+    bias before BatchNorm, for example, is zero but for rounding, so its relative difference means nothing.
     """
     norms = {name: norm(tensor) for name, tensor in reference.items()}
     least = 1e-3 * float(np.sqrt(sum(value**2 for value in norms.values())))
-    off = [norm(found[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
+    off = [norm(tensors[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
     return max(off, default=0.0)
 
 
 def norm(values: NDArray[Any]) -> float:
-    """Euclidean, by numpy's own loops: BLAS would start threads in a process that forks."""
+    """Return the Euclidean norm. numpy computes it without BLAS, which would start threads in a process that forks."""
     return float(np.sqrt(np.square(values, dtype=np.float64).sum()))

@@ -1,5 +1,7 @@
-"""How Hydra runs a sweep: which jobs there are, and what starts them. Hydra takes plugins of this package only, and
-imports it at every start, so the work stands in `lockstep.run.sweeps`."""
+"""Hydra's plugins of Lockstep: the jobs of a sweep, and what starts them.
+
+Hydra finds plugins in this package only and imports it at every start, so the code is in `lockstep.run.sweeps`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +17,14 @@ class CheckedSweeper(BasicSweeper):
     """Hydra's own sweeper, which checks all jobs before a launcher, of whatever kind, starts the first one."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        from lockstep.run.sweeps import checked, failed_jobs, locked_sweep
+        from lockstep.run.sweeps import check_jobs, locked_sweep, report_failed_jobs
 
         assert self.config is not None
         assert self.hydra_context is not None
         HydraConfig.instance().set_config(self.config)  # where the sweep's folder is, should it be refused
         with locked_sweep(self.config):
-            arguments = checked(self.config, self.hydra_context, arguments)
-            with failed_jobs(Path(self.config.hydra.sweep.dir)):
+            arguments = check_jobs(self.config, self.hydra_context, arguments)
+            with report_failed_jobs(Path(self.config.hydra.sweep.dir)):
                 return super().sweep(arguments)
 
 

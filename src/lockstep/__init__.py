@@ -1,6 +1,7 @@
-"""One training step, whoever computes it: what project/, scripts and notebooks import, `from lockstep import train`.
+"""The public names of Lockstep: one training step on any layout.
 
-Everything below this page is the engine's own, but for `lockstep.testing`; docs/library.md describes the names.
+project/, scripts/ and notebooks import from here and from `lockstep.testing` only: `from lockstep import train`.
+docs/use/python.md describes each name. Everything else in the package is internal.
 """
 
 import importlib
@@ -10,25 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.arithmetic.order import hash64
-    from lockstep.callbacks.meter import find as find_meter
-    from lockstep.checkpoint.weights import begin as load_weights
-    from lockstep.checkpoint.weights import fill as copy_weights
-    from lockstep.checkpoint.weights import told as weights_message
-    from lockstep.config.checks import matching
+    from lockstep.callbacks.meter import find_meter
+    from lockstep.checkpoint.weights import copy_weights, load_weights, weights_message
+    from lockstep.config.value_checks import match_patterns
     from lockstep.data.data_module import DataModule
     from lockstep.data.datasets import ArrayDataset, Source, Spec
     from lockstep.errors import UserError
-    from lockstep.launch.endings import WorkerFailed
-    from lockstep.launch.machine import cores
-    from lockstep.launch.process_group import of_ranks as gather_objects
+    from lockstep.launch.machine import available_cores
+    from lockstep.launch.outcomes import WorkerFailed
+    from lockstep.launch.process_group import gather_objects
     from lockstep.launch.signals import Interrupted
     from lockstep.run.api import Composed, compose, train
-    from lockstep.run.lines import peak_lr
     from lockstep.run.loggers import hyper_parameters
+    from lockstep.run.report_lines import peak_lr
     from lockstep.step.batch import StepBatch
     from lockstep.step.lightning_quirks import is_last_step
     from lockstep.step.metrics import Count, ExactMean
-    from lockstep.step.untimed import untimed
+    from lockstep.step.timing import exclude_from_timing
     from lockstep.text import join_names, plural
 
 __all__ = [
@@ -43,9 +42,10 @@ __all__ = [
     "StepBatch",
     "UserError",
     "WorkerFailed",
+    "available_cores",
     "compose",
     "copy_weights",
-    "cores",
+    "exclude_from_timing",
     "find_meter",
     "gather_objects",
     "hash64",
@@ -53,15 +53,13 @@ __all__ = [
     "is_last_step",
     "join_names",
     "load_weights",
-    "matching",
+    "match_patterns",
     "peak_lr",
     "plural",
     "train",
-    "untimed",
     "weights_message",
 ]
-# Where each name is, and what it is called there. It is imported at first use: Hydra, torch and Lightning take seconds
-# that a mere import need not wait.
+# The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
     "Composed": "lockstep.run.api",
@@ -73,36 +71,37 @@ HOMES = {
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
     "UserError": "lockstep.errors",
-    "WorkerFailed": "lockstep.launch.endings",
+    "WorkerFailed": "lockstep.launch.outcomes",
+    "available_cores": "lockstep.launch.machine",
     "compose": "lockstep.run.api",
-    "copy_weights": "lockstep.checkpoint.weights:fill",
-    "cores": "lockstep.launch.machine",
-    "find_meter": "lockstep.callbacks.meter:find",
-    "gather_objects": "lockstep.launch.process_group:of_ranks",
+    "copy_weights": "lockstep.checkpoint.weights",
+    "exclude_from_timing": "lockstep.step.timing",
+    "find_meter": "lockstep.callbacks.meter",
+    "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
     "hyper_parameters": "lockstep.run.loggers",
     "is_last_step": "lockstep.step.lightning_quirks",
     "join_names": "lockstep.text",
-    "load_weights": "lockstep.checkpoint.weights:begin",
-    "matching": "lockstep.config.checks",
-    "peak_lr": "lockstep.run.lines",
+    "load_weights": "lockstep.checkpoint.weights",
+    "match_patterns": "lockstep.config.value_checks",
+    "peak_lr": "lockstep.run.report_lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
-    "untimed": "lockstep.step.untimed",
-    "weights_message": "lockstep.checkpoint.weights:told",
+    "weights_message": "lockstep.checkpoint.weights",
 }
 
-began = time.time()  # of a command: this is the first that it imports
-# libgomp reads it once, when torch is imported: threads that wait for each other sleep after 1,000 turns, not 300,000,
-# which would take a busy machine's cores (docs/decisions/threads.md). A policy that the user has set stays as it is.
+began = time.time()  # when the command started: it imports this module first
+# libgomp reads this variable once, when torch is imported. Threads that wait for each other then sleep after 1,000
+# spins instead of 300,000, which would occupy the cores of a busy machine (docs/decisions/threads.md). A wait policy
+# that the user has set stays in force.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-if not TYPE_CHECKING:  # to a type checker, a name that is not imported above does not exist
+if not TYPE_CHECKING:  # a type checker must report names that are not imported above
 
     def __getattr__(name: str) -> Any:
+        """Import a public name at its first use."""
         if name not in HOMES:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        module, _, attribute = HOMES[name].partition(":")
-        return getattr(importlib.import_module(module), attribute or name)
+        return getattr(importlib.import_module(HOMES[name]), name)

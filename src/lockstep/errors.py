@@ -1,5 +1,5 @@
-"""The error that a user can mend. Standard library only."""
+"""The error that a user can fix. Standard library only."""
 
 
 class UserError(Exception):
-    """Bad input. The message is one line for people: what is wrong, and what would be right."""
+    """Bad input. The message is one line: `what is wrong: what would be right`."""

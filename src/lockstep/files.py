@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whenever the process dies. Standard library only."""
+"""Atomic writes: after a kill at any moment, a file is either the old one or the new one. Standard library only."""
 
 import contextlib
 import os
@@ -10,14 +10,20 @@ from typing import IO
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a file whose content takes the place of `path` when the block ends well; after an error `path` is untouched.
+    """Open a temporary file that replaces `path` when the block ends. After an error, `path` is unchanged.
 
-    The temporary file lies in the same folder (a move between file systems is a copy, and a copy can be cut in half)
-    and has one fixed name, so that what a killed process left behind is removed by the next. One writer at a time. A
-    link that lies there instead is not followed: in a stranger's folder it may lead anywhere.
+    The temporary file is in the same folder, because a move between file systems is a copy, which a kill can interrupt.
+    Its name is fixed, so the next write removes what a killed process left. Only one process may write at a time. A
+    symbolic link with the temporary name is not followed: in an untrusted folder it may point anywhere.
+
+    Args:
+        path: the file to replace. Missing parent folders are created.
+
+    Yields:
+        The open file, in binary mode.
 
     Raises:
-        OSError: naming `path` and the reason (disk full, read-only, ...).
+        OSError: the file can't be written. The error names `path` and the reason (disk full, read-only, ...).
     """
     path = Path(path)
     temporary = _beside(path)
@@ -38,16 +44,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def write(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
-    """Write a file atomically, as `replacing` does."""
+    """Write `content` to `path` atomically; raise as `replacing` does."""
     with replacing(path) as file:
         file.write(content)
 
 
 def same_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Make `path` the file that `source` is now: a hard link, or a copy where the file system has no links."""
+    """Make `path` a hard link to `source`, or a copy where the file system has no hard links. Both are atomic."""
     path = Path(path)
     if path.exists() and path.samefile(source):
-        return  # renaming one name of a file to another does nothing, and would leave the temporary
+        return  # a rename between two links of one file does nothing, so the temporary link would stay
     temporary = _beside(path)
     temporary.unlink(missing_ok=True)
     try:
@@ -60,12 +66,14 @@ def same_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> N
 
 
 def _beside(path: Path) -> Path:
+    """Return the temporary file of `path`, in the same folder."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def _publish(temporary: Path, path: Path) -> None:
+    """Rename a complete temporary file to `path`, durably."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # a rename is on the disk only when its folder is
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename is durable only after an fsync of the folder
     try:
         os.fsync(folder)
     finally:

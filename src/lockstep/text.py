@@ -1,4 +1,4 @@
-"""Words for people: plurals, lists of names, durations. Standard library only."""
+"""Text for messages: plurals, lists of names, paths, durations. Standard library only."""
 
 import os
 import shlex
@@ -7,29 +7,29 @@ from pathlib import Path
 
 
 def plural(count: int, thing: str) -> str:
-    """`1 device`, `2 devices`."""
+    """Return a count with its noun: `1 device`, `2 devices`."""
     return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def join_names(names: Iterable[object], most: int = 3) -> str:
-    """`a, b, c`, of more than `most` the first ones: `a, b, c, ...`."""
+    """Return names separated by commas; of more than `most` only the first ones: `a, b, c, ...`."""
     words = [str(name) for name in names]
     return ", ".join(words[:most]) + ", ..." * (len(words) > most)
 
 
 def short_path(path: str | Path) -> str:
-    """Return a path as it can be pasted here: below the current directory relative to it, elsewhere absolute."""
+    """Return a path relative to the current directory if it is below it, else the absolute path."""
     relative = os.path.relpath(path)
     return os.path.abspath(path) if relative.startswith("..") else relative
 
 
-def typed(key: str, path: str | Path) -> str:
-    """Return an override of the command line that names a path, as it can be pasted into a shell here."""
+def shell_override(key: str, path: str | Path) -> str:
+    """Return the command-line override `key=path`, quoted for a shell in the current directory."""
     return shlex.quote(f"{key}={short_path(path)}")
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Return a duration in the unit that fits: `45 s`, `12 min`, `3.5 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,1 +1,1 @@
-"""Yours: the nets and the data that this project trains on. The engine, `lockstep`, imports nothing of it."""
+"""Your code: the nets and the data sets of this project. The engine, `lockstep`, imports nothing from it."""

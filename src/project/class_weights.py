@@ -1,4 +1,4 @@
-"""Class weights: what a sample counts for in training, by its class."""
+"""Weigh the losses of samples by their class."""
 
 import math
 from collections.abc import Sequence
@@ -12,32 +12,36 @@ from lockstep import UserError
 
 
 class ClassWeights(Callback):
-    """Weighs losses so that their mean over a step is `sum(weight x loss) / sum(weight)`: over the whole step, not over
-    a piece of it or a device's part, so every layout has the same gradient.
+    """Weighs losses so that their mean over a step is `sum(weight x loss) / sum(weight)`.
+
+    The sums run over the whole step, not over a piece or a device's share, so every layout has the same gradient.
 
     Args:
-        weights: a number for each class; 'balanced', samples / (classes x samples of the class); or None.
-        num_classes: how many must be given.
+        weights: a number above 0 for each class; 'balanced', which is samples / (classes x samples of the class); or
+            None for no weights.
+        num_classes: number of classes.
     """
 
     def __init__(self, weights: str | Sequence[float] | None, num_classes: int) -> None:
-        given = isinstance(weights, Sequence) and all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
-        if weights not in (None, "balanced") and not (given and len(weights) == num_classes):
-            ask = f"must be balanced, or {num_classes} numbers above 0, one for a class"
+        is_list = isinstance(weights, Sequence) and all(
+            isinstance(w, int | float) and 0 < w < math.inf for w in weights
+        )
+        if weights not in (None, "balanced") and not (is_list and len(weights) == num_classes):
+            ask = f"must be balanced, or {num_classes} numbers above 0, one for each class"
             raise ValueError(f"class_weights={weights}: {ask}")
-        self.given, self.num_classes = weights, num_classes
-        self.weights: Tensor | None = None  # of each class, when the data is known
-        self.of_step: Tensor | None = None  # by class; their mean over the samples of the step under way is 1
+        self.choice, self.num_classes = weights, num_classes
+        self.weights: Tensor | None = None  # float64 [num_classes]; set in `setup`
+        self.of_step: Tensor | None = None  # [num_classes]; their mean over the samples of the current step is 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if stage != "fit" or self.given is None:
+        if stage != "fit" or self.choice is None:
             return
-        weights = self.given
+        weights = self.choice
         if weights == "balanced":
             if data.splits.balanced:
-                one = "each makes up for rare classes by itself, so leave one out"
-                raise UserError(f"model.class_weights=balanced and data.sampling=balanced don't go together: {one}")
+                both = "model.class_weights=balanced and data.sampling=balanced both balance the classes"
+                raise UserError(f"{both}: leave one of them out")
             counts = torch.from_numpy(data.labels).bincount(minlength=self.num_classes)
             weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
         self.weights = torch.tensor(weights, dtype=torch.float64)
@@ -48,9 +52,9 @@ class ClassWeights(Callback):
             self.of_step = (self.weights / mean).to(pl_module.device)
 
     def __call__(self, losses: Tensor, y: Tensor) -> Tensor:
-        """Losses [n] of samples of the classes y [n], each times its weight in the step under way."""
+        """Return losses [n] of samples with the classes y [n], each times its class's weight in the current step."""
         if self.of_step is None:
             return losses
         if y.ndim > 1:
-            raise UserError("model.class_weights and mixed labels don't go together: a sample has several classes")
+            raise UserError("model.class_weights can't weigh mixed labels: leave out data.mix or class_weights")
         return losses * self.of_step[y].to(losses.dtype)

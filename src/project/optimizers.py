@@ -1,19 +1,24 @@
-"""Parameter groups by patterns of names; conf/train.yaml names what makes them, `optimizer.param_groups`."""
+"""Divide an optimizer's parameter groups by patterns of parameter names.
+
+conf/train.yaml names the class in `optimizer.param_groups`.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from lockstep import UserError, matching
+from lockstep import UserError, match_patterns
 
-RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
+RATES = ("max_lr", "base_lr", "min_lr")  # options of torch's schedulers that may be lists
 
 
 class LrScale:
-    """Gives parameters a factor of the learning rate, at every moment of every schedule: `optimizer.lr_scale`.
+    """Multiplies the learning rate of some parameters by a factor, at every step of every schedule.
 
-    lr_scale: factors by patterns of parameter names, of several the last that matches: `{net.*: 0.1, net.fc.*: 1}`.
+    Args:
+        lr_scale: factors by patterns of parameter names, `{net.*: 0.1, net.fc.*: 1}`. The last pattern that matches a
+            name counts.
     """
 
     def __init__(self, lr_scale: Mapping[str, float]) -> None:
@@ -22,17 +27,18 @@ class LrScale:
     def divide(
         self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, Any]]:
-        """Cut each parameter group of an optimizer in those of one pattern, with its part of the learning rate.
+        """Divide each parameter group of an optimizer into groups with one factor each.
 
         Args:
+            groups: the optimizer's `param_groups`.
             named: the module's `named_parameters()`.
 
         Raises:
-            UserError: a pattern matches no name.
+            UserError: A pattern matches no name.
         """
         names = {id(parameter): name for name, parameter in named}
         try:
-            patterns = matching(self.factors, list(names.values()))
+            patterns = match_patterns(self.factors, list(names.values()))
         except ValueError as error:
             raise UserError(f"optimizer.lr_scale: {error}") from error
         parts = []
@@ -47,8 +53,10 @@ class LrScale:
         return parts
 
     def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the options of a schedule that differ between the groups. Those that are learning rates, OneCycleLR's
-        max_lr say, would be all groups' alike."""
+        """Return the options of a schedule that are learning rates, with one value for each group.
+
+        With a single value, of OneCycleLR's max_lr for example, all groups would have the same rate.
+        """
         scales = [group.get("lr_scale") for group in groups]
         rates = [] if None in scales else [name for name in RATES if isinstance(options.get(name), int | float)]
         return {name: [options[name] * scale for scale in scales] for name in rates}

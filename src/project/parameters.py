@@ -1,4 +1,4 @@
-"""Which parameters are trained, from when on, and which of them decay."""
+"""Choose which parameters decay, and freeze and unfreeze parameters by name."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,18 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep import UserError, join_names, matching
+from lockstep import UserError, join_names, match_patterns
 
 LOG = logging.getLogger("lockstep")
 
 
 def groups(module: nn.Module, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: weights decay as it says, norms and biases (one-dimensional) only if asked for
-    (He et al., Bag of Tricks, 2019). Frozen ones are among them: without a gradient they stay, and may be unfrozen."""
+    """Return parameter groups for an optimizer.
+
+    Weights decay; norms and biases (one-dimensional) decay only with `decay_norms_and_biases` (He et al., Bag of
+    Tricks, 2019). Frozen parameters are in the groups too. They do not change without a gradient, and may be unfrozen
+    later.
+    """
     parameters = list(module.parameters())
     if decay_norms_and_biases:
         return [{"params": parameters}]
@@ -26,15 +30,17 @@ def groups(module: nn.Module, decay_norms_and_biases: bool) -> list[dict[str, An
 
 
 class Freeze(Callback):
-    """Takes parameters out of training. A layer or block of which all are frozen computes as in evaluation: no dropout
-    there, and running statistics stay.
+    """Freezes parameters.
+
+    If all parameters of a layer or block are frozen, it computes as in evaluation: without dropout, and with fixed
+    running statistics.
 
     Args:
-        module: has the parameters.
-        patterns: of their names: `net.layer1.*`.
+        module: the module with the parameters.
+        patterns: patterns of their names, `net.layer1.*`.
 
     Raises:
-        ValueError: a pattern matches no name, or nothing is left to be trained.
+        ValueError: A pattern matches no name, or no parameter is left to train.
     """
 
     def __init__(self, module: nn.Module, patterns: Sequence[str]) -> None:
@@ -42,11 +48,11 @@ class Freeze(Callback):
             raise ValueError(f"freeze={patterns}: must be a list, freeze=[{patterns}]")
         named = dict(module.named_parameters())
         try:
-            frozen = matching(patterns, list(named))
+            frozen = match_patterns(patterns, list(named))
         except ValueError as error:
             raise ValueError(f"freeze={list(patterns)}: {error}") from None
         if named and len(frozen) == len(named):
-            raise ValueError(f"freeze={list(patterns)}: nothing is left to be trained")
+            raise ValueError(f"freeze={list(patterns)}: no parameter is left to train")
         for name in frozen:
             named[name].requires_grad_(False)
         self.on_train_start(None, module)
@@ -57,47 +63,51 @@ class Freeze(Callback):
             if trained:
                 block.train(any(trained))
 
-    on_train_epoch_start = on_train_start  # a callback may have unfrozen something
+    on_train_epoch_start = on_train_start  # another callback may have unfrozen parameters
 
 
 class Unfreeze(BaseFinetuning):
-    """Trains what was frozen until then; it keeps the factor that `optimizer.lr_scale` gives it.
+    """Unfreezes the parameters of `model.freeze` from some epoch on. They keep their factor of `optimizer.lr_scale`.
 
-    epoch: passes over the training set before that; or by pattern of parameter names, of several the last that matches,
-        `{net.*: 4, net.layer4.*: 2}`.
+    Args:
+        epoch: passes over the training set before that; or such a number for patterns of parameter names,
+            `{net.*: 4, net.layer4.*: 2}`. The last pattern that matches a name counts.
     """
 
     def __init__(self, epoch: int | Mapping[str, int] = 1) -> None:
         super().__init__()
         self.epochs = dict(epoch) if isinstance(epoch, Mapping) else {"*": epoch}
         if not all(type(each) is int and each >= 1 for each in self.epochs.values()):
-            raise ValueError(f"epoch={epoch}: must be whole numbers of at least 1, what never trains stands in none")
-        self.patterns: dict[str, str] = {}  # by the name of a parameter, what decides about it
+            raise ValueError(f"epoch={epoch}: must be whole numbers of at least 1")
+        self.patterns: dict[str, str] = {}  # by parameter name: the pattern that matches it
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """`model.freeze` has done it; before a test nothing is to be done."""
+        """Find the frozen parameters. `model.freeze` has frozen them already."""
         if self.patterns:
             return
         frozen = [name for name, parameter in pl_module.named_parameters() if not parameter.requires_grad]
         if not frozen:
-            raise UserError("callbacks.unfreeze: nothing is frozen, model.freeze=[...] freezes by parameter names")
+            raise UserError("callbacks.unfreeze: no parameter is frozen: give model.freeze=[<patterns>]")
         try:
-            self.patterns = matching(self.epochs, frozen)
+            self.patterns = match_patterns(self.epochs, frozen)
         except ValueError as error:
-            raise UserError(f"callbacks.unfreeze.epoch: of what is frozen {error}") from None
+            raise UserError(f"callbacks.unfreeze.epoch: among the frozen parameters {error}") from None
         trainer: Any = pl_module.trainer
         last, length, steps = max(self.epochs.values()), trainer.max_epochs, trainer.max_steps
         before = last * trainer.datamodule.order.steps_per_epoch
-        if last >= length and not 0 <= steps <= before:  # one that max_steps ends is a trial: a warning is enough
-            raise UserError(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
+        if last >= length and not 0 <= steps <= before:  # a run with max_steps is a trial: warn only
+            raise UserError(f"callbacks.unfreeze.epoch={last}: must be less than max_epochs={length}")
         if 0 <= steps <= before:
             LOG.warning(
-                "callbacks.unfreeze.epoch=%d: begins after step %d, and max_steps=%d ends before", last, before, steps
+                "callbacks.unfreeze.epoch=%d: begins after step %d, but max_steps=%d ends the run", last, before, steps
             )
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
-        """No group is added to the optimizer: it has these parameters from the beginning, so that every schedule moves
-        them and a run that goes on finds them where they were."""
+        """Unfreeze the parameters that are due.
+
+        The optimizer has these parameters from the beginning, so no group is added. So every schedule applies to them,
+        and a resumed run finds the same groups.
+        """
         due = {name: pl_module.get_parameter(name) for name, at in self.patterns.items() if epoch >= self.epochs[at]}
         new = {name: parameter for name, parameter in due.items() if not parameter.requires_grad}
         for parameter in new.values():
@@ -105,9 +115,9 @@ class Unfreeze(BaseFinetuning):
         if new and pl_module.global_rank == 0:
             size = sum(parameter.numel() for parameter in new.values())
             LOG.info(
-                "epoch %d: %s parameters more are trained from now on: %s", epoch + 1, f"{size:,}", join_names(new, 6)
+                "epoch %d: %s more parameters are trained from now on: %s", epoch + 1, f"{size:,}", join_names(new, 6)
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: Lightning's would put the optimizer's settings of that epoch back."""
+        """Return no state: Lightning would restore the optimizer's settings of an earlier epoch from it."""
         return {}

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the optimizer step; conf/scheduler/ names them, as it does torch's."""
+"""Compute learning rates as pure functions of the optimizer step. conf/scheduler/ names them beside torch's."""
 
 import math
 
@@ -9,13 +9,18 @@ from torch.optim.lr_scheduler import LambdaLR
 def onecycle(
     optimizer: Optimizer, total_steps: int, peak: float = 0.3, start: float = 0.04, final: float = 0.0
 ) -> LambdaLR:
-    """Linear from `start` up to lr, reached after the fraction `peak` of the run, then half a cosine down to `final`.
+    """Return a schedule that rises linearly to lr and then falls by half a cosine.
 
-    Smith and Topin, Super-Convergence, 2018. total_steps counts the whole run's optimizer steps; start and final are
-    fractions of lr.
+    Source: Smith and Topin, Super-Convergence, 2018.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        peak: fraction of the run at which lr is reached.
+        start: fraction of lr at the first step.
+        final: fraction of lr at the end.
     """
     if not 0 < peak < 1:
-        raise ValueError(f"peak={peak}: must lie between 0 and 1, it is a fraction of the run")
+        raise ValueError(f"peak={peak}: must be a fraction of the run, between 0 and 1")
     _check_fractions(start=start, final=final)
     top = peak * total_steps
 
@@ -28,12 +33,17 @@ def onecycle(
 
 
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
-    """Linear warm-up over warmup_steps, then half a cosine from lr down to its fraction `final` when the run ends.
+    """Return a schedule with a linear warm-up to lr, followed by half a cosine down.
 
-    Loshchilov and Hutter, SGDR, 2017; warm-up: Goyal et al., Accurate, Large Minibatch SGD, 2017.
+    Sources: Loshchilov and Hutter, SGDR, 2017; for the warm-up Goyal et al., Accurate, Large Minibatch SGD, 2017.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        warmup_steps: optimizer steps of the warm-up.
+        final: fraction of lr at the end.
     """
     if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(f"warmup_steps={warmup_steps}: must lie in 0..{total_steps}, the run's optimizer steps")
+        raise ValueError(f"warmup_steps={warmup_steps}: must be 0 to {total_steps}, the optimizer steps of the run")
     _check_fractions(final=final)
 
     def factor(step: int) -> float:
@@ -45,11 +55,11 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final:
 
 
 def _half_cosine(start: float, end: float, part: float) -> float:
-    """From start (part=0) to end (part>=1)."""
+    """Return the value on half a cosine from `start` (part=0) to `end` (part>=1)."""
     return end + (start - end) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
 
 
 def _check_fractions(**fractions: float) -> None:
     for name, value in fractions.items():
         if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value}: must lie in 0..1, it is a fraction of lr")
+            raise ValueError(f"{name}={value}: must be a fraction of lr, 0 to 1")

@@ -1,4 +1,4 @@
-"""What is measured of a classifier."""
+"""Measure a classifier: loss, accuracy, top-5 accuracy."""
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,10 @@ from lockstep import Count, ExactMean
 
 
 class Scores(nn.ModuleDict):
-    """Loss and accuracy over all samples of an evaluation, exactly, on any layout; of more than ten classes also how
-    often the right one is among the first five."""
+    """Computes loss and accuracy over all samples of an evaluation, exactly and on any layout.
+
+    With more than ten classes it also computes the top-5 accuracy.
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__({"loss": ExactMean(), "acc": ExactMean(), "correct": Count(), "count": Count()})
@@ -17,17 +19,24 @@ class Scores(nn.ModuleDict):
             self["acc_top5"] = ExactMean()
 
     def of(self, stage: str, logits: Tensor, y: Tensor, losses: Tensor) -> dict[str, Metric]:
-        """Counts these samples; returns what is to be logged, by its name: `val/acc`."""
+        """Count a batch and return the metrics to log, by name: `val/acc`.
+
+        Args:
+            stage: val or test.
+            logits: float [n, classes].
+            y: classes, int64 [n].
+            losses: loss of each sample, float [n].
+        """
         right = logits.argmax(1) == y
-        found = {"loss": losses, "acc": right, "correct": right, "count": torch.ones_like(y)}
+        values = {"loss": losses, "acc": right, "correct": right, "count": torch.ones_like(y)}
         if "acc_top5" in self:
-            found["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
+            values["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
         scores = {name: score for name, score in self.items() if isinstance(score, Metric)}
         for name, score in scores.items():
-            score.update(found[name])
+            score.update(values[name])
         return {f"{stage}/{name}": score for name, score in scores.items()}
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:
-    """The share of logits [n, classes] whose largest is the class y [n]; of mixed labels [n, classes] the largest."""
+    """Return the accuracy of logits [n, classes], 0-dim. Of mixed labels y [n, classes] the largest is the class."""
     return (logits.argmax(1) == (y if y.ndim == 1 else y.argmax(1))).float().mean()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import CHUNK, HEAD, Damaged, ExactSum, alone
+from lockstep.arithmetic.exact_sum import CHUNK, HEAD, CorruptMessage, ExactSum, reduce_alone
 from lockstep.arithmetic.layout import MOST_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
@@ -139,7 +139,7 @@ def test_as_many_addends_as_a_layout_may_have_do_not_overflow(value: float) -> N
         for _ in range(MOST_EXACT):
             exact.add([torch.full((3,), value)])
         assert bool(exact.rounded[0]) == bool(step)
-        (total,) = exact.total(alone)
+        (total,) = exact.total(reduce_alone)
         assert torch.allclose(total, torch.full((3,), MOST_EXACT * value), rtol=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_what_is_too_large_for_a_grid_of_float64_counts_as_not_finite(before: in
         exact.begin()
         for value in (1.0, size, -size):
             exact.add([torch.full((2,), value, dtype=torch.float64), torch.ones(2, dtype=torch.float64)])
-        large, small = exact.total(alone)
+        large, small = exact.total(reduce_alone)
         assert torch.isfinite(small).all()
         assert torch.isnan(large).all() == (size > 1)
 
@@ -198,15 +198,15 @@ def test_each_flipped_bit_of_a_message_is_seen() -> None:
         exact.total()  # both have the same grids now
         exact.begin(6)
         exact.add(addend)
-        exact.send()
+        exact.pack()
     arrived = mine.units + theirs.units
     for at in range(len(arrived)):
         mine.units.copy_(arrived)
         mine.units[at] ^= (1 << 7 * at % 63) if at % 5 else -(2**63)
-        with pytest.raises(Damaged, match=r"^step 7: the sums( of a to c)? are not those of what the ranks sent"):
-            mine.receive(alone, 1)
+        with pytest.raises(CorruptMessage, match=r"^step 7: the sums( of a to c)? do not match what the ranks sent"):
+            mine.unpack(reduce_alone, 1)
     mine.units.copy_(arrived)
-    sums, _ = mine.receive(alone, 1)
+    sums, _ = mine.unpack(reduce_alone, 1)
     assert same(sums, [a + b for a, b in zip(one, other, strict=True)])
 
 
@@ -220,6 +220,6 @@ def test_a_damaged_message_of_what_outgrew_its_grid_is_seen() -> None:
         sent: list[str] = []
         exact = ExactSum(zeros(SHAPES[:3]))
         exact.add(addends(1, 0, 0, SHAPES[:3])[0])
-        with pytest.raises(Damaged, match=r"^step 1: the sums are not") if damaged == 3 else nullcontext():
+        with pytest.raises(CorruptMessage, match=r"^step 1: the sums do not match") if damaged == 3 else nullcontext():
             exact.total(all_reduce)
         assert sent == ["sum", "max", "sum"]

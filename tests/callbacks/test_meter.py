@@ -21,7 +21,7 @@ class Steps(pl.Callback):
         self.seen: dict[int, dict[str, float]] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        found = meter.find(trainer)
+        found = meter.find_meter(trainer)
         assert found is not None
         if found.fresh:
             self.seen[trainer.global_step] = dict(found.latest)

@@ -63,9 +63,9 @@ def test_what_a_worker_has_read_is_handed_over_once(saved: Path) -> None:
     ("content", "reason"),
     [
         (None, "no such file"),
-        (b"", "none that torch.save wrote"),
-        (b"epoch,step,loss\n", "none that torch.save wrote"),
-        (pickle.dumps({"state_dict": {}}), "none that torch.save wrote"),
+        (b"", "torch.save did not write it"),
+        (b"epoch,step,loss\n", "torch.save did not write it"),
+        (pickle.dumps({"state_dict": {}}), "torch.save did not write it"),
         (0.5, "cut off"),
     ],
 )

@@ -33,8 +33,8 @@ def test_another_data_set_is_refused_and_a_moved_one_is_not(run_train: Program, 
         assert "; init_from= begins a new run" in run.stderr
         return run.stderr
 
-    assert "data=synthetic: " in refused("data=synthetic", "data.num_classes=2", "data.channels=3")
-    assert "data.split_seed=3: " in refused("data.split_seed=3")
+    assert "data=synthetic, but " in refused("data=synthetic", "data.num_classes=2", "data.channels=3")
+    assert "data.split_seed=3, but " in refused("data.split_seed=3")
     shutil.copy(images / "train" / "cat" / "0.png", images / "train" / "cat" / "more.png")
     shutil.copy(images / "train" / "dog" / "0.png", images / "train" / "dog" / "more.png")
     assert "counts its steps in 22 training samples, and there are 23" in refused()
@@ -42,5 +42,5 @@ def test_another_data_set_is_refused_and_a_moved_one_is_not(run_train: Program, 
         (images / "train" / name / "more.png").unlink()
     moved = images.rename(tmp_path / "elsewhere")
     run = run_train(f"resume={folder}", "max_epochs=2", f"data_dir={moved}", "data.augment.crop=1", "data.mix=mixup")
-    assert "the data set is not the one" not in run.stderr
+    assert "content of the data set has changed" not in run.stderr
     assert (summary_of(folder)["steps"], summary_of(folder)["samples_seen"]) == (6, 44)

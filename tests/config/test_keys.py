@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
-from lockstep.config.checks import ROOT, options
 from lockstep.config.instantiate import instantiate
-from lockstep.config.schema import Kept, Keys
+from lockstep.config.schema import Keys, RunKeys
+from lockstep.config.value_checks import ROOT, options
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -226,5 +226,5 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
 
 def test_every_key_of_the_front_page_is_one_of_the_schema() -> None:
     page = yaml.safe_load((ROOT / "conf" / "train.yaml").read_text())
-    assert {field.name for field in fields(Kept)} <= {field.name for field in fields(Keys)}
+    assert {field.name for field in fields(RunKeys)} <= {field.name for field in fields(Keys)}
     assert page.keys() - {"defaults"} <= {field.name for field in fields(Keys)}

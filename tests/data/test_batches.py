@@ -18,7 +18,7 @@ from torchvision.datasets import FakeData
 from lockstep.arithmetic.layout import Layout
 from lockstep.data import DataModule
 from lockstep.data.datasets import fetch, labels_of
-from lockstep.data.loaders import own_chunks
+from lockstep.data.loaders import chunks_of_rank
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 
@@ -37,12 +37,12 @@ def test_labels_come_without_the_samples_also_of_subsets() -> None:
     dataset, ids = arrays(50), np.array([3, 49, 0, 3])
     assert labels_of(Subset(dataset, ids)).tolist() == [3, 49, 0, 3]  # type: ignore[arg-type]
     of_torchvision = FakeData(size=20)
-    with pytest.raises(UserError, match="a FakeData can't say its labels; give it an attribute labels or targets"):
+    with pytest.raises(UserError, match="the labels of a FakeData are unknown: give it an attribute labels or targets"):
         labels_of(of_torchvision)
     of_torchvision.targets = list(range(20))  # as most of torchvision's have them
     assert labels_of(of_torchvision).tolist() == list(range(20))
     of_torchvision.targets = [0.5] * 20
-    with pytest.raises(UserError, match="a whole number for each sample"):
+    with pytest.raises(UserError, match="one whole number for each sample"):
         labels_of(of_torchvision)
 
 
@@ -143,8 +143,8 @@ def test_a_plain_dataset_passes_unchanged() -> None:
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)
     on, alone = layout(devices, pieces * size, pieces), layout(1, pieces * size, pieces)
-    found = [chunk for rank in range(on.world_size) for chunk in own_chunks(samples, on, rank)]
-    assert found == own_chunks(samples, alone, 0)
+    found = [chunk for rank in range(on.world_size) for chunk in chunks_of_rank(samples, on, rank)]
+    assert found == chunks_of_rank(samples, alone, 0)
     assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
 
 

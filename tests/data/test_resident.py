@@ -14,8 +14,8 @@ from torch.utils.data import Subset
 from lockstep.arithmetic.layout import Layout
 from lockstep.data import ArrayDataset, DataModule, Splits
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import base
-from lockstep.data.on_device import Resident, place
+from lockstep.data.datasets import innermost_dataset
+from lockstep.data.on_device import Resident, place_on_device
 from lockstep.errors import UserError
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> DataModule:
     whole = arrays(40)
     train, val = Subset(whole, range(0, 40, 2)), Subset(whole, range(1, 40, 2))  # type: ignore[var-annotated, arg-type]
     opened = Splits(train, val, arrays(9), splits(None).spec, "", Augment(crop=1, flip=True))
-    return module(place(opened, CPU, "auto", PLENTY) if put else opened, on, rank, workers=workers)
+    return module(place_on_device(opened, CPU, "auto", PLENTY) if put else opened, on, rank, workers=workers)
 
 
 def seen(made: DataModule) -> list[torch.Tensor]:
@@ -66,15 +66,15 @@ def test_the_batches_are_the_same(strategy: str, devices: int, world_size: int) 
         assert len(there) == len(here) > 6
         assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
     wrong = data(on, True)
-    held = base(wrong.splits.train)
+    held = innermost_dataset(wrong.splits.train)
     held.images = held.images.flip(0)  # the control: it is the moved set that is fetched from
     assert not all(torch.equal(a, b) for a, b in zip(seen(wrong), seen(data(on, False)), strict=True))
 
 
 def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
     made = data(layout(), True, workers=2)
-    assert isinstance(base(made.splits.train), Resident)
-    assert base(made.splits.train) is base(made.splits.val)  # two subsets of one set
+    assert isinstance(innermost_dataset(made.splits.train), Resident)
+    assert innermost_dataset(made.splits.train) is innermost_dataset(made.splits.val)  # two subsets of one set
     assert made.train_dataloader().num_workers == 0
     assert data(layout(), False, workers=2).train_dataloader().num_workers == 2
 
@@ -88,23 +88,24 @@ def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
     ],
 )
 def test_how_much_room_it_may_take(choice: Any, free: float, moved: bool) -> None:
-    found = place(splits(arrays(40), evaluated=arrays(40)), CPU, choice, free)  # val and test are one set
+    found = place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, choice, free)  # val and test are one set
     assert [isinstance(part, Resident) for part in (found.train, found.val, found.test)] == [moved] * 3
 
 
 @pytest.mark.parametrize("train", [Streamed(), Own(np.zeros((40, 1, 6, 6), np.uint8), np.arange(40))])
 def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
     held = Subset(train, range(30))
-    found = place(splits(held), CPU, "auto", PLENTY)
-    assert base(found.train) is train
+    found = place_on_device(splits(held), CPU, "auto", PLENTY)
+    assert innermost_dataset(found.train) is train
     assert isinstance(found.test, Resident)
-    with pytest.raises(UserError, match=r"speed.resident=true: no set of this data is in memory.*resident=auto"):
-        place(splits(train, evaluated=train), CPU, True, PLENTY)
+    with pytest.raises(UserError, match=r"speed.resident=true: no data set is in memory.*: use speed.resident=auto"):
+        place_on_device(splits(train, evaluated=train), CPU, True, PLENTY)
 
 
 @pytest.mark.parametrize(("choice", "shown"), [(True, "true"), ("auto", "auto")])
 def test_sets_that_do_not_fit_are_refused(choice: Any, shown: str) -> None:
     with pytest.raises(
-        UserError, match=f"^speed.resident={shown}: the sets take 0 MiB, and cpu has 0 free: resident=false$"
+        UserError,
+        match=f"^speed.resident={shown}: the data sets take 0 MiB, and cpu has 0 MiB free: use speed.resident=false$",
     ):
-        place(splits(arrays(40), evaluated=arrays(40)), CPU, choice, 2 * SIZE - 1)
+        place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, choice, 2 * SIZE - 1)

@@ -110,11 +110,15 @@ TRANSFORMS: list[tuple[list[Any], list[Any], str]] = [
     ([RESIZE, of("RandomErasing", p=2.0)], [], "train[1]: `p` should be a floating point value in the interval"),
     ([of("RandAugment", opps=2)], [], "train[0].opps: RandAugment takes no such option"),
     ([RESIZE, NORMALIZE], [], "train: Normalize: Input tensor should be a float tensor"),
-    ([RESIZE], [], "eval: gives images of 1 x 12 x 12, data.transforms.train of 1 x 16 x 16"),
-    ([FLAT], [FLAT], "gives images of 1 x 12 x 16; they must be square"),
-    ([of("RandomResize", min_size=8, max_size=30)], [], "one size for all comes from RandomResizedCrop"),
-    ([FLOAT, NORMALIZE], [FLOAT], "training and evaluation must normalise alike"),
-    ([FLOAT, NORMALIZE], [], "train: gives floats, data.transforms.eval uint8: give both the same ConvertImageDtype"),
+    ([RESIZE], [], "eval gives images of 1 x 12 x 12: they must be 1 x 16 x 16"),
+    ([FLAT], [FLAT], "gives images of 1 x 12 x 16: they must be square"),
+    ([of("RandomResize", min_size=8, max_size=30)], [], "they must have one size; use RandomResizedCrop"),
+    ([FLOAT, NORMALIZE], [FLOAT], "data.transforms.eval differ in Normalize: use the same mean"),
+    (
+        [FLOAT, NORMALIZE],
+        [],
+        "train gives float images and data.transforms.eval uint8 images: give both the same ConvertImageDtype",
+    ),
     (["trivial"], [], "train=['trivial']: must be a valid dictionary"),
 ]
 
@@ -147,7 +151,7 @@ class Noisy:
 
 def noisy(several: bool = False, held_out: int | None = None) -> Source:
     clean = None if held_out is None else Noisy(0) if held_out else TensorDataset(torch.zeros(3, 1))
-    return Source(Noisy(1, several), None, Spec(1, 8, ("a", "b")), held_out=clean)
+    return Source(Noisy(1, several), None, Spec(1, 8, ("a", "b")), val_candidates=clean)
 
 
 def opened(**changes: Any) -> Any:
@@ -167,9 +171,12 @@ def test_an_own_source_says_how_held_out_samples_look() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"held_out": 0}, "the Source's held_out has 3 samples, its train 20"),
-        ({"sampling": "balanced"}, "a Noisy can't say its labels"),
-        ({"mix": "cutmix", "several": True}, "data.mix=cutmix: mixes images [n, C, H, W] with one label each"),
+        ({"held_out": 0}, "the Source's val_candidates has 3 samples: it must have 20, as its train"),
+        ({"sampling": "balanced"}, "the labels of a Noisy are unknown"),
+        (
+            {"mix": "cutmix", "several": True},
+            "data.mix=cutmix: the data set must give images [C, H, W] with one label each",
+        ),
     ],
 )
 def test_an_own_source_that_is_refused(changes: dict[str, Any], says: str) -> None:

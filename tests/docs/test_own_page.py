@@ -1,23 +1,21 @@
-"""docs/own.md, followed literally: its files are written, its commands are run."""
+"""The pages on what is yours, followed literally: their files are written, their commands are run."""
 
 import csv
-import re
-import shlex
 from pathlib import Path
 
 import pytest
+import site_pages
 import torch
-from conftest import ROOT, Program, checkpoint_of, summary_of, template
+from conftest import Program, checkpoint_of, summary_of, template
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
 from lockstep.data.build import open_data
 from project.models import MnistCNN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.proof]
 
-BLOCK = re.compile(r"`((?:src|conf)/[\w/.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
-COMMAND = re.compile(r"^    (python .*)$", re.MULTILINE)
+PAGES = ("own-model", "own-data", "losses-and-optimizers", "metrics-callbacks-loggers")
 # Where the length proves nothing.
 SHORTER = {
     "model=shuffle": "data.samples=320",
@@ -26,45 +24,55 @@ SHORTER = {
     "accumulate_grad_batches=2": "max_epochs=8",
     "optimizer=rmsprop": "max_epochs=1",
     "logger=table": "max_epochs=1",
+    "optimizer._target_=torch.optim.RMSprop": "max_epochs=1",
 }
 ALL = ("threads=1",)
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The run folders of the page's commands, in its order, in a fresh copy of the template."""
-    page = (ROOT / "docs" / "own.md").read_text()
+def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run folders of the pages' commands, by command, in a fresh copy of the template."""
     project = template(tmp_path_factory.mktemp("project"))
-    blocks = BLOCK.findall(page)
-    assert len(blocks) == page.count("```") // 2 == 13  # none is left out
-    for name, text in blocks:
-        with (project / name).open("a") as file:
-            file.write(text + "\n\n")
-    for command in COMMAND.findall(page):
-        _, script, *overrides = shlex.split(command)
+    pages = [site_pages.read(f"use/{name}.md") for name in PAGES]
+    written = [path for page in pages for path in page.files]
+    assert len(written) == 13  # none is left out
+    for page in pages:
+        for path, text in page.files.items():
+            with (project / path).open("a") as file:
+                file.write(text)
+    folders = {}
+    for number, command in enumerate(command for page in pages for command in page.commands):
+        _, script, *overrides = command.words
         shorter = [more for chosen, more in SHORTER.items() if chosen in overrides]
-        Program(project / "outputs", str(project / script))(*overrides, *shorter, *ALL, cwd=project)
-    return sorted((project / "outputs").glob("*/*"), key=lambda folder: folder.name)
+        run = Program(project / f"outputs{number}", str(project / script))(*overrides, *shorter, *ALL, cwd=project)
+        folders[" ".join(overrides)] = run.folder
+    return folders
 
 
-def test_the_model_trains_on_two_devices(followed: list[Path]) -> None:
-    summary = summary_of(followed[0])
+def one(followed: dict[str, Path], part: str) -> Path:
+    """Return the folder of the only command that has this part."""
+    (folder,) = [folder for command, folder in followed.items() if part in command]
+    return folder
+
+
+def test_the_model_trains_on_two_devices(followed: dict[str, Path]) -> None:
+    summary = summary_of(one(followed, "accumulate_grad_batches=2"))
     assert summary["model"] == "mine"
     assert (summary["layout"]["strategy"], summary["layout"]["pieces"]) == ("ddp", 4)
     assert summary["metrics"]["test/acc"] > 0.8
 
 
-def test_an_installed_network_learns_its_classes_from_the_data(followed: list[Path]) -> None:
-    assert summary_of(followed[1])["model"] == "shuffle"
-    state = checkpoint_of(followed[1])["state_dict"]
+def test_an_installed_network_learns_its_classes_from_the_data(followed: dict[str, Path]) -> None:
+    assert summary_of(one(followed, "model=shuffle"))["model"] == "shuffle"
+    state = checkpoint_of(one(followed, "model=shuffle"))["state_dict"]
     assert "net.conv5.0.weight" in state
     assert len(state["net.fc.weight"]) == 10
 
 
-def test_an_own_loss_is_used(followed: list[Path]) -> None:
-    metrics = summary_of(followed[2])["metrics"]
+def test_an_own_loss_is_used(followed: dict[str, Path]) -> None:
+    metrics = summary_of(one(followed, "model=focal"))["metrics"]
     assert metrics["test/acc"] > 0.8
-    checkpoint = checkpoint_of(followed[2], "best")
+    checkpoint = checkpoint_of(one(followed, "model=focal"), "best")
     net = MnistCNN(channels=1, image_size=28, num_classes=10).eval()
     net.load_state_dict(checkpoint["state_dict"])
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
@@ -75,23 +83,23 @@ def test_an_own_loss_is_used(followed: list[Path]) -> None:
     assert metrics["test/loss"] != pytest.approx(float(losses.mean()), rel=1e-2)  # the control
 
 
-def test_an_optimizer_and_a_schedule_come_by_yaml_alone(followed: list[Path]) -> None:
-    checkpoint = checkpoint_of(followed[3])
+def test_an_optimizer_and_a_schedule_come_by_yaml_alone(followed: dict[str, Path]) -> None:
+    checkpoint = checkpoint_of(one(followed, "optimizer=rmsprop"))
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0001, 0.0]
     assert [group["initial_lr"] for group in optimizer["param_groups"]] == [0.001, 0.001]
     assert "square_avg" in optimizer["state"][0]  # RMSprop's
-    assert schedule["T_max"] == schedule["last_epoch"] == summary_of(followed[3])["steps"]
+    assert schedule["T_max"] == schedule["last_epoch"] == summary_of(one(followed, "optimizer=rmsprop"))["steps"]
 
 
-def test_the_data_is_learnt(followed: list[Path]) -> None:
-    summary = summary_of(followed[4])
+def test_the_data_is_learnt(followed: dict[str, Path]) -> None:
+    summary = summary_of(one(followed, "data=stripes"))
     assert (summary["data"], summary["metrics"]["test/acc"]) == ("stripes", 1.0)
 
 
-def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
+def test_the_metric_counts_every_sample_once(followed: dict[str, Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
-    folder = followed[5]
+    folder = one(followed, "model=mine_f1")
     state = checkpoint_of(folder)["state_dict"]
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
@@ -104,16 +112,16 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     assert (folder / "checkpoints" / "best.ckpt").exists()
 
 
-def test_a_callback_ends_the_run(followed: list[Path]) -> None:
-    summary = summary_of(followed[6])
+def test_a_callback_ends_the_run(followed: dict[str, Path]) -> None:
+    summary = summary_of(one(followed, "callbacks=stopping"))
     assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
-    best = checkpoint_of(followed[6], "best")
+    best = checkpoint_of(one(followed, "callbacks=stopping"), "best")
     assert 0 <= summary["epochs"] - (best["epoch"] + 1) <= 2  # its patience; of equals the later one is the best
     assert summary["metrics"]["test/acc"] > 0.8
 
 
-def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
-    with (followed[7] / "table" / "metrics.csv").open() as file:
+def test_a_logger_gets_what_is_measured(followed: dict[str, Path]) -> None:
+    with (one(followed, "logger=[tensorboard,table]") / "table" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "workers/samples_per_second", "train/lr"} <= set(rows[0])
-    assert (followed[7] / "tensorboard").exists()
+    assert (one(followed, "logger=[tensorboard,table]") / "tensorboard").exists()

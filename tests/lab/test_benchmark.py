@@ -80,7 +80,7 @@ REFUSED = [
     (["benchmark.py", "stepp"], "did you mean step?"),
     (["benchmark.py", "accuracy", "--data-dir=x"], "no MNIST/raw"),
     (["benchmark.py", "gpu"], "error: gpu: this machine has no GPU that torch can use"),
-    (["gpu_day.py"], "no GPU that torch can use; --accelerator=cpu rehearses"),
+    (["gpu_day.py"], "torch finds no GPU on this machine: use --accelerator=cpu for a rehearsal"),
     (["gpu_day.py", "--accelerator=cpu", "bit"], "did you mean bits?"),
 ]
 

@@ -123,7 +123,7 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", [*sys.argv, "bits", "--minutes=0"])
     assert gpu_day.main() == 1
     later = [(row["trial"], row["verdict"]) for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]]
-    assert later == [("refused", "refused: no"), ("later", "left out: no time was left")]
+    assert later == [("refused", "refused: no"), ("later", "left out: the time is up")]
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------

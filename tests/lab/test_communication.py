@@ -17,6 +17,7 @@ from network.machines import Machines, NoMachines
 from scaling import Computed, buckets
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.proof
 ELEMENTS = 5003  # no number of workers divides it
 TINY = ("data=synthetic", "data.samples=60", "data.image_size=12", "data.num_classes=3", "accelerator=cpu", "threads=1")
 
@@ -60,9 +61,7 @@ import sys
 sys.path[:0] = [{scripts!r}, {src!r}]
 from pathlib import Path
 import torch, torch.distributed as dist
-from network.collectives import SUMS, Wire
-
-pytestmark = pytest.mark.proof
+from network.collectives import SUMS, Channel
 
 def carried():
     (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]
@@ -75,7 +74,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 for way in SUMS.values():
     dist.barrier()
     before = carried()
-    way(torch.ones(1_000_000), Wire())
+    way(torch.ones(1_000_000), Channel())
     dist.barrier()
     print(*(after - earlier for after, earlier in zip(carried(), before)), flush=True)
 dist.barrier()
@@ -111,7 +110,7 @@ def test_a_limited_link_is_measured_and_the_table_says_so(machines: Machines, tm
         "parameter server", "ring", "halving and doubling", "gloo's all-reduce",
     ]  # fmt: skip
     assert run.stdout.count("\n| 2 | ") == 4
-    assert "Of exact integers all ways gave the same bits" in run.stdout
+    assert "With exact integers all ways gave the same bits" in run.stdout
     assert (run.folder / "communication.png").exists()
     assert Link.measured(run.folder).beta == found["link"]["beta"]
 
@@ -121,10 +120,10 @@ def test_without_namespaces_a_rate_is_refused_in_a_line(tmp_path: Path) -> None:
     run = program(*TINY, "devices=2", "rate=100mbit", env=nowhere, ok=False)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
-        "error: rate=100mbit: links can't be limited here: ip is not installed (packages iproute2 and util-linux)\n"
+        "error: rate=100mbit: this system can't limit links: ip is not installed (packages iproute2 and util-linux)\n"
     )
     run = program(*TINY, "devices=2", "rate=fast", ok=False)
-    assert (run.returncode, run.stderr) == (2, "error: rate=fast: must be a rate as tc says it: 200mbit, 1gbit\n")
+    assert (run.returncode, run.stderr) == (2, "error: rate=fast: must be a rate in tc's notation: 200mbit, 1gbit\n")
 
 
 def test_a_sum_that_differs_and_a_control_that_does_not_are_seen() -> None:

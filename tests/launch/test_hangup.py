@@ -69,7 +69,7 @@ def test_a_sweep_saves_when_the_terminal_is_closed(run_train: Program) -> None:
     run = run_train.finish(process)
     assert (run.returncode, run.summary["error"]) == (143, "interrupted by SIGTERM"), run
     assert run.summary["steps"] == checkpoint_of(run.folder)["global_step"] > 0
-    assert "to run what is missing" in run.stderr
+    assert "to run the missing jobs" in run.stderr
 
 
 WHILE_IMPORTING = """

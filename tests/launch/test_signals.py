@@ -12,7 +12,7 @@ from conftest import forked, summary_of
 
 from lockstep.callbacks import preemption
 from lockstep.config.check import check
-from lockstep.launch.signals import forwarding
+from lockstep.launch.signals import forward_signals
 from lockstep.run import supervisor as runs
 from lockstep.run.api import compose
 
@@ -65,6 +65,6 @@ def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.Monkey
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=gone.pid)])
-    with forwarding() as received:
+    with forward_signals() as received:
         signal.raise_signal(signal.SIGTERM)
     assert received == [signal.SIGTERM]

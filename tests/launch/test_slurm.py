@@ -83,7 +83,7 @@ def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypa
         monkeypatch.setenv("SLURM_JOB_ID", job)
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         told.environment.cache_clear()  # read once in a process, else
-        return slurm.folder(tmp_path, overrides)
+        return slurm.folder_of_job(tmp_path, overrides)
 
     first, second = found("77", 0, "seed=0"), found("77", 0, "seed=1")
     assert first is not None
@@ -98,7 +98,7 @@ def test_a_job_of_an_array_queues_itself_alone(cluster: Path, monkeypatch: pytes
     for name, value in {**environment(cluster), **array}.items():
         monkeypatch.setenv(name, value)
     told.environment.cache_clear()
-    assert slurm.requeue() == "SLURM job 77_3 is queued again"
+    assert slurm.requeue() == "SLURM job 77_3 is requeued"
     assert (cluster / "asked").read_text() == "requeue 77_3\n"
 
 
@@ -116,7 +116,7 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
             monkeypatch.setenv("WORLD_SIZE", "2")
             monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         told.environment.cache_clear()
-        return told.environment().own_gpu, told.environment().own_cores
+        return told.environment().dedicated_gpu, told.environment().dedicated_cores
 
     assert told_by() == (False, False)
     with pytest.raises(UserError, match="devices=2: this machine has 1 GPU"):
@@ -126,7 +126,7 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
     monkeypatch.delenv("LOCKSTEP_LAUNCHER", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")  # torchrun's own workers, of a job with a task per node
     told.environment.cache_clear()
-    assert not told.environment().own_gpu
+    assert not told.environment().dedicated_gpu
 
 
 def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:

@@ -16,7 +16,7 @@ from train import train
 in_workers = supervisor.run_in_workers
 
 def work(*args):
-    from lockstep.run.training import train as fit
+    from lockstep.run.training import fit_and_test as fit
 
     result = fit(*args)
     print("\\nCOLLECTS", gc.isenabled(), gc.get_freeze_count() > 100_000)
@@ -42,11 +42,11 @@ def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_
 def test_leaving_loses_nothing(tmp_path: Path) -> None:
     program = f"""
 import logging, logging.handlers
-from lockstep.launch.interpreter import leave
+from lockstep.launch.process_lifetime import exit_process
 kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
 kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
 print("written", end=" ")
-leave(7)
+exit_process(7)
 """
     done = python(program)
     assert (done.returncode, done.stdout, done.stderr) == (7, "written ", "")

@@ -54,12 +54,12 @@ def test_idx_files_are_read_plain_and_gzipped(mnist_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
-        ("train-images-idx3-ubyte", lambda b: b[:-1], ["truncated", "15,696 bytes expected", "15,695 found"]),
-        ("train-images-idx3-ubyte", lambda b: b + b"x", ["too long", "15,697 found"]),
-        ("t10k-labels-idx1-ubyte", lambda b: b"", ["not an IDX file", "0x00000801 expected"]),
+        ("train-images-idx3-ubyte", lambda b: b[:-1], ["truncated", "it has 15,695 bytes instead of 15,696"]),
+        ("train-images-idx3-ubyte", lambda b: b + b"x", ["too long", "it has 15,697 bytes"]),
+        ("t10k-labels-idx1-ubyte", lambda b: b"", ["not an IDX file", "not with 0x00000801"]),
         ("t10k-images-idx3-ubyte", lambda b: b"<html>" + b, ["not an IDX file", "0x3c68746d"]),
         ("train-labels-idx1-ubyte", lambda b: idx(np.zeros(19, np.uint8)), ["19 labels", "20 images"]),
-        ("train-labels-idx1-ubyte", lambda b: idx(np.full(20, 11, np.uint8)), ["label 11", "10 classes"]),
+        ("train-labels-idx1-ubyte", lambda b: idx(np.full(20, 11, np.uint8)), ["label 11", "0 to 9"]),
         ("train-images-idx3-ubyte", lambda b: idx(np.zeros((20, 9, 9), np.uint8)), ["9 x 9", "28 x 28"]),
     ],
 )
@@ -116,5 +116,5 @@ def test_cifar10_opens_no_file_whose_digest_is_wrong(mnist_dir: Path) -> None:
     folder.mkdir()
     for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]:
         (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # a pickle that would run a command
-    with pytest.raises(UserError, match=r"data_batch_1: damaged \(its MD5"):
+    with pytest.raises(UserError, match=r"data_batch_1: damaged, its MD5"):
         file_sets.cifar10(str(mnist_dir))

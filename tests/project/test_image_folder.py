@@ -35,7 +35,7 @@ def test_image_folder(tmp_path: Path) -> None:
 
 LAYOUTS = {
     ("train", "val", "test"): ((12, 12, 12), "train/, val/, test/ in"),
-    ("train", "test"): ((9, 3, 12), "train/, test/ in .*; a part of train/ validates"),
+    ("train", "test"): ((9, 3, 12), "train/, test/ in .*; a part of train/ is used for validation"),
     ("train", "val"): ((12, 12, None), "train/, val/ in .*; nothing is tested"),
     (".",): ((6, 4, 2), "a folder per class in .*; split by"),
 }
@@ -86,7 +86,7 @@ def test_transforms_get_files_whole(tmp_path: Path) -> None:
     plain = open_data(config("image_folder", image_size=8), str(tmp_path))
     assert torch.equal(fetch(found.val, np.arange(1))[0], fetch(plain.val, np.arange(1))[0])
     flip = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}
-    with pytest.raises(UserError, match="one size for all comes from RandomResizedCrop"):
+    with pytest.raises(UserError, match="they must have one size; use RandomResizedCrop"):
         open_data(config("image_folder", transforms={"train": [flip]}), str(tmp_path))
 
 
@@ -139,10 +139,10 @@ def spoil(root: Path, how: str) -> None:
     [
         ("empty class", ["no image in", "train/cat"]),
         ("no classes", ["test has no folders"]),
-        ("no test", ["has train/ and neither test/ nor val/", "train would split it"]),
+        ("no test", ["has train/ and neither test/ nor val/", "train to split it"]),
         ("no train", ["has test/ and no train/"]),
-        ("too deep", ["train has only one folder, images; one per class"]),
-        ("spelled otherwise", ["has a folder Testing: is it one of train, val, test?"]),
+        ("too deep", ["train has only one folder, images: it must have a folder for each class"]),
+        ("spelled otherwise", ["has a folder Testing, which is no class: rename it to one of train, val, test"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
         ("unreadable", ["2 of 24 image files", "cat/3.png", "cat/4.png: repair or remove them, or data.skip"]),
@@ -176,7 +176,7 @@ def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
         assert "6 of 80 image files" in said
         assert "cat/4.png and 1 more: repair or remove them, or data.skip_broken=true" in said
         found = open_data(config(name, **listed, skip_broken=True), str(tmp_path / "broken"))
-        assert "7 files left out, which can't be decoded: " in found.about
+        assert "7 files that can't be decoded left out: " in found.about
         assert "cat/4.png and 2 more" in found.about
         csv = {"csv": str(clean / "list.csv")} if listed else {}
         assert found.fingerprint == open_data(config(name, **csv), str(clean)).fingerprint

@@ -55,22 +55,22 @@ def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
         ("path,label", "images/99.png,b", "row 4: there is no file"),
         ("path,label", ",b", "row 4 has no path"),
         ("path,label", "images/2.png,", "row 4 has no label"),
-        ("path,label", "images/2.png,a", "only one label, a; two at least are expected"),
-        ("path,label", "images/2.png,b,train", "row 4 has 3 values for 2 columns; a value with a comma"),
+        ("path,label", "images/2.png,a", "only one label, a: it must have two labels at least"),
+        ("path,label", "images/2.png,b,train", "row 4 has 3 values for 2 columns: put a value with a comma"),
         ("path,label", "\nimages/2,5.png,b", "row 5 has 3 values"),  # as an editor counts lines
-        ("path,label", "2.png,b", "2.png; paths are relative to the list's folder"),
-        ("images/3.png,b", "images/2.png,b", "its columns are images/3.png, b; expected are path, label, and"),
+        ("path,label", "2.png,b", "2.png: paths must be relative to the list's folder"),
+        ("images/3.png,b", "images/2.png,b", "its columns are images/3.png, b: its first row must be"),
         (
             "path,class",
             "images/2.png,b",
-            "its columns are path, class; expected are path, label, and if you like split",
+            "its columns are path, class: its first row must be path,label or path,label,split",
         ),
         (
             "path;label",
             "images/2.png;b",
-            "its columns are path;label; expected are path, label, and if you like split, in its first row",
+            "its columns are path;label: its first row must be path,label or path,label,split",
         ),
-        ("path,label,split", "images/2.png,b,dev", "row 2: split is empty; it must be train, val or test"),
+        ("path,label,split", "images/2.png,b,dev", "row 2: split is empty: it must be train, val or test"),
     ],
 )
 def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:

@@ -76,7 +76,7 @@ def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> Non
         (mnist_cnn, {"image_size": 9}, "at least 10 x 10"),
         (mnist_cnn, {"dropout": 1.0}, "^dropout=1.0: "),
         (mnist_cnn, {"label_smoothing": -0.1}, "^label_smoothing=-0.1: "),
-        (mnist_cnn, {"num_classes": 1}, "num_classes=1: .*two at least"),
+        (mnist_cnn, {"num_classes": 1}, "num_classes=1: .*must be at least 2"),
         (fast_cnn, {"image_size": 18}, "at least 19 x 19"),
         (fast_cnn, {"width": [8, 8, 8]}, r"^width=\[8, 8, 8\]: must be four"),
         (resnet9, {"image_size": 7}, "at least 8 x 8"),

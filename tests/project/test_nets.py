@@ -67,17 +67,17 @@ def test_weights_of_colour_images_serve_others(make: Any, tmp_path: Path) -> Non
         (torchvision, {"arch": "mobilnet_v3"}, "^arch=mobilnet_v3: torchvision has no such .*mobilenet_v3_small"),
         (torchvision, {"arch": "alexnet"}, "^arch=alexnet: does not take 1 x 33 x 33 images: .*too small"),
         (torchvision, {"arch": "vit_b_16"}, "^arch=vit_b_16: does not take .*patch size"),
-        (torchvision, {"smallest_piece": 1, "image_size": 28}, "a piece of one sample, .* another batch_size"),
+        (torchvision, {"smallest_piece": 1, "image_size": 28}, "a piece of one sample: .* another batch_size"),
         (
             torchvision,
             {"arch": "googlenet", "image_size": 64, "options": {"aux_logits": True}},
-            "^arch=googlenet: gives GoogLeNetOutputs in training",
+            "^arch=googlenet: returns GoogLeNetOutputs for each image in training",
         ),
-        (torchvision, {"pretrained": True, "weights": "some.pth"}, "^pretrained=True: must be .*false beside weights"),
+        (torchvision, {"pretrained": True, "weights": "some.pth"}, "^pretrained=True: must be .*false with weights"),
         (torchvision, {"pretrained": "yes"}, "^pretrained=yes: must be true or false"),
-        (timm, {"arch": "resnet10"}, "^arch=resnet10: timm has no such classifier; did you mean resnet10t"),
+        (timm, {"arch": "resnet10"}, "^arch=resnet10: timm has no such classifier: did you mean resnet10t"),
         (timm, {"arch": "hf-hub:somebody/net"}, "^arch=hf-hub:somebody/net: timm has no such classifier"),
-        (timm, {"arch": "resnet18.mine"}, "^arch=resnet18.mine: resnet18 has no weights mine; known: a1_in1k"),
+        (timm, {"arch": "resnet18.mine"}, "^arch=resnet18.mine: resnet18 has no weights mine: known are a1_in1k"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(make: Any, options: dict[str, Any], says: str) -> None:
@@ -106,13 +106,14 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
         torchvision(pretrained=True, channels=3)
     timm(arch="test_vit", image_size=32)
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", no_network)
-    with pytest.raises(ValueError, match=r"^pretrained=true: no usable weights .*model.weights takes a file") as other:
+    with pytest.raises(ValueError, match=r"^pretrained=true: no usable weights .*use model.weights=<file>") as other:
         timm(pretrained=True, arch="test_vit", image_size=32)
     assert "\n" not in str(one.value) + str(other.value)
     with pytest.raises(UserError, match=r"^model.weights=.*none.pth: no such file"):
         torchvision(weights=str(tmp_path / "none.pth"))
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_named_net_is_the_same_bits_on_every_layout(tmp_path: Path) -> None:
     run: tuple[str, ...] = (*TINY, "model=timm", "model.arch=test_efficientnet", "data.samples=100", "max_epochs=1")

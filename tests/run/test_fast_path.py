@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, Program
 from own_runs import train
 
-from lockstep.launch.machine import limits
+from lockstep.launch.machine import cgroup_cpu_limits
 
 POLICY = "OMP_WAIT_POLICY"
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
@@ -20,7 +20,7 @@ import resource, sys
 sys.path.insert(0, {str(ROOT / "src")!r})
 from lockstep.run import cli
 from train import train
-code, said = cli.run(train, "train")
+code, said = cli.run_command(train, "train")
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, flush=True)
 sys.exit(said or code)
 """
@@ -66,9 +66,10 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     for name, content in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(f"{content}\n")
-    assert limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
+    assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
 def test_threads_wait_shortly_for_each_other_unless_told_otherwise(tmp_path: Path) -> None:
     def turns(**variables: str) -> list[str]:

@@ -3,25 +3,25 @@
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import site_pages
 import torch
-from conftest import NORMS, ROOT, Program, Run, checkpoint_of, of_torchrun, summary_of
+from conftest import NORMS, Program, Run, checkpoint_of, of_torchrun, summary_of
 from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
 from lockstep.config.check import check
-from lockstep.config.checks import matching
+from lockstep.config.value_checks import match_patterns
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
-from lockstep.run.lines import parameter_counts
+from lockstep.run.report_lines import parameter_counts
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
@@ -58,7 +58,7 @@ def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: P
     assert len(hashes) == 1
     said = runs["ddp"].stdout + runs["ddp"].stderr
     assert said.count("init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias") == 1
-    more = "parameters more are trained from now on: net.conv2.weight, net.norm2.weight, net.norm2.bias"
+    more = "more parameters are trained from now on: net.conv2.weight, net.norm2.weight, net.norm2.bias"
     assert len(re.findall(rf"^epoch 2: \d+ {more}$", said, re.MULTILINE)) == 1
     assert re.search(
         r"^model fast_cnn \| [\d,]+ parameters: [\d,]+ trained, [\d,]+ frozen, [\d,]+ newly initialised$",
@@ -103,11 +103,11 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
         ),
         (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*5.*: 1}"),
-            "error: callbacks.unfreeze.epoch: of what is frozen net.*5.*",
+            "error: callbacks.unfreeze.epoch: among the frozen parameters net.*5.*",
         ),
         (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch=3"),
-            "error: callbacks.unfreeze.epoch=3: this run ends after max_epochs=3",
+            "error: callbacks.unfreeze.epoch=3: must be less than max_epochs=3",
         ),
     ]:
         run = tuned(place, "refused", *overrides, without="callbacks", ok=False)
@@ -119,12 +119,12 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     short = outputs(
         *(each for each in TUNED if not each.startswith("init_from")), "init_from=last", "max_steps=2", cwd=place
     )
-    assert "callbacks.unfreeze.epoch=1: begins after step 8, and max_steps=2 ends before" in short.stderr
+    assert "callbacks.unfreeze.epoch=1: begins after step 8, but max_steps=2 ends the run" in short.stderr
     base, begun = outputs(*BASE, "max_steps=1", cwd=place).folders[:2]  # one that is newer
     assert f"init_from='{base}'" in (begun / ".hydra" / "overrides.yaml").read_text()
     for overrides, says in [
-        (("optimizer.lr_scale={net.conv4.*: 0.1, net.norm3.bias: 0.5}",), "only the factors may change"),
-        (("init_from=base",), "leave one out"),
+        (("optimizer.lr_scale={net.conv4.*: 0.1, net.norm3.bias: 0.5}",), "only their factors may change"),
+        (("init_from=base",), "leave one of them out"),
     ]:
         run = outputs(f"resume={begun}", *overrides, cwd=place, ok=False)
         assert run.returncode == 2
@@ -144,7 +144,7 @@ def offered(*overrides: str) -> Any:
     ("freeze", "says"),
     [
         (["net.conv9.*"], r"^freeze=\['net.conv9.\*'\]: net.conv9.\* matches no parameter's name; there is net"),
-        (["*"], "nothing is left to be trained"),
+        (["*"], "no parameter is left to train"),
         ("net.conv1.*", r"must be a list, freeze=\[net.conv1.\*\]"),
     ],
 )
@@ -192,7 +192,7 @@ def test_factors_that_name_nothing_are_refused() -> None:
         offered("optimizer.lr_scale={net.fc.*: 0.1}").configure_optimizers()
     with pytest.raises(UserError, match=r"^optimizer.lr_scale.net.conv1.\*=0: must be greater than 0"):
         offered("optimizer.lr_scale={net.conv1.*: 0}")
-    with pytest.raises(UserError, match=r"^optimizer.lr_scale: nothing divides .* give optimizer.param_groups too$"):
+    with pytest.raises(UserError, match=r"^optimizer.lr_scale has no effect without .*param_groups: give both$"):
         offered("optimizer.lr_scale={net.conv1.*: 0.1}", "optimizer.param_groups=null")
 
 
@@ -220,7 +220,7 @@ def test_weights_are_read_from_whatever_holds_them(tmp_path: Path) -> None:
     for name, save in kinds.items():
         model = fast_cnn(num_classes=4)
         save(tmp_path / name)
-        begun = weights.begin("init_from", model, str(tmp_path / name))
+        begun = weights.load_weights("init_from", model, str(tmp_path / name))
         assert begun.message == "init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias"
         assert all((value == 2).all() for key, value in model.state_dict().items() if "logits" not in key)
         assert not (model.net.logits.weight == 2).any()
@@ -231,7 +231,7 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     model = fast_cnn(num_classes=4)
     sizes = {name: each.numel() for name, each in model.named_parameters()}
     model.net.conv1.requires_grad_(False)
-    begun = weights.begin("init_from", model, str(tmp_path / "bare.pth"))
+    begun = weights.load_weights("init_from", model, str(tmp_path / "bare.pth"))
     frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
     logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
     counted = parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
@@ -254,29 +254,29 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
     for name, says in [
         ("code.ckpt", "holds code, not only data: posix.getcwd"),
         ("code.pth", "can't be loaded as plain data"),
-        ("numbers.pth", "it holds no weights by name"),
+        ("numbers.pth", "numbers.pth holds no tensors by name"),
         ("small.pth", "none of its weights fits"),
         ("half.pth", "can't be loaded as plain data"),
         ("missing.pth", "no such file"),
         ("", "best.ckpt: no such file"),
     ]:
         with pytest.raises(UserError, match=says) as caught:
-            weights.begin("init_from", fast_cnn(), str(tmp_path / name))
+            weights.load_weights("init_from", fast_cnn(), str(tmp_path / name))
         assert str(caught.value).startswith(f"init_from={tmp_path}")
         assert "\n" not in str(caught.value)
 
 
 def test_the_last_pattern_that_matches_decides() -> None:
     names = ["net.conv1.weight", "net.conv10.weight", "net.fc.bias"]
-    assert matching(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
-    assert matching(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
+    assert match_patterns(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
+    assert match_patterns(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "fine_tuning.md").read_text()
-    commands = [shlex.split(line)[2:] for line in re.findall(r"^    (python .*)$", page, re.MULTILINE)]
-    assert [command[0].partition("=")[2] for command in commands[2:]] == ["base", "tuned", "head", "parts", "thaw"]
+    page = site_pages.read("use/fine-tuning.md")
+    commands = [command.words[2:] for command in page.commands if command.text.startswith("python")]
+    assert [command[0].partition("=")[2] for command in commands[:5]] == ["base", "tuned", "head", "parts", "thaw"]
     for overrides in commands:
         if "model=timm" not in overrides or importlib.util.find_spec("timm"):
             run = Program(tmp_path)(*overrides, "threads=1", "logger=none", "max_steps=4", "data.val_fraction=0.02")

@@ -13,7 +13,7 @@ from own_runs import go_on, same_bits
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
-from lockstep.run.lines import learning_rates
+from lockstep.run.report_lines import learning_rates
 
 MODEL = """
 name: templated
@@ -52,7 +52,7 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
     for other in map(summary_of, run.jobs):
         for name in ("val/acc", "val/acc_best", "test/acc"):
             assert other["metrics"][name] == one["metrics"][name]
-    assert run.stderr.count("hyperparameters net, optimizer, scheduler: a checkpoint holds plain data only") == 2
+    assert run.stderr.count("hyperparameters net, optimizer, scheduler: they are no plain data") == 2
     checkpoint = checkpoint_of(run.jobs[0])
     assert checkpoint["hyper_parameters"] == {"compile": False}
     assert checkpoint["lockstep"]["spec"]["mean"] == (0.3,)
@@ -86,7 +86,7 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
 def test_what_its_own_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
     program = Program(tmp_path / "outputs", str(templated / "src" / "train.py"))
     run = program(*TASK, "lr=0.1", cwd=templated, ok=False)
-    assert "lr: the model has its own optimizer, so this would change nothing: model.optimizer changes it" in run.stderr
+    assert "lr has no effect, since the model has its own optimizer: use model.optimizer" in run.stderr
 
 
 def opened(name: str, **options: Any) -> Any:
@@ -103,9 +103,7 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
     batch = fetch(opened("DictData").train, np.arange(4))
     assert batch["x"].shape == (4, 1, 12, 12)
     monkeypatch.setattr(mine.TemplatedData, "num_classes", None)
-    with pytest.raises(
-        UserError, match="how many classes there are is unknown: give TemplatedData an attribute num_cl"
-    ):
+    with pytest.raises(UserError, match="the number of classes is unknown: give TemplatedData an attribute num_cl"):
         opened("TemplatedData")
 
 
@@ -113,7 +111,7 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
     ("name", "says"),
     [
         ("StreamData", "the train_dataloader of StreamData has an IterableDataset"),
-        ("WeightedData", "has a WeightedRandomSampler of its own"),
+        ("WeightedData", "has a WeightedRandomSampler: leave it out"),
         ("BatchedData", "has a batch_sampler or no batch_size"),
         ("MovedData", "the on_after_batch_transfer of MovedData would not be called"),
     ],

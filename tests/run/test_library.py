@@ -1,4 +1,4 @@
-"""Training from Python: docs/library.md literally, from a parent that has computed and has no file."""
+"""Training from Python: docs/use/python.md literally, from a parent that has computed and has no file."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_cl
 
 def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     """From a script that no `if __name__` guards."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use" / "python.md").read_text(), flags=re.DOTALL)
     script = tmp_path / "unguarded.py"
     script.write_text(COMPUTED + code + "import json\nprint(json.dumps(summary))\n")
     run = forked(script, cwd=tmp_path)
@@ -49,7 +49,7 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 FAILING = """
 from lockstep import compose, train
-from lockstep.launch.agent import WorkerFailed
+from lockstep.launch.parent import WorkerFailed
 
 try:
     train(compose(*{job}, "max_epochs=1", "lr=1e30", "scheduler=constant"))
@@ -94,7 +94,7 @@ def test_the_command_ends_with_the_process_that_called_it() -> None:
 
 def test_a_config_changed_behind_its_back_is_refused() -> None:
     config = lockstep.compose(*TINY)
-    with pytest.raises(UserError, match=r'config.lr: .* after compose\(\): compose\("lr=0.1"\)'):
+    with pytest.raises(UserError, match=r'config.lr: .* after compose\(\): use compose\("lr=0.1"\)'):
         config.lr = 0.1
     config["lr"] = 0.5
     with pytest.raises(UserError, match=r"lr was changed after compose\(\)"):
@@ -116,7 +116,7 @@ def test_the_public_names_are_there_for_people_and_for_type_checkers() -> None:
     for name, home in homes.items():
         module, _, attribute = home.partition(":")
         assert getattr(lockstep, name) is getattr(importlib.import_module(module), attribute)
-    page = (ROOT / "docs" / "library.md").read_text()
+    page = (ROOT / "docs" / "use" / "python.md").read_text()
     assert [name for name in homes if f"`{name}`" not in page and f"`lockstep.{name}`" not in page] == []
 
 

@@ -19,7 +19,7 @@ import evaluate
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data import Spec
 from lockstep.errors import UserError
-from lockstep.run import prediction
+from lockstep.run.prediction_table import write_predictions
 from project.data import ImageFiles
 from project.models import MnistCNN
 
@@ -99,7 +99,7 @@ def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> 
     assert [re.split("  +", line)[:3] for line in shown[1:6]] == first, "the first rows on the console"
     assert (shown[0].split()[:3], shown[6]) == (["file", "predicted", "probability"], "...")
     assert len({line.index(row["probability"]) for line, row in zip(shown[1:6], rows, strict=False)}) == 1, "aligned"
-    assert run.stderr.count(f"can't be decoded, so their rows are empty: {BROKEN}") == 2  # one for each run
+    assert run.stderr.count(f"images that can't be decoded have empty rows: {BROKEN}") == 2  # one for each run
     rows = [row for row in rows if row["file"] != BROKEN]
     right = sum(row["file"].startswith(row["predicted"] + "/") for row in rows)
     assert right == trained.summary["metrics"]["test/correct"]
@@ -135,7 +135,7 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
     assert re.search(r"5 images, \d+ images/s: ", run.stderr)
     ImageFiles([str(folder), str(folder / "01.png")], SIZE, 3)  # the control
     for given, said in (
-        ("list.csv", "there is no .*gone.png; a list's paths are relative to its folder"),
+        ("list.csv", "there is no .*gone.png: paths in a list are relative to its folder"),
         ("gone.png", "no such file or folder"),
     ):
         (tmp_path / "list.csv").write_text("gone.png\n")
@@ -145,7 +145,7 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
 
 def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:
     ids, rows = torch.tensor([0, -1]), torch.tensor([[0.25, 0.75], [1.0, 0.0]], dtype=torch.float64)
-    assert prediction.write(tmp_path / "table.csv", ["@a.png", "b.png"], ["-", "=2+5"], ids, rows) == ["b.png"]
+    assert write_predictions(tmp_path / "table.csv", ["@a.png", "b.png"], ["-", "=2+5"], ids, rows) == ["b.png"]
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,probability,'-,'=2+5"
     assert lines[1:] == ["./@a.png,'=2+5,0.750000,0.250000,0.750000", "b.png,,,,"]
@@ -177,7 +177,7 @@ def test_a_module_says_what_it_predicts(trained: Run, project: Path, tmp_path: P
         assert (found - (scores.sigmoid() if name == "MultiLabel" else scores[:, :1] - 5)).abs().max() < 1e-5
     refused = predict(*given, "top_k=1", ok=False)
     assert refused.returncode == 2
-    assert "top_k=1: the model's predict_step returns no probabilities of its classes" in refused.stderr
+    assert "top_k=1: the model's predict_step does not return class probabilities" in refused.stderr
 
 
 def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
 
     monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", changed)
     in_evaluation = True
-    with pytest.raises(UserError, match=r"MnistCNN: a file would leave out what its on_after_batch_transfer does"):
+    with pytest.raises(UserError, match=r"MnistCNN: its on_after_batch_transfer changes images in evaluation"):
         export.export(composed(f"checkpoint={trained.folder}", page="export"), tmp_path)
     assert not list(tmp_path.iterdir())
     in_evaluation = False  # the control: it changes batches in training only
@@ -208,19 +208,22 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
 
 def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_path: Path) -> None:
     raw = composed(f"checkpoint={trained.folder}", "+precision=bf16-mixed", page="export")
-    with pytest.raises(UserError, match="precision: an export computes with precision=32-true; leave it out"):
+    with pytest.raises(UserError, match="precision: an export always uses precision=32-true: leave it out"):
         export.export(raw, tmp_path)
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
-    for folder, said in ((tmp_path / "nowhere", "no such file or folder"), (tmp_path, "no image in it; known: .jpg")):
+    for folder, said in (
+        (tmp_path / "nowhere", "no such file or folder"),
+        (tmp_path, "no image in it: known are "),
+    ):
         with pytest.raises(UserError, match=re.escape(f"images={folder}: {said}")):
             ImageFiles(folder, SIZE, 3)
     for name in ("a.png", "b.gif"):
         (tmp_path / name).write_bytes(b"cut")
-    with pytest.raises(UserError, match=r"images=.*: a.png can't be decoded, and no other"):
+    with pytest.raises(UserError, match=r"images=.*: no image can be decoded, a.png for example"):
         ImageFiles(tmp_path, SIZE, 3)
-    with pytest.raises(UserError, match="1 or 3 channels, the model was trained on 4"):
+    with pytest.raises(UserError, match="1 or 3 channels, but the model was trained on 4"):
         ImageFiles(tmp_path, SIZE, 4)
 
 

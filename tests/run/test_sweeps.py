@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
-from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.errors import UserError
-from lockstep.launch.machine import cores
+from lockstep.launch.machine import available_cores
 from lockstep.run.sweeps import Slot, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
@@ -56,7 +56,7 @@ def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> No
     threads = {re.search(r"\| (?:channels_last, )?(\d+) threads?", (job / "train.log").read_text()) for job in run.jobs}
     assert len({match and match[1] for match in threads}) == 1
     given = [(job / ".hydra" / "overrides.yaml").read_text() for job in run.jobs]
-    assert all(f"threads={max(1, cores() // 2)}" in each for each in given) or cores() == 1
+    assert all(f"threads={max(1, available_cores() // 2)}" in each for each in given) or available_cores() == 1
 
 
 def test_what_is_missing_is_run(killed: Run) -> None:
@@ -83,7 +83,7 @@ def test_a_signal_ends_the_sweep(run_train: Program) -> None:
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
-    assert "to run what is missing" in run.stderr
+    assert "to run the missing jobs" in run.stderr
 
 
 def test_jobs_die_with_their_sweep(run_train: Program) -> None:
@@ -98,7 +98,7 @@ def test_jobs_die_with_their_sweep(run_train: Program) -> None:
 def test_jobs_side_by_side(run_train: Program) -> None:
     process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1,2", "sweep.jobs=2")
     if len(os.sched_getaffinity(0)) < 2:
-        assert "sweep.jobs=2: each job has its own devices" in run_train.finish(process).stderr
+        assert "sweep.jobs=2: each job needs its own core" in run_train.finish(process).stderr
         return
     wait_for(lambda: len(list(run_train.outputs.rglob("last.ckpt"))) == 2, process)
     cores = [os.sched_getaffinity(pid) for pid in workers_of(process)]
@@ -107,7 +107,7 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     process.send_signal(signal.SIGINT)
     run = run_train.finish(process)
     assert run.returncode == 130, str(run)
-    assert run.stderr.count("SIGINT: saving and ending; once more ends at once") == 1
+    assert run.stderr.count("SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now") == 1
     assert [summary_of(job)["status"] for job in run.jobs] == ["interrupted"] * 2
     assert "step 32 samples" not in run.stderr
     assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)
@@ -128,7 +128,9 @@ def test_devices_are_dealt(jobs: int, gpus: str, cores: int, dealt: list[Slot]) 
     assert slots(jobs, gpus, range(cores)) == dealt
 
 
-@pytest.mark.parametrize(("gpus", "cores", "there"), [("01", 8, "there are 2 GPUs"), ("", 1, "there is 1 core")])
+@pytest.mark.parametrize(
+    ("gpus", "cores", "there"), [("01", 8, "own GPU, and there are 2: "), ("", 1, "own core, and there is 1: ")]
+)
 def test_more_jobs_than_devices_are_refused(gpus: str, cores: int, there: str) -> None:
     with pytest.raises(UserError, match=f"sweep.jobs=3: .*{there}"):
         slots(3, gpus, range(cores))
@@ -174,5 +176,5 @@ def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None
 
 
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no sweep's folder"):
+    with pytest.raises(UserError, match="not a sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])

@@ -93,7 +93,7 @@ def test_accuracy_against_a_key(tmp_path: Path) -> None:
     assert (tmp_path / "compare" / "by_late.png").stat().st_size > 10_000
     refused = compare(tmp_path, "--by", "momentum")
     assert refused.returncode == 2
-    assert "--by momentum: no completed runs differ in a number of that name" in refused.stderr
+    assert "--by momentum: no completed runs differ in this key alone" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_rows_that_took_the_same_steps_are_named(tmp_path: Path) -> None:
     told = [line for line in compare(tmp_path).stdout.splitlines() if re.match(r"\d \(", line)]
     rows = [f"{n} (ddp 2 devices, 2 pieces) and {n + 1} (dp 2 devices, 2 pieces)" for n in (0, 5, 7)]
     assert told == [
-        f"{rows[0]} took the same steps until rounding, which differs with layout and threads, had grown: "
-        "exact=true removes even that.",
+        f"{rows[0]} took the same steps up to rounding, which depends on layout and threads: "
+        "exact=true removes this too.",
         f"{rows[1]} took the same steps, to the same bits of the weights.",
-        f"{rows[2]} should have the same bits, and do not: scripts/parity.py shows where they part.",
+        f"{rows[2]} should have the same bits, but do not: scripts/parity.py shows where they differ.",
     ]
 
 
@@ -223,7 +223,7 @@ def test_what_trained_nothing_is_left_out_and_counted(sweep: Path) -> None:
     assert "left out" not in compare(sweep, "--to", sweep / "alone").stdout
     for name in ("evaluation", "export"):
         written(sweep / "others" / name, layout=LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1})
-    assert "left out: 2 folders of what trained nothing\n" in compare(sweep, "--to", sweep / "beside").stdout
+    assert "left out: 2 folders of runs that did not train\n" in compare(sweep, "--to", sweep / "beside").stdout
     assert (sweep / "alone" / "compare.json").read_text() == (sweep / "beside" / "compare.json").read_text()
     assert len(grouped(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
 

@@ -63,7 +63,7 @@ def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tm
         process.send_signal(signum)
         run = program.finish(process)
         assert run.returncode == code, str(run)
-        assert ("to go on: the same command with folder=" in run.stderr) == (code == 143)
+        assert ("to continue: run the same command with folder=" in run.stderr) == (code == 143)
     run = program(*given)
     assert trials(folder) == trials(undisturbed)
     assert "[2 of 2] job 1 completed" in run.stderr

@@ -108,7 +108,9 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "ccache-without no-such-compiler")
-    with pytest.raises(UserError, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
+    with pytest.raises(
+        UserError, match=r"compile=true needs a C compiler.*the PATH has no ccache-without: .*set CC to"
+    ):
         check(dict(compose(*["compile=true"])))
     monkeypatch.setattr("lockstep.launch.machine.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"compile=true needs triton, which is not installed"):
@@ -117,7 +119,9 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler.*no no-such-compiler on the PATH; CXX"):
+    with pytest.raises(
+        UserError, match=r"compile=true needs a C\+\+ compiler.*the PATH has no no-such-compiler: .*set CXX to"
+    ):
         check(dict(compose(*["compile=true", "accelerator=cpu"])))
     monkeypatch.setenv("CXX", f"{sys.executable} -I")
     monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)

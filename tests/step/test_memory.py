@@ -12,7 +12,7 @@ from conftest import ROOT, Program
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.step.memory import advice, out_of_memory
+from lockstep.step.memory import out_of_memory, out_of_memory_advice
 
 TASK = (
     "data=synthetic", "data.samples=300", "data.image_size=48", "data.num_classes=3", "batch_size=256", "max_epochs=1",
@@ -25,12 +25,13 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     run = train(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", cwd=project, ok=False)
     assert run.returncode == 2, str(run)
     said = (
-        r"^error: step 2: out of memory in 2 pieces of 32 samples; pieces=4 \(accumulate_grad_batches=2\) takes less$"
+        r"^error: step 2: out of memory in 2 pieces of 32 samples: pieces=4 \(accumulate_grad_batches=2\) takes less$"
     )
     assert re.search(said, run.stderr, re.M), run.stderr
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.proof
 def test_a_script_finds_how_many_micro_batches_fit(tmp_path: Path) -> None:
     """Pieces of 12 samples, and of 6, take too much; those of 3 fit."""
     fit = Program(tmp_path, "scripts/fit_memory.py")
@@ -51,12 +52,14 @@ def test_what_an_error_says_of_memory() -> None:
     step: Any = SimpleNamespace(step=11)
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
         torch.empty(1 << 60)
-    assert advice(error.value, step, layout) == (
-        "step 12: out of memory in 2 pieces of 3 samples; pieces=6 (accumulate_grad_batches=3) takes less"
+    assert out_of_memory_advice(error.value, step, layout) == (
+        "step 12: out of memory in 2 pieces of 3 samples: pieces=6 (accumulate_grad_batches=3) takes less"
     )
     finest = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=2)
-    assert str(advice(error.value, step, finest)).endswith("2 pieces of 1 sample; the batch_size can't be cut finer")
-    assert advice(RuntimeError("shapes cannot be multiplied"), step, layout) is None
+    assert str(out_of_memory_advice(error.value, step, finest)).endswith(
+        "2 pieces of 1 sample: use a smaller batch_size, since 2 can't be cut finer"
+    )
+    assert out_of_memory_advice(RuntimeError("shapes cannot be multiplied"), step, layout) is None
     refusal = UserError("step 12")
     refusal.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert out_of_memory(refusal)

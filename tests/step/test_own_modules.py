@@ -102,7 +102,7 @@ def test_a_run_that_a_callback_ended_has_ended(project: Path, tmp_path: Path) ->
 def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(project: Path, tmp_path: Path) -> None:
     """Before the first step; at its own step where the module's forward can't be tried. 81 samples in steps of 24 leave
     9, of which 6 pieces get one or two, and 4 pieces two or three."""
-    advice = "last step has 9 of 81 samples, so a piece has one sample.*batch_size=30, pieces=4 can$"
+    advice = "last step has 9 of 81 samples, so a piece has one sample.*use batch_size=30 or pieces=4$"
     task = ("max_epochs=1", "pieces=6,4", "-m")
     folders = Run(1, "", "", train(project, tmp_path, "WideNorms,mine.Norms", *task, ok=False).outputs).jobs
     wide, refused, _, fits = (summary_of(folder) for folder in folders)
@@ -116,8 +116,8 @@ def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("optimizer=adamw",), "optimizer: mine.LitDigits takes no optimizer, so this would change nothing"),
-        (("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change nothing"),
+        (("optimizer=adamw",), "optimizer has no effect, since mine.LitDigits takes no optimizer"),
+        (("scheduler=cosine",), "scheduler has no effect, since mine.LitDigits takes no scheduler"),
         ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
     ],
 )
@@ -133,10 +133,10 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
     (
         ("precision=32-true",),
         {
-            "Twice": "configure_optimizers returned several optimizers: a step has one",
-            "OwnData": "mine.OwnData: its train_dataloader would not be asked",
-            "AfterBackward": "its on_after_backward would see the gradient of a piece",
-            "Moves": "its transfer_batch_to_device would see a whole step instead of a batch",
+            "Twice": "configure_optimizers returned several optimizers: return one",
+            "OwnData": "mine.OwnData: its train_dataloader would not be called",
+            "AfterBackward": "its on_after_backward would get the gradient of a piece",
+            "Moves": "its transfer_batch_to_device would get a whole step",
         },
     ),
     (
@@ -177,7 +177,8 @@ def test_what_a_classifiers_own_optimizer_does_not_take_is_not_ignored(
     if refused:
         assert run.returncode == 2, str(run)
         group = key(given).partition(".")[0]
-        assert f"{key(given)}: the configure_optimizers of mine.{name} does not use self.{group}, so" in run.stderr
+        unused = f"the configure_optimizers of mine.{name} does not use self.{group}"
+        assert f"{key(given)} has no effect, since {unused}:" in run.stderr
 
 
 def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_path: Path) -> None:
@@ -208,4 +209,4 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
-    assert re.search(says, str(caught.value) if error is UserError else cli.line(caught.value))
+    assert re.search(says, str(caught.value) if error is UserError else cli.error_line(caught.value))

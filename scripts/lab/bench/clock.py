@@ -1,4 +1,4 @@
-"""A clock beside training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
+"""A callback that times training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
 
 import json
 import time
@@ -14,12 +14,16 @@ from lockstep.callbacks.meter import peak_gib
 
 
 class Clock(pl.Callback):
-    """Each rank writes `clock_<rank>.json` into the run's folder when training ends: `steps`, seconds of each optimizer
-    step but the first; `pieces`, seconds of each micro-batch but a step's last one, whose backward pass may wait for
-    other ranks; `ready`, of each trained parameter when its gradient is complete, in seconds since the step's beginning
-    (medians), and `sizes`, their bytes; `peak_gib`, of a GPU what tensors took, else what the process took; `held`,
-    bytes of its parameters and of the optimizer's state; `waits`, the part of its time that a pipeline's stage waits;
-    `sent`, bytes a step that left the machine by eth0, 0 where it has none.
+    """Time training. Each rank writes `clock_<rank>.json` into the run's folder when training ends, with:
+
+    - `steps`: seconds of each optimizer step but the first;
+    - `pieces`: seconds of each micro-batch but a step's last one, whose backward pass may wait for other ranks;
+    - `ready`: median seconds from the start of a step until the gradient of each trained parameter is complete;
+    - `sizes`: bytes of these parameters;
+    - `peak_gib`: largest memory, of tensors on a GPU, else of the process;
+    - `held`: bytes of the rank's parameters and its optimizer state;
+    - `waits`: the part of the time that a pipeline's stage waits;
+    - `sent`: bytes per step that left the machine by eth0, 0 without an eth0.
 
     Args:
         pieces: time them too. On a GPU this waits for each.
@@ -29,13 +33,13 @@ class Clock(pl.Callback):
     def __init__(self, pieces: bool = False, gradients: bool = False) -> None:
         self.pieces = pieces
         self.gradients = gradients
-        self.complete: list[float] = []  # when each of the step's gradients was made last
-        self.ready: list[list[float]] = []  # of each step
+        self.complete: list[float] = []  # when each gradient of the step was complete
+        self.ready: list[list[float]] = []  # for each step
         self.sizes: list[int] = []
         self.ends: list[float] = []
-        self.backward: list[float] = []  # when each of the step's backward passes began
+        self.backward: list[float] = []  # when each backward pass of the step began
         self.took: list[float] = []
-        self.begun = (0.0, 0)  # seconds waited and bytes sent by the first step's end
+        self.begun = (0.0, 0)  # seconds waited and bytes sent when the first step ended
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.gradients:
@@ -66,20 +70,20 @@ class Clock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = [end - start for start, end in pairwise(self.ends)]
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "steps": steps,
             "pieces": self.took,
             "peak_gib": peak_gib(pl_module.device),
             "sizes": self.sizes,
         }
         strategy: Any = trainer.strategy
-        own = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
+        stored = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
         state = [value for each in trainer.optimizers[0].state.values() for value in each.values()]
-        found["held"] = sum(each.nbytes for each in [*own, *state] if torch.is_tensor(each))
+        record["held"] = sum(each.nbytes for each in [*stored, *state] if torch.is_tensor(each))
         waited, sent = (now - then for now, then in zip(self._so_far(trainer), self.begun, strict=True))
-        found |= {"waits": waited / max(sum(steps), 1e-9), "sent": sent / max(len(steps), 1)}
-        found["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
-        Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(found))
+        record |= {"waits": waited / max(sum(steps), 1e-9), "sent": sent / max(len(steps), 1)}
+        record["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
+        Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(record))
 
     def _so_far(self, trainer: pl.Trainer) -> tuple[float, int]:
         lines = Path("/proc/self/net/dev").read_text().splitlines()

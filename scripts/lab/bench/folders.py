@@ -1,4 +1,4 @@
-"""A folder of images, against the loops over a DataLoader that one would write: train.py, and predict.py."""
+"""Compare train.py and predict.py on a folder of images with hand-written loops over a DataLoader."""
 
 import csv
 from pathlib import Path
@@ -12,16 +12,17 @@ from lockstep.run.summary import summary_of
 
 TRAINED, PREDICTED, PIXELS, SIZE, CLASSES = 12_000, 3_000, 160, 32, ("dark", "light")
 PROCESSES, BATCH = 2, 128
-GOAL = 1.3  # of the loop's images a second, at least
-ALIKE, ACCURACY = 1e-4, 0.02  # most that the sides' probabilities, and their test accuracy, may differ
+GOAL = 1.3  # times the loop's images per second, at least
+TOLERANCE, ACCURACY = 1e-4, 0.02  # largest allowed differences of probabilities and of test accuracy
 TASK = ["data=image_folder", f"data.image_size={SIZE}", "data.val_fraction=0", "data.augment=null", "model=mnist_cnn"]
 TASK += ["scheduler=constant", "max_epochs=1", "logger=none", "callbacks.checkpoint.monitor=null"]
 ALONE = ["threads=1", f"num_workers={PROCESSES}", f"batch_size={BATCH}"]
 
 
 def folders(folder: Path, rounds: int = 5) -> list[Row]:
-    """Images a second, with as many loader processes and one thread; the sides take turns. Training, the clock
-    counts an epoch but for its first steps; predicting, what follows the loading of the weights.
+    """Measure images per second, with the same number of loader processes and one thread; the sides take turns.
+
+    In training the clock counts an epoch but for its first steps; in prediction all after the weights are loaded.
 
     Raises:
         RuntimeError: the sides have not learnt, or predicted, the same.
@@ -33,30 +34,33 @@ def folders(folder: Path, rounds: int = 5) -> list[Row]:
     for number in range(rounds):
         run, out = folder / f"run_{number}", folder / f"predicted_{number}"
         program("src/train.py", *TASK, *ALONE, f"data_dir={folder}", f"hydra.run.dir={run}")
-        said = program(loop, "train", *map(str, (folder / "train", test, PROCESSES, BATCH, SIZE))).split()
-        learnt, accuracy = summary_of(run)["metrics"]["test/acc"], float(said[1])
+        output = program(loop, "train", *map(str, (folder / "train", test, PROCESSES, BATCH, SIZE))).split()
+        learnt, accuracy = summary_of(run)["metrics"]["test/acc"], float(output[1])
         checkpoint = run / "checkpoints" / "last.ckpt"
         program("src/predict.py", *ALONE, f"checkpoint={checkpoint}", f"images={test}", f"hydra.run.dir={out}")
-        said += program(loop, "predict", *map(str, (checkpoint, test, PROCESSES, BATCH, table))).split()
+        output += program(loop, "predict", *map(str, (checkpoint, test, PROCESSES, BATCH, table))).split()
         apart = difference(out / "predictions.csv", table)
-        if apart > ALIKE or abs(learnt - accuracy) > ACCURACY:
+        if apart > TOLERANCE or abs(learnt - accuracy) > ACCURACY:
             raise RuntimeError(f"probabilities differ by {apart:.1g}, test accuracies are {learnt} and {accuracy}")
         ours = [summary_of(each)["throughput"]["samples_per_second"] for each in (run, out)]
-        for kept, measured in zip(speeds, (ours[0], float(said[0]), ours[1], float(said[2])), strict=True):
-            kept.append(measured)
+        for speed, measured in zip(speeds, (ours[0], float(output[0]), ours[1], float(output[2])), strict=True):
+            speed.append(measured)
     against = f"images a second against a DataLoader and a loop, {PROCESSES} processes"
-    alike = f"test accuracy {learnt:.1%} and {accuracy:.1%}"
+    accuracies = f"test accuracy {learnt:.1%} and {accuracy:.1%}"
     same = f"probabilities differ by {apart:.1g} at most"
     options: dict[str, Any] = {"at_least": True, "unit": "/s"}
     return [
-        row(f"train.py, {TRAINED} JPEG files: {against}", speeds[0], speeds[1], GOAL, check=alike, **options),
+        row(f"train.py, {TRAINED} JPEG files: {against}", speeds[0], speeds[1], GOAL, check=accuracies, **options),
         row(f"predict.py, {PREDICTED} JPEG files: {against}", speeds[2], speeds[3], GOAL, check=same, **options),
     ]
 
 
 def paint(folder: Path, count: int) -> None:
-    """JPEG files, as noisy as photographs are, `count` in a folder for each class. One of ten lies in the wrong one:
-    what nobody can learn to the end has no gradients that vanish, which a processor may take many times as long for."""
+    """Write `count` JPEG files, as noisy as photographs, into a folder for each class.
+
+    One file of ten is in the wrong class. The loss then stays above zero and gradients do not become denormal numbers,
+    which are many times slower on some processors.
+    """
     random = np.random.default_rng(0)
     for label, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
@@ -67,7 +71,7 @@ def paint(folder: Path, count: int) -> None:
 
 
 def difference(ours: Path, other: Path) -> float:
-    """The largest between two tables' probabilities."""
+    """Return the largest difference between the probabilities of two tables."""
     tables = []
     for path in (ours, other):
         with open(path, newline="") as file:

@@ -1,7 +1,7 @@
-"""What a run takes as it grows: in pieces, in devices, in samples, in steps. Drawn in docs/growth.png.
+"""Measure how the cost of a run grows with pieces, devices, samples and steps. docs/growth.png shows it.
 
-Each axis is a row of whole runs of train.py, alike but for one number, in turns; a line of the table is the last of
-them against the first. One thread a process.
+Each axis is a series of whole runs of train.py that differ in one number; they take turns. A row of the table compares
+the last with the first. Each process has one thread.
 """
 
 import tempfile
@@ -13,20 +13,20 @@ from bench.players import Row, program, row
 from bench.programs import watch
 from common.showing import our_pyplot, style
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.run.summary import summary_of
 
 PICTURE = ROOT / "docs" / "growth.png"
 TASK = ["data=synthetic", "data.val_fraction=0", "callbacks.checkpoint.monitor=null", "scheduler=constant", "threads=1"]
 TASK += ["logger=none", "max_epochs=1000000", "+debug.trainer.limit_test_batches=1"]
 BATCH = 256
-AXES = {  # the numbers of each, and what a run is told
+AXES = {  # numbers, and the overrides of a run
     "pieces": ((1, 2, 4, 8, 16, 32, 64), f"pieces={{}} batch_size={BATCH} data.samples=10000 max_steps=40"),
     "devices": ((1, 2, 4, 8), f"devices={{}} pieces=8 batch_size={BATCH} data.samples=10000 max_steps=40"),
     "samples": ((1_000, 10_000, 100_000, 1_000_000), f"data.samples={{}} batch_size={BATCH} max_steps=40"),
     "steps": ((100, 1_000, 10_000), "max_steps={} batch_size=16 data.samples=10000"),
 }
-# Seconds and MiB of the data set alone, in a process that has no memory yet: uint8 images, int64 labels.
+# Print the seconds and MiB of the data set alone, in a new process: uint8 images, int64 labels.
 MAKING = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -37,16 +37,18 @@ config = check(compose(*sys.argv[2:]))
 began = time.perf_counter()
 splits = open_data(config.data, config.data_dir, config.seed)
 images, labels = splits.train.images, splits.train.labels
-print(time.perf_counter() - began, 1.2 * (images.nbytes + labels.nbytes) / 2**20)  # with a fifth for the test
+print(time.perf_counter() - began, 1.2 * (images.nbytes + labels.nbytes) / 2**20)  # a fifth more for the test split
 """
 TITLES = {"step": "ms a step", "start": "s to the first step", "memory": "MiB, all processes"}
-FLAT = 1.1  # goal: of what must not grow
+FLAT = 1.1  # the goal for quantities that must not grow
 
 
 @dataclass(frozen=True)
 class Taken:
-    """By one run, without what making its data set takes: seconds to the first step, ms of a step, MiB of all processes
-    together with shared pages once."""
+    """The cost of one run without its data set.
+
+    Seconds to the first step, ms per step, and MiB of all processes together, with shared pages counted once.
+    """
 
     start: float
     step: float
@@ -54,17 +56,17 @@ class Taken:
 
 
 def growth(rounds: int = 2) -> list[Row]:
-    """Runs all axes, draws them, and returns what grew."""
-    found: dict[str, dict[int, list[Taken]]] = {}
-    for axis, (numbers, asked) in AXES.items():
-        found[axis] = {number: [] for number in numbers}
+    """Run all axes, draw them, and return the rows."""
+    results: dict[str, dict[int, list[Taken]]] = {}
+    for axis, (numbers, overrides) in AXES.items():
+        results[axis] = {number: [] for number in numbers}
         for number in numbers * rounds:
-            found[axis][number].append(take([*TASK, *asked.format(number).split()]))
-    draw(found)
+            results[axis][number].append(take([*TASK, *overrides.format(number).split()]))
+    draw(results)
     goals = {("samples", "start"): FLAT, ("samples", "step"): FLAT, ("samples", "memory"): FLAT}
     goals |= {("steps", "step"): FLAT, ("steps", "memory"): FLAT}
     rows = []
-    for axis, runs in found.items():
+    for axis, runs in results.items():
         first, *_, last = runs
         for field, unit in (("start", "s"), ("step", "ms"), ("memory", "MiB")):
             ours, other = ([getattr(taken, field) for taken in runs[number]] for number in (last, first))
@@ -73,23 +75,23 @@ def growth(rounds: int = 2) -> list[Row]:
     return rows
 
 
-def take(asked: list[str]) -> Taken:
-    """One run."""
+def take(overrides: list[str]) -> Taken:
+    """Run train.py once and return its cost."""
     with tempfile.TemporaryDirectory() as outputs:
-        _, memory = watch(["src/train.py", *asked, f"outputs={outputs}"], workers=True)
+        _, memory = watch(["src/train.py", *overrides, f"outputs={outputs}"], workers=True)
         (file,) = Path(outputs).rglob("summary.json")
         ended = summary_of(file.parent)
-    making, data = map(float, program("-c", MAKING, str(ROOT / "src"), *asked).split())
+    making, data = map(float, program("-c", MAKING, str(ROOT / "src"), *overrides).split())
     speed = ended["throughput"]
     step = 1000 * ended["layout"]["batch_size"] / speed["samples_per_second"]
     return Taken(speed["seconds_to_first_step"] - making, step, memory - data)
 
 
-def draw(found: dict[str, dict[int, list[Taken]]]) -> None:
-    """Medians over rounds: a column of panels for each axis."""
+def draw(results: dict[str, dict[int, list[Taken]]]) -> None:
+    """Draw medians over rounds, with a column of panels for each axis."""
     pyplot = our_pyplot()
-    figure, panels = pyplot.subplots(3, len(found), figsize=(3 * len(found), 7.5), sharex="col")
-    for column, (axis, runs) in zip(panels.T, found.items(), strict=True):
+    figure, panels = pyplot.subplots(3, len(results), figsize=(3 * len(results), 7.5), sharex="col")
+    for column, (axis, runs) in zip(panels.T, results.items(), strict=True):
         for number, (panel, field) in enumerate(zip(column, TITLES, strict=True)):
             values = [median(getattr(taken, field) for taken in each) for each in runs.values()]
             panel.plot(list(runs), values, **style(number))

@@ -1,11 +1,11 @@
-"""What this machine is."""
+"""Facts of this machine."""
 
 import os
 import platform
 import subprocess
 from pathlib import Path
 
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import versions
 
 
@@ -17,13 +17,13 @@ def cpu_name() -> str:
 
 
 def facts() -> list[str]:
-    """Lines for people: software, cores, GPUs and how they are linked."""
+    """Return lines of text: software, cores, GPUs and how they are linked."""
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
-    found = [software, f"{cores()} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f}"]
+    lines = [software, f"{available_cores()} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f}"]
     if not gpu_count():
-        return found
+        return lines
     query = "--query-gpu=name,memory.total,driver_version"
     for command in ([query, "--format=csv,noheader"], ["topo", "-m"]):
         done = subprocess.run(["nvidia-smi", *command], capture_output=True, text=True, check=False)
-        found += [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return found
+        lines += [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return lines

@@ -1,4 +1,4 @@
-"""Programs that run against each other in turns, a block of steps each (see opponents/turns.py)."""
+"""Run programs against each other in turns, one block of steps each (see opponents/turns.py)."""
 
 import itertools
 import os
@@ -13,30 +13,30 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 
 Command = Sequence[str]
 
 OPPONENTS = ROOT / "scripts" / "lab" / "bench" / "opponents"
-# train.py as users run it, with one callback more: it waits for its turns.
+# train.py as users run it, with an additional callback that waits for the turns.
 TRAIN = ("src/train.py", "+callbacks.turns={_target_: turns.callback}")
 
 
 def program(*command: str) -> str:
-    """Runs a Python program from its start to its end, and returns what it printed.
+    """Run a Python program to its end. Return its output.
 
     Raises:
-        RuntimeError: it failed; with the last of what it said.
+        RuntimeError: it failed. The message has the last line of its output.
     """
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
-        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")
+        output = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
+        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {output[-1]}")
     return done.stdout
 
 
 class Player:
-    """A program in a process of its own, which makes steps when it is told to."""
+    """A program in its own process that makes a block of steps on each message."""
 
     def __init__(self, name: str, command: Command, environment: Mapping[str, str], turns: str, errors: Path) -> None:
         self.name, self.errors = name, errors
@@ -53,10 +53,10 @@ class Player:
             )
 
     def answer(self) -> list[float]:
-        """Seconds of each step of the block that it has made; none when it is ready.
+        """Return the seconds of each step of the block just made. Return an empty list when the program is ready.
 
         Raises:
-            RuntimeError: it ended instead, with the last of what it wrote.
+            RuntimeError: the program ended instead. The message has the end of its errors.
         """
         try:
             return list(self.connection.recv())
@@ -65,6 +65,7 @@ class Player:
             raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}") from None
 
     def end(self) -> None:
+        """Kill the program and its children."""
         self.connection.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -72,7 +73,7 @@ class Player:
 
 
 def weights_of(name: str, folder: Path) -> Path:
-    """The file of a player's parameters after `save_at` steps."""
+    """Return the path of a player's parameters after `save_at` steps."""
     return folder / f"{name}.pt"
 
 
@@ -86,14 +87,16 @@ def play(
     save_at: int = 0,
     folder: Path,
 ) -> dict[str, list[float]]:
-    """Blocks of every player, interleaved: each round each has one, in another order. A first round does not count.
+    """Run blocks of all players in turns. In each round each player has one block, in a random order.
+
+    The first round does not count.
 
     Args:
-        commands: arguments to Python, by player; a player of several programs runs them at once.
-        rounds: counted ones of a game.
-        steps: of a block.
-        games: times that all is started anew, since where a process's memory happens to lie moves its speed.
-        skip: first steps of a block that don't count, since caches are cold after the others' turns.
+        commands: arguments to Python, by player. If a player has several programs, they run at once.
+        rounds: rounds of a game that count.
+        steps: steps of a block.
+        games: how often all programs start anew. The memory layout of a process affects its speed.
+        skip: first steps of a block that don't count, because the other players have used the caches.
 
     Returns:
         Seconds of each counted block, by player.
@@ -128,10 +131,10 @@ class Row:
     """A line of the table: `ours` against `other`, both in `unit`.
 
     Attributes:
-        ratio: of the medians of ours and other, or how many times as fast ours is.
-        goal: the ratio must be at most this, or at least, where `at_least`; None: it is there to explain others.
+        ratio: medians of ours over other, or how many times as fast ours is.
+        goal: the largest allowed ratio, or the smallest with `at_least`. None: the row only explains other rows.
         spread: lower and upper quartile of the ratio over rounds.
-        check: what shows that both sides computed the same.
+        check: evidence that both sides computed the same.
     """
 
     what: str
@@ -159,7 +162,7 @@ class Row:
 
 
 def row(what: str, ours: Sequence[float], other: Sequence[float], goal: float | None, **more: Any) -> Row:
-    """A row from both sides' measurements, of which the n-th were taken next to each other."""
+    """Return a row from both sides' measurements. Those with the same index were made next to each other."""
     ratios = [a / b for a, b in zip(ours, other, strict=True)]
     lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Row(what, median(ours), median(other), median(ours) / median(other), goal, spread=(lower, upper), **more)

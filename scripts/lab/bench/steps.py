@@ -1,5 +1,8 @@
-"""A step of train.py as users run it: against the loop that people write by hand, on a GPU too; in pieces and with
-exact sums; and on two ddp workers. One thread a process."""
+"""Measure a step of train.py as users run it.
+
+It is compared with a loop written by hand, also on a GPU; in pieces and with exact sums; and on two ddp workers. Each
+process has one thread.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +10,7 @@ from pathlib import Path
 
 from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
-from lockstep.config.checks import options
+from lockstep.config.value_checks import options
 from lockstep.launch.machine import computes_bf16
 
 LR = 0.01
@@ -19,22 +22,22 @@ BARE_LOOP = str(OPPONENTS / "bare_loop.py")
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its batch, its data, and how it is played."""
+    """A model with its batch size, its data, and the numbers of a game."""
 
     model: str
     batch: int
     data: dict[str, int]
     steps: int  # of a block
-    skip: int  # of these, that don't count
+    skip: int  # first steps of a block, which don't count
     games: int
     rounds: int  # of each game
-    save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
-    limits: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
+    save_at: int  # compare both sides' weights after this step: before rounding has grown, above all by BatchNorm
+    limits: tuple[float, float]  # largest difference of weights relative to how far they moved: float32, bf16
 
 
 SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
 LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, 2, (5e-2, 0.5))
-Pair = tuple[str, str, str, float | None]  # what is compared, a side, the other, goal
+Pair = tuple[str, str, str, float | None]  # label, a side, the other, goal
 STEP_GOALS = {"mnist_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
 
 PIECES = 8
@@ -42,15 +45,16 @@ PIECES_CASES = (
     replace(SMALL_CASE, batch=256, steps=20, games=3),
     replace(LARGE_CASE, batch=128, data=COLOURED | {"samples": 5000}, steps=3, skip=1, rounds=3),
 )
-CUT_GOALS = {"mnist_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # against one piece; exact against not
+CUT_GOALS = {"mnist_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # 8 pieces against one; exact against plain sums
 
 SCALING_CASES = (
     (replace(SMALL_CASE, batch=256, steps=20, games=1, rounds=8), 1.04),
     (replace(LARGE_CASE, batch=256, steps=3, skip=1, rounds=2), 1.02),
 )
 
-# All sides of a case hold their memory at once: about 70 GB for resnet18 with 1,024 images. Nine tenths are trained on:
-# without a short tail, and longer than all blocks, since an epoch's end saves. float32 means convolutions in TF32 here.
+# All sides of a case use memory at once: about 70 GB for resnet18 with 1,024 images. Nine tenths of the samples are for
+# training. The epoch has no short step and is longer than all blocks, because its end saves. On a GPU float32 means
+# convolutions in TF32.
 GPU_CASES = [
     replace(case, batch=batch, data=case.data | {"samples": samples}, steps=steps, games=1, rounds=5, limits=(0.1, 0.5))
     for case in (SMALL_CASE, LARGE_CASE)
@@ -80,7 +84,7 @@ GPU_PAIRS: list[Pair] = [
 
 
 def step(folder: Path) -> list[Row]:
-    """Against the loop that people write by hand."""
+    """Compare a step with the loop that people write by hand."""
     rows = []
     for case in (SMALL_CASE, LARGE_CASE):
         plain, levers, bf16 = STEP_GOALS[case.model]
@@ -89,21 +93,21 @@ def step(folder: Path) -> list[Row]:
             ("against the plain loop", "ours", "plain", plain),
             ("against the loop with every lever", "ours", "levers", levers),
         ]
-        if computes_bf16("cpu"):  # emulated, a step takes up to half a minute
+        if computes_bf16("cpu"):  # if bf16 is emulated, a step takes up to half a minute
             pairs.append(("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16))
         rows += against(case, folder, pairs)
     return rows
 
 
 def gpu(folder: Path) -> list[Row]:
-    """The same on a GPU, and what each option gains there."""
+    """Compare a step on a GPU, and measure the gain of each option."""
     return [line for case in GPU_CASES for line in against(case, folder, GPU_PAIRS, GPU_TRAINING, "cuda")]
 
 
 def against(
     case: Case, folder: Path, pairs: Sequence[Pair], more: Sequence[str] = (), device: str = "cpu"
 ) -> list[Row]:
-    """Plays the sides of some pairs, which must all compute what `plain` does; a row for each, in seconds a step.
+    """Run the sides of some pairs, which must all compute what `plain` does. Return a row for each, in seconds a step.
 
     Raises:
         RuntimeError: a side failed, or does not compute the same.
@@ -117,13 +121,13 @@ def against(
     per_step = {side: [took / (case.steps - case.skip) for took in taken] for side, taken in blocks.items()}
     return [
         row(
-            f"{case.model}, batch {case.batch}: {said}",
+            f"{case.model}, batch {case.batch}: {label}",
             per_step[side],
             per_step[other],
             goal,
             check=f"weights {distances[side]:.1e} apart",
         )
-        for said, side, other, goal in pairs
+        for label, side, other, goal in pairs
     ]
 
 
@@ -134,8 +138,13 @@ def race(
     same: Mapping[str, tuple[str, float]] | None = None,
     task: Path | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Plays a case. `same`: sides whose weights must be another's, by `(the other, most that they may be apart)`;
-    returned beside the seconds of blocks is how far they are.
+    """Run a case.
+
+    Args:
+        same: for some sides, another side that must have the same weights, and the largest distance between them.
+
+    Returns:
+        seconds of the blocks, and the distances.
 
     Raises:
         RuntimeError: the sides do not compute the same.
@@ -153,7 +162,7 @@ def race(
 
 
 def pieces(folder: Path) -> list[Row]:
-    """What cutting a step costs: 8 pieces against one, and exact sums against plain ones."""
+    """Measure the cost of cutting a step: 8 pieces against one, and exact sums against plain ones."""
     rows = []
     for case in PIECES_CASES:
         task, whole = make_task(case, case.steps * (case.rounds + 1), folder)
@@ -178,8 +187,10 @@ def pieces(folder: Path) -> list[Row]:
 
 
 def scaling(folder: Path) -> list[Row]:
-    """Two ddp workers against two runs that do not talk, and what waiting for each other takes of that. All are
-    train.py, so all compute the same step."""
+    """Compare two ddp workers with two separate runs, and measure how much of the difference is waiting.
+
+    All are train.py, so all compute the same step.
+    """
     rows = []
     for case, goal in SCALING_CASES:
         base = arguments(case, folder, (case.rounds + 1) * case.steps)
@@ -193,21 +204,21 @@ def scaling(folder: Path) -> list[Row]:
         what, end = f"{case.model}, batch {case.batch}", f"against two runs of {case.batch // 2} that do not talk"
         rows.append(row(f"{what}: ddp on 2 {end}", blocks["ddp"], blocks["separate"], goal))
         if sends_nothing:
-            said = f"{what}: two that send nothing but wait for each other at each step, {end}"
-            rows.append(row(said, blocks["meeting"], blocks["separate"], None))
+            label = f"{what}: two that send nothing but wait for each other at each step, {end}"
+            rows.append(row(label, blocks["meeting"], blocks["separate"], None))
     return rows
 
 
 def arguments(case: Case, folder: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
-    """train.py's own for `steps` steps of a case, with `more`."""
+    """Return the arguments of train.py for `steps` steps of a case, with `more`."""
     epochs = 1 + steps * case.batch // int(0.9 * case.data["samples"])
-    asked = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
-    asked += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]
-    return [*TRAIN, *asked, *more, f"max_epochs={epochs}", f"outputs={folder}/runs"]
+    overrides = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
+    overrides += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]
+    return [*TRAIN, *overrides, *more, f"max_epochs={epochs}", f"outputs={folder}/runs"]
 
 
 def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) -> tuple[Path, list[str]]:
-    """What the bare loop needs to make the steps that train.py makes, and train.py's own arguments, with `more`."""
+    """Write the bare loop's task, with the steps that train.py makes. Return its path and train.py's arguments."""
     import torch
 
     from lockstep.arithmetic.order import DataOrder
@@ -238,7 +249,7 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
 
 
 def distance(task: Path, one: Path, other: Path) -> float:
-    """How far two sides' weights are apart, as a part of how far the first has moved from where both began."""
+    """Return the distance of two sides' weights, relative to how far the first moved from the start."""
     import torch
 
     start, a, b = (

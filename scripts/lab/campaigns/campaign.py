@@ -1,4 +1,4 @@
-"""What all campaigns share: runs of one job, of which one is left alone, and what must be so of those that are not."""
+"""The base of all campaigns: runs of one job, one of which is undisturbed, and the checks of the others."""
 
 import json
 import math
@@ -7,25 +7,25 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from campaigns.lives import Life
+from campaigns.processes import Process
 
 HOUR = 3600
-GONE = 8  # seconds: loader processes look for their parent every 5
+GONE = 8  # seconds until all processes must have ended: loader processes check for their parent every 5
 T = TypeVar("T")
 
 
 class Campaign:
-    """Runs of one job that faults strike.
+    """Runs of one job that faults hit.
 
     Args:
         job: overrides, without a layout.
         home: a folder for the runs.
-        control: what must not be survived: runs that go on with another seed, or that nobody verifies.
+        control: make the campaign fail on purpose: resume runs with another seed, or do not verify them.
 
     Attributes:
-        struck: the faults so far, by name.
-        problems: what should not have happened.
-        runs: so many were struck.
+        struck: names of the faults so far.
+        problems: descriptions of what went wrong.
+        runs: number of runs with faults.
     """
 
     claim = "all ended bitwise equal, nothing was left behind"
@@ -40,62 +40,65 @@ class Campaign:
         raise NotImplementedError
 
     def undisturbed(self, *layout: str) -> Path:
-        """Makes the run whose end is that of all; returns its folder.
+        """Run the job without faults. Its end is the reference for all runs. Return its folder.
 
         Raises:
             SystemExit: it failed.
         """
         home = self.home / "undisturbed"
-        with closing(Life([*self.job, f"outputs={home}", *layout])) as life:
-            life.wait(HOUR, life.ranks)
-            self.starting = life.age  # seconds until there are workers
-            if life.wait(HOUR) != 0:
-                raise SystemExit(f"the undisturbed run failed, exit code {life.code}:\n{life.text}")
-            self.seconds = life.age
+        with closing(Process([*self.job, f"outputs={home}", *layout])) as process:
+            process.wait(HOUR, process.ranks)
+            self.starting = process.age  # seconds until the workers exist
+            if process.wait(HOUR) != 0:
+                raise SystemExit(f"the undisturbed run failed, exit code {process.code}:\n{process.text}")
+            self.seconds = process.age
         (folder,) = home.glob("*/*")
         self.reference = summary_of(folder)
         return folder
 
-    def check_life(self, life: Life, *codes: int) -> None:
-        """What must be so after each life."""
-        if life.code not in codes:
-            self.problem(f"exit code {life.code}, not {' or '.join(map(str, sorted(codes)))}", life)
-        if commands := life.left(GONE):
-            self.problem(f"processes left behind: {', '.join(sorted(commands))}", life)
-        if "Traceback" in life.text:
-            self.problem("a traceback on the console", life)
+    def check_process(self, process: Process, *codes: int) -> None:
+        """Check a process after its end: exit code, remaining processes, traceback."""
+        if process.code not in codes:
+            self.problem(f"exit code {process.code}, not {' or '.join(map(str, sorted(codes)))}", process)
+        if commands := process.left(GONE):
+            self.problem(f"processes left behind: {', '.join(sorted(commands))}", process)
+        if "Traceback" in process.text:
+            self.problem("a traceback on the console", process)
 
-    def check_end(self, folder: Path, life: Life | None = None) -> None:
-        """What must be so of a run that ended well: the undisturbed one's end."""
+    def check_end(self, folder: Path, process: Process | None = None) -> None:
+        """Check that a completed run has the same end as the undisturbed run."""
         ended, reference = summary_of(folder), self.reference
         for key in ("weights_sha256", "status", "steps", "samples_seen"):
             if ended.get(key) != reference[key]:
-                self.problem(f"{key} is {ended.get(key)}, undisturbed {reference[key]}", life)
+                self.problem(f"{key} is {ended.get(key)}, undisturbed {reference[key]}", process)
         for key, value in reference["metrics"].items():
-            found = ended.get("metrics", {}).get(key, math.nan)
-            if not math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9):  # a rounding: of their sum's order
-                self.problem(f"{key} is {found}, undisturbed {value}", life)
+            actual = ended.get("metrics", {}).get(key, math.nan)
+            if not math.isclose(actual, value, rel_tol=1e-6, abs_tol=1e-9):  # the order of summation may differ
+                self.problem(f"{key} is {actual}, undisturbed {value}", process)
         if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
-            self.problem(f"temporary files in the run folder: {', '.join(unfinished)}", life)
+            self.problem(f"temporary files in the run folder: {', '.join(unfinished)}", process)
 
-    def problem(self, what: str, life: Life | None = None) -> None:
-        self.tell(f"PROBLEM {what}")
+    def problem(self, what: str, process: Process | None = None) -> None:
+        self.print_line(f"PROBLEM {what}")
         lines = [f"  struck last: {self.struck[-1]}"] if self.struck else []
-        if life:
-            lines += [f"  life: {' '.join(life.arguments)}", *(f"    {line}" for line in life.text.splitlines()[-12:])]
+        if process:
+            lines += [
+                f"  process: {' '.join(process.arguments)}",
+                *(f"    {line}" for line in process.text.splitlines()[-12:]),
+            ]
         self.problems.append("\n".join([f"{self.name}: {what}", *lines]))
 
-    def tell(self, *parts: str) -> None:
+    def print_line(self, *parts: str) -> None:
         print(f"{self.name}: {', '.join(filter(None, parts))}", flush=True)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
 
 
 def schedule(rng: Random, number: int, kinds: list[T]) -> list[T]:
-    """`number` faults in random order, each kind as often as the others."""
+    """Return `number` faults in random order. Each kind occurs equally often, give or take one."""
     drawn: list[T] = []
     while len(drawn) < number:
         drawn += rng.sample(kinds, len(kinds))

@@ -1,4 +1,4 @@
-"""What strikes a run: signals, a full disk, damage to the newest checkpoint."""
+"""The faults of chaos.py: signals, a full disk, and damage to the newest checkpoint."""
 
 import signal
 import time
@@ -8,48 +8,48 @@ from pathlib import Path
 from random import Random
 from resource import RLIMIT_FSIZE, prlimit
 
-from campaigns.lives import Life
+from campaigns.processes import Process
 
-FULL = 1 << 18  # bytes of the largest file when the disk is full: less than a checkpoint
+FULL = 1 << 18  # largest file in bytes on a full disk: less than a checkpoint
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes.
+    """A fault.
 
     Attributes:
-        whom: a `rank`, the `parent`, `all`; `disk`: no signal, but a full disk for the parent and the workers. (Their
-            loader processes keep batches in shared memory, which is no disk, but counts for that limit.)
-        signals: one after the other.
-        codes: exit codes that it may lead to, beside 0 for a run that was over by then.
-        pause: most seconds between two signals.
-        later: only when there are workers (before, a signal finds no handler).
-        damage: the newest checkpoint is damaged when the life is over.
+        target: a `rank`, the `parent`, or `all`. With `disk` there is no signal; the parent and the workers
+            get a full disk. Their loader processes do not, because they use shared memory, which counts for that limit.
+        signals: sent one after the other.
+        codes: exit codes that the fault may cause, besides 0 for a run that was already complete.
+        pause: longest pause between two signals, in seconds.
+        later: wait until workers exist, because earlier a signal finds no handler.
+        damage: damage the newest checkpoint after the process has ended.
     """
 
     name: str
-    whom: str
+    target: str
     signals: tuple[int, ...]
     codes: tuple[int, ...]
     pause: float = 0.0
     later: bool = False
     damage: bool = False
 
-    def strike(self, life: Life, rng: Random) -> str:
-        """Returns whom it struck; empty if they were gone."""
-        ranks = life.ranks()
-        if self.whom == "disk":
-            for pid in (life.pid, *ranks):
+    def strike(self, process: Process, rng: Random) -> str:
+        """Inject the fault. Return the target in words, or an empty string if it had already ended."""
+        ranks = process.ranks()
+        if self.target == "disk":
+            for pid in (process.pid, *ranks):
                 with suppress(ProcessLookupError):
                     prlimit(pid, RLIMIT_FSIZE, (FULL, FULL))
             return f"at {FULL >> 10} kB"
         number = rng.randrange(len(ranks) or 1)
-        pids = {"rank": ranks[number : number + 1], "parent": [life.pid], "all": [*life.members()]}[self.whom]
+        pids = {"rank": ranks[number : number + 1], "parent": [process.pid], "all": [*process.members()]}[self.target]
         for at, signum in enumerate(self.signals):
             time.sleep(rng.uniform(0, self.pause) if at else 0)
-            life.strike(signum, *pids)
+            process.strike(signum, *pids)
         named = {"rank": f"rank {number}", "parent": "parent", "all": f"all {len(pids)}"}
-        return named[self.whom] if pids else ""
+        return named[self.target] if pids else ""
 
 
 KILL, TERM, INT, USR1 = (signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGUSR1,)
@@ -73,7 +73,7 @@ FAULTS = [
 
 
 def damage(path: Path, fault: Fault, rng: Random) -> None:
-    """Flips one bit of a file, or cuts off its end, in place: a second name of the file is struck too."""
+    """Flip one bit of a file or cut off its end, in place, so that hard links to it are damaged too."""
     content = bytearray(path.read_bytes())
     at = rng.randrange(len(content))
     if "flips" in fault.name:

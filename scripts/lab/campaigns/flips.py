@@ -1,4 +1,4 @@
-"""Callbacks for campaigns: one flips bits of a run and says nothing, as a faulty device does; one slows a run down."""
+"""Callbacks for campaigns: one flips bits without an error, as a faulty device does; one slows a run down."""
 
 import json
 import time
@@ -14,17 +14,20 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.extras.audit.choice import chosen
+from lockstep.extras.audit.choice import choose_piece
 from lockstep.extras.audit.hook import AuditHook
 
 PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
-NAME = "struck.json"  # in the run's folder: where it was struck first
-SECONDS = 0.5  # that a step takes longer under `Pace`
-LEAST = 1000  # elements of a sum of gradients; others are shorter
+NAME = "struck.json"  # in the run's folder: the first flip
+SECONDS = 0.5  # extra time of a step under `Pace`
+LEAST = 1000  # smallest number of elements in a sum of gradients; other sums are shorter
 
 
 class Pace(Callback):
-    """Waits after each step, until there is a file: a run over several machines must outlast its faults."""
+    """Wait after each step until a file exists.
+
+    A run over several machines must outlast its faults.
+    """
 
     def __init__(self, until: str) -> None:
         self.until = Path(until)
@@ -34,26 +37,26 @@ class Pace(Callback):
 
 
 class Flips(Callback):
-    """Flips bits of one element: another one in each step, but the same one in all passes of a step.
+    """Flip bits of one element: another element in each step, but the same one in all passes of a step.
 
     Args:
-        place: a weight before a step; a layer's output or a weight's gradient in one of a step's passes; what a rank
-            sends, or what it has received, when gradients are summed; a weight in what is saved.
-        rank: on which it happens; None: on that which computes the piece that is audited, in the pass of that piece.
-        step: the optimizer step, 1 or more; or the first one after it that is saved, or of which a piece is audited.
-        bits: how many flip.
-        lasting: again in all passes and all steps from there on; else once.
-        seed: which element and which bits.
+        place: `weights` before a step; `activations` (a layer's output) or `gradients` (of a weight) in a pass; `sent`
+            or `received` messages when gradients are summed; a weight in a `checkpoint`.
+        rank: the rank on which it happens. None: the rank that computes the audited piece, in the pass of that piece.
+        step: the optimizer step, 1 or more, or the first later one that is saved or has an audited piece.
+        bits: number of bits to flip.
+        lasting: repeat in all later passes and steps.
+        seed: determines the element and the bits.
     """
 
     def __init__(self, folder: Path, place: str, rank: int | None, step: int, bits: int, lasting: bool, seed: int):
         self.file, self.place, self.rank, self.step = folder / NAME, place, rank, step
         self.bits, self.lasting, self.seed = bits, lasting, seed
-        self.names: list[str] = []  # of what may be struck
-        self.now = 0  # the step under way, where it is struck
-        self.chosen = ""  # of the names, in this step
-        self.number = 0  # of the pass that is struck
-        self.passes: Counter[str] = Counter()  # of each name in this step
+        self.names: list[str] = []  # parameters or layers that may be hit
+        self.now = 0  # the current step if it is hit on this rank, else 0
+        self.chosen = ""  # the name to hit in this step
+        self.number = 0  # index of the pass to hit
+        self.passes: Counter[str] = Counter()  # number of passes of each name in this step
         self.messages = Messages(self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -85,11 +88,11 @@ class Flips(Callback):
         return self.file.exists() and not self.lasting
 
     def _aim(self, trainer: Any, batch: Any) -> int:
-        """The rank that owns the audited piece of a step; `number` becomes that of its pass there."""
+        """Return the rank that owns the audited piece of a step. Set `number` to the index of its pass there."""
         order = trainer.datamodule.order
         share = next(hook.share for hook in trainer.strategy.hooks if isinstance(hook, AuditHook))
         sizes = [len(ids) for ids in order.pieces(*order.position(batch.step))]
-        choice = chosen(share, order.seed, batch.step, sizes, order.layout)
+        choice = choose_piece(share, order.seed, batch.step, sizes, order.layout)
         if choice is None:
             return -1
         passes = [choice.piece == micro_batch.piece for micro_batch in batch.micro_batches]
@@ -106,7 +109,7 @@ class Flips(Callback):
             state[self.chosen] = self._struck(self.chosen, state[self.chosen])
 
     def _pass(self, name: str, value: Tensor) -> Tensor | None:
-        """What a pass goes on with instead of a tensor; None: as it is."""
+        """Return the tensor that replaces the result of a pass. Return None to keep the result."""
         self.passes[name] += 1
         due = self.lasting or self.passes[name] == self.number + 1
         return self._struck(name, value) if self.now and due and name == self.chosen else None
@@ -128,8 +131,10 @@ class Flips(Callback):
 
 
 class Messages(TorchDispatchMode):
-    """While it is entered, the sums of gradients are struck, and messages to one rank: as a rank sends them, or as it
-    has received them."""
+    """Hit the sums of gradients, and the messages to one rank, while this mode is active.
+
+    With `sent` it changes them before a rank sends them, else after it has received them.
+    """
 
     def __init__(self, flips: Flips) -> None:
         super().__init__()
@@ -142,8 +147,8 @@ class Messages(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if sent:
             self.flips._strike("the sum", args[0][0])
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not sent:
-            dist.Work.unbox(found[1] if func is c10d.allreduce_.default else found).wait()
+            dist.Work.unbox(result[1] if func is c10d.allreduce_.default else result).wait()
             self.flips._strike("the sum", args[0][0])
-        return found
+        return result

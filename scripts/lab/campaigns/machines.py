@@ -1,8 +1,7 @@
-"""One run under torchrun over several machines, struck within its life: a worker, a machine, a link, the machine that
-serves torchrun's store.
+"""Hit one run under torchrun over several machines: a worker, a machine, a link, the machine that serves the store.
 
-The machines are network namespaces (scripts/lab/network/machines.py), none of which sees another one's runs. Linux and
-root only.
+The machines are network namespaces (scripts/lab/network/machines.py). None of them sees another one's run folders.
+Linux and root only.
 """
 
 import re
@@ -15,24 +14,27 @@ from typing import Any
 
 from campaigns.campaign import GONE, Campaign, schedule
 from campaigns.faults import KILLED
-from campaigns.lives import Life
+from campaigns.processes import Process
 from network.machines import Machines
 
 from lockstep.checkpoint import io as checkpoint_io
 
 LINKS = {"link down for 5 s": 5, "link down for 20 s": 20}
 KINDS = ["worker killed", "machine killed", *LINKS, "store killed", "all killed"]
-LASTING = 6  # epochs of the run, for each fault that it must outlast
-PATIENCE = 180  # seconds that machines may take to compute again, or to end
+LASTING = 6  # epochs of the run for each fault, so that it outlasts them
+PATIENCE = 180  # seconds until machines must compute again, or end
 PORT = 29500
-LOST = (1,)  # what torchrun ends with when its store is gone
-# torchrun looks every second whether all machines are there, gives up one that was silent for five, and begins again
-# one second after the last one that came.
+LOST = (1,)  # exit code of torchrun when its store is lost
+# torchrun checks every second that all machines are alive, gives one up after five seconds without a message, and
+# restarts one second after the last machine has joined.
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,read_timeout=60"
 
 
 class SeveralMachines(Campaign):
-    """The run and its faults. The control: all machines are killed, and go on with another seed."""
+    """The run and its faults.
+
+    The control kills all machines and resumes with another seed, which must fail.
+    """
 
     def __init__(self, machines: Machines, faults: int, *common: Any) -> None:
         super().__init__(*common)
@@ -43,8 +45,8 @@ class SeveralMachines(Campaign):
         pace = [f"+callbacks.pace={{_target_: campaigns.flips.Pace, until: '{self.last_fault}'}}"]
         self.arguments = [*self.job, "strategy=ddp", "hang_timeout=10", *pace]
         self.server = 0  # the machine that serves torchrun's store
-        self.folder: Path | None = None  # of a run that goes on, below each machine's home
-        self.lives: dict[int, Life] = {}
+        self.folder: Path | None = None  # of a run to resume, relative to each machine's home
+        self.processes: dict[int, Process] = {}
 
     def go(self) -> None:
         self.undisturbed()
@@ -55,38 +57,38 @@ class SeveralMachines(Campaign):
             while self._whole() and self.faults:
                 kind, at = self.faults.pop(0), time.monotonic()
                 self.struck.append(kind)
-                after, whom = self.lives[0].age, self._strike(kind)
+                after, hit = self.processes[0].age, self._strike(kind)
                 whole = f"whole after {time.monotonic() - at:.0f} s" if self._whole() else "the run was over"
-                self.tell(f"{kind} ({whom}) after {after:.1f} s", whole)
+                self.print_line(f"{kind} ({hit}) after {after:.1f} s", whole)
             if self.faults:
-                self.problem(f"{len(self.faults)} faults had no run to strike")
+                self.problem(f"the run ended before {len(self.faults)} faults")
             self.last_fault.touch()
             for number in range(len(self.homes)):
                 self._ended(number, 0)
             self._check_homes()
         finally:
-            for number, life in self.lives.items():
+            for number, process in self.processes.items():
                 self.machines.kill(number)
-                life.close()
+                process.close()
 
     def _start(self, number: int) -> None:
         home = self.homes[number]
-        endpoint, own = (self.machines.address(machine) for machine in (self.server, number))
+        endpoint, local = (self.machines.address(machine) for machine in (self.server, number))
         engine = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
         engine += [f"--nnodes=1:{len(self.homes)}", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"]
-        engine += [f"--rdzv-endpoint={endpoint}:{PORT}", f"--local-addr={own}"]
+        engine += [f"--rdzv-endpoint={endpoint}:{PORT}", f"--local-addr={local}"]
         engine += [f"--rdzv-conf=is_host={int(number == self.server)},{RENDEZVOUS}"]
-        there = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
-        asked = [f"resume={home / self.folder}", *self.arguments] if self.folder else self.arguments
-        self.lives[number] = Life([*asked, f"outputs={home}"], elsewhere=there)
+        command = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
+        overrides = [f"resume={home / self.folder}", *self.arguments] if self.folder else self.arguments
+        self.processes[number] = Process([*overrides, f"outputs={home}"], elsewhere=command)
 
     def _strike(self, kind: str) -> str:
-        """Returns whom it struck."""
-        everybody = list(self.lives)
+        """Inject a fault. Return its target in words."""
+        everybody = list(self.processes)
         number = self.rng.choice([each for each in everybody if each != self.server])
         if kind == "worker killed":
             number = self.rng.choice(everybody)
-            self.lives[number].strike(SIGKILL, *self._workers(number))
+            self.processes[number].strike(SIGKILL, *self._workers(number))
         elif kind in LINKS:
             self.machines.link(number, up=False)
             time.sleep(LINKS[kind])
@@ -108,7 +110,7 @@ class SeveralMachines(Campaign):
         return f"machine {number}"
 
     def _go_on(self) -> None:
-        """Starts all machines again, as a user does who knows the run's folder."""
+        """Start all machines again, as a user does with the run's folder."""
         (self.folder, *strays) = sorted({Path(*path.parts[-2:]) for home in self.homes for path in home.glob("*/*")})
         if strays:
             self.problem(f"stray folders: {', '.join(map(str, strays))}")
@@ -118,54 +120,57 @@ class SeveralMachines(Campaign):
         for number in range(len(self.homes)):
             self._start(number)
         self._whole()
-        said = "\n".join(life.text for life in self.lives.values())
-        if max(map(int, re.findall(r"resumes after step (\d+)", said)), default=0) < newest:
+        output = "\n".join(process.text for process in self.processes.values())
+        if max(map(int, re.findall(r"resumes after step (\d+)", output)), default=0) < newest:
             self.problem(
-                f"a machine has a checkpoint of step {newest}, and it was not resumed", self.lives[self.server]
+                f"a machine has a checkpoint of step {newest}, but the run did not resume from it",
+                self.processes[self.server],
             )
 
     def _workers(self, number: int) -> list[int]:
-        """What torchrun has started there."""
-        pid = self.lives[number].pid
+        """Return the pids that torchrun has started on a machine."""
+        pid = self.processes[number].pid
         with suppress(OSError):
             return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return []
 
     def _whole(self) -> bool:
-        """Waits until all machines compute, and all have a checkpoint of a later step. False: one has ended, or they
-        never do."""
+        """Wait until all machines compute and each has a new checkpoint.
+
+        Return False if one has ended, or if this takes too long.
+        """
         since, until = 0.0, time.monotonic() + PATIENCE
         while time.monotonic() < until:
             time.sleep(0.1)
-            if any(life.code is not None for life in self.lives.values()):
+            if any(process.code is not None for process in self.processes.values()):
                 return False
-            if not all(map(self._workers, self.lives)):
+            if not all(map(self._workers, self.processes)):
                 since = 0.0
                 continue
             since = since or time.time()
             if all(any(file.stat().st_mtime > since for file in home.rglob("last.ckpt")) for home in self.homes):
                 return True
-        self.problem(f"not whole after {PATIENCE} s", self.lives[self.server])
+        self.problem(f"not all machines compute after {PATIENCE} s", self.processes[self.server])
         return False
 
     def _ended(self, number: int, *codes: int) -> None:
-        """Waits for the end of a machine's torchrun, and checks it."""
-        life = self.lives[number]
-        life.wait(PATIENCE)
-        if life.code not in codes:
-            self.problem(f"{self.machines.names[number]}: exit code {life.code}, not {codes[0]}", life)
-        if life.code == 0 and "Traceback" in life.text:  # torchrun's own has one
-            self.problem("a traceback on the console", life)
+        """Wait for the end of a machine's torchrun, and check it."""
+        process = self.processes[number]
+        process.wait(PATIENCE)
+        if process.code not in codes:
+            self.problem(f"{self.machines.names[number]}: exit code {process.code}, not {codes[0]}", process)
+        if process.code == 0 and "Traceback" in process.text:  # torchrun prints one itself if it fails
+            self.problem("a traceback on the console", process)
         until = time.monotonic() + GONE
         while self.machines.processes(number) and time.monotonic() < until:
             time.sleep(0.1)
         if left := self.machines.processes(number):
-            self.problem(f"{len(left)} processes left behind on {self.machines.names[number]}", life)
+            self.problem(f"{len(left)} processes left behind on {self.machines.names[number]}", process)
             self.machines.kill(number)
-        life.close()
+        process.close()
 
     def _check_homes(self) -> None:
-        """What must be so at the end: one machine has the undisturbed run's end, and all the same checkpoint."""
+        """Check that one machine has the undisturbed run's end, and all the same last checkpoint."""
         summaries = [path for home in self.homes for path in home.glob("*/*/summary.json")]
         self.check_end(max(summaries, key=lambda path: path.stat().st_mtime).parent)
         copies = [path.read_bytes() for home in self.homes for path in home.glob("*/*/checkpoints/last.ckpt")]

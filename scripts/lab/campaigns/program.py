@@ -1,4 +1,4 @@
-"""What a program does that runs campaigns: a folder for them, their report, the exit code."""
+"""Run campaigns in a temporary folder, print their report, and return the exit code."""
 
 import os
 import shutil
@@ -14,17 +14,19 @@ from campaigns.campaign import Campaign
 
 
 def run_campaigns(planned: Callable[[Path, ExitStack], Sequence[Campaign]]) -> int:
-    """Run campaigns in a folder of their own, and report. Returns the exit code.
+    """Run campaigns in a folder of their own, and print the report. Return the exit code.
 
     Args:
-        planned: makes the campaigns from that folder; what they need is held by the stack.
+        planned: makes the campaigns from that folder and a stack that closes what they need.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would lives
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # background jobs of a shell ignore SIGINT, and forks inherit that
     work = Path(tempfile.mkdtemp(prefix="chaos_"))
     scratch = work / "tmp"
     scratch.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # a cache of torch's, that it keeps
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # torch does not delete this cache
     try:
         with ExitStack() as places:
             campaigns = planned(work, places)

@@ -1,4 +1,4 @@
-"""Runs on one machine that are struck again and again: their lives, and what must be so after each of them."""
+"""Hit runs on one machine again and again, resume them, and check each process after its end."""
 
 import re
 import tempfile
@@ -9,19 +9,19 @@ from typing import Any
 
 from campaigns.campaign import HOUR, Campaign
 from campaigns.faults import INTERRUPTED, TERMINATED, Fault, damage
-from campaigns.lives import Life
+from campaigns.processes import Process
 
-LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # what a life draws from
-GRACE = 30  # seconds that a life may take to end when something struck
-PATIENCE = 5  # seconds after which nobody trains on who was asked to end
-YOUNG = 2  # seconds until a run trusts that nobody holds a folder (lockstep.launch.scratch), and some more
+LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # the choices for a start
+GRACE = 30  # seconds until the program must end after a fault
+PATIENCE = 5  # seconds after SIGTERM or SIGINT within which training must stop
+YOUNG = 2  # a little more than the seconds for which a run keeps unlocked folders (lockstep.launch.scratch)
 
 
 class Runs(Campaign):
-    """Runs on one layout (or, exact, on changing ones): struck until they end, until no fault is left.
+    """Runs on one layout, or with exact on changing layouts, each hit until it completes, until no fault is left.
 
     Args:
-        layouts: of which each life draws one.
+        layouts: each start draws one of these.
     """
 
     def __init__(self, layouts: list[list[str]], faults: list[Fault], *common: Any) -> None:
@@ -36,14 +36,14 @@ class Runs(Campaign):
 
 
 class Run:
-    """One run, from its start to its end in as many lives as it takes."""
+    """One run, from its start to its end, in as many starts as it takes."""
 
     def __init__(self, campaign: Runs, home: Path) -> None:
         self.campaign, self.home, self.rng = campaign, home, campaign.rng
-        self.targets: list[Path] = []  # what to resume from; none: start
-        self.damaged: set[tuple[int, int]] = set()  # files that must be refused, by inode and time
+        self.targets: list[Path] = []  # checkpoints or folders to resume from; empty: start anew
+        self.damaged: set[tuple[int, int]] = set()  # damaged files, which must be refused, by inode and time
         self.folders: set[Path] = set()
-        self.struck = False  # in this life or before
+        self.struck = False  # a fault has hit this run
 
     def go(self) -> None:
         last = False
@@ -52,57 +52,60 @@ class Run:
             arguments = [*self.campaign.job, f"outputs={self.home}"] if target is None else [f"resume={target}"]
             arguments += ["seed=1"] if self.campaign.control and self.struck else []
             arguments += [*self.rng.choice(self.campaign.layouts), self.rng.choice(LOADERS)]
-            with closing(Life(arguments)) as life:
-                last = self._live(life, target)
+            with closing(Process(arguments)) as process:
+                last = self._run_once(process, target)
 
-    def _live(self, life: Life, target: Path | None) -> bool:
-        """Strikes a life, waits for its end and judges it. Returns whether it was the last."""
+    def _run_once(self, process: Process, target: Path | None) -> bool:
+        """Hit a program, wait for its end and check it. Return True if it was the run's last."""
         campaign, problems = self.campaign, len(self.campaign.problems)
         refused = target is not None and identity(newest(target)) in self.damaged
-        fault, whom = (None, "") if refused else self._strike(life)
+        fault, hit = (None, "") if refused else self._strike(process)
         at = time.time()
-        code = life.wait(GRACE if fault and fault.codes else 60 + 20 * campaign.seconds)
+        code = process.wait(GRACE if fault and fault.codes else 60 + 20 * campaign.seconds)
         codes = fault.codes if fault else ()
-        campaign.check_life(life, *((2,) if refused else (0, *codes)))
-        if target is not None and refused and str(newest(target)) not in life.text:
-            campaign.problem(f"{newest(target)} is damaged, and not refused by its name", life)
-        self._check_files(life, target)
+        campaign.check_process(process, *((2,) if refused else (0, *codes)))
+        if target is not None and refused and str(newest(target)) not in process.text:
+            campaign.problem(f"{newest(target)} is damaged, but was not refused by name", process)
+        self._check_files(process, target)
         if code == 0:
             folder = max(self.folders)
-            campaign.check_end(folder, life)
+            campaign.check_end(folder, process)
             if {*TERMINATED, *INTERRUPTED} & {*codes} and newest(folder).stat().st_mtime > at + PATIENCE:
-                campaign.problem(f"trained on for more than {PATIENCE} s when it was asked to end", life)
+                campaign.problem(f"trained for more than {PATIENCE} s after the signal to end", process)
         elif refused:
             self.targets.pop(0)
         elif fault:
             self._what_next(fault)
-        resumes = re.search(r"resumes after step \d+", life.text)
+        resumes = re.search(r"resumes after step \d+", process.text)
         begins = "starts" if target is None else resumes[0] if resumes else f"resumes from {newest(target).name}"
         ended = f"{'as' if len(campaign.problems) == problems else 'NOT as'} the undisturbed run" if code == 0 else ""
-        campaign.tell(begins, whom, f"ends with {code}", ended)
-        return code == 0 or not (fault or refused)  # who ended without a reason would do so again
+        campaign.print_line(begins, hit, f"ends with {code}", ended)
+        return code == 0 or not (fault or refused)  # a program that ended without a fault would do so again
 
-    def _strike(self, life: Life) -> tuple[Fault | None, str]:
-        """Waits for the moment and strikes, unless no fault is left or the run is over before. Returns what struck, and
-        in words."""
+    def _strike(self, process: Process) -> tuple[Fault | None, str]:
+        """Wait for a random moment and inject the next fault, unless none is left or the run ends before.
+
+        Returns:
+            the fault, and its description.
+        """
         campaign = self.campaign
         if not campaign.faults:
             return None, ""
         fault = campaign.faults[0]
         early = not fault.later and self.rng.random() < 0.2
         if not early:
-            life.wait(HOUR, life.ranks)
-        life.wait(self.rng.uniform(0.05, campaign.starting if early else campaign.seconds - campaign.starting))
-        age = life.age
-        whom = fault.strike(life, self.rng) if life.code is None else ""
-        if not whom:
+            process.wait(HOUR, process.ranks)
+        process.wait(self.rng.uniform(0.05, campaign.starting if early else campaign.seconds - campaign.starting))
+        age = process.age
+        hit = fault.strike(process, self.rng) if process.code is None else ""
+        if not hit:
             return None, ""
         campaign.struck.append(campaign.faults.pop(0).name)
         self.struck = True
-        return fault, f"{fault.name} ({whom}) after {age:.1f} s"
+        return fault, f"{fault.name} ({hit}) after {age:.1f} s"
 
     def _what_next(self, fault: Fault) -> None:
-        """After a life that a fault has ended: where the next one begins, as its user would decide."""
+        """Choose, as a user would, what the next start resumes from."""
         self.targets = [folder for folder in sorted(self.folders) if newest(folder).exists()][-1:]
         if not self.targets:
             return
@@ -113,26 +116,26 @@ class Run:
         if identity(last) in self.damaged and best.exists():
             self.targets.append(best)
 
-    def _check_files(self, life: Life, target: Path | None) -> None:
-        scratch, began = Path(tempfile.gettempdir()), time.time() - life.age
-        # Killed parents leave theirs to the next life; of the last moments before it, to the one after.
+    def _check_files(self, process: Process, target: Path | None) -> None:
+        scratch, began = Path(tempfile.gettempdir()), time.time() - process.age
+        # The next start deletes the files of a killed parent, but skips files that are too young.
         files = [file.name for file in scratch.iterdir() if not began - YOUNG < file.stat().st_mtime < began]
-        if life.code in (0, 1) and files:
-            self.campaign.problem(f"temporary files left: {', '.join(sorted(files))}", life)
+        if process.code in (0, 1) and files:
+            self.campaign.problem(f"temporary files left: {', '.join(sorted(files))}", process)
             scratch.rename(self.home.with_name(f"tmp_{len(self.campaign.problems)}"))
             scratch.mkdir()
         new = set(self.home.glob("*/*")) - self.folders
         self.folders |= new
         if len(new) > (target is None):
-            self.campaign.problem(f"stray folders: {', '.join(map(str, new))}", life)
+            self.campaign.problem(f"stray folders: {', '.join(map(str, new))}", process)
 
 
 def newest(target: Path) -> Path:
-    """The checkpoint that `resume=<target>` means."""
+    """Return the checkpoint that `resume=<target>` reads."""
     return target / "checkpoints" / "last.ckpt" if target.is_dir() else target
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Tells a file from the one that takes its place."""
+    """Return an identity of a file that differs for a file that replaces it."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Runs in which bits flip and nobody says so: what is seen of it, after how many steps, and who is named."""
+"""Flip bits in runs, and record which check detects it, after how many steps, and which rank it names."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from campaigns.campaign import HOUR, Campaign, schedule, summary_of
 from campaigns.flips import NAME, PLACES
-from campaigns.lives import Life
+from campaigns.processes import Process
 from common.showing import markdown
 
-from lockstep.extras.ledger.lines import NAME as LEDGER
-from lockstep.extras.ledger.lines import config_sha256, line_sha256, parsed, read, text_of
+from lockstep.extras.ledger.ledger_file import NAME as LEDGER
+from lockstep.extras.ledger.ledger_file import config_sha256, line_sha256, parse_line, read, text_of
 
-RANKS = 3  # of which two can say that the other one is wrong
+RANKS = 3  # two can outvote a wrong one
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]
-CLEAN = {  # layouts on which nothing strikes
+CLEAN = {  # layouts for runs without a fault
     "one device": ["strategy=auto", "devices=1"],
     "dp on 2": ["strategy=dp", "devices=2"],
     "ddp on 2": ["strategy=ddp", "devices=2"],
@@ -26,33 +26,34 @@ CLEAN = {  # layouts on which nothing strikes
     "one device, bf16": ["strategy=auto", "devices=1", "precision=bf16-mixed"],
     "ddp on 3, bf16": [*LAYOUT, "precision=bf16-mixed"],
 }
-SEEN = {  # by what, and what that says, with whom it names
+SEEN = {  # check -> its message, with the rank that it names
     "audit": r"rank (\d+) \([^)]*\) computed a wrong gradient",
-    "sums": r"rank (\d+) failed: Damaged|are not those of what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
+    "sums": r"rank (\d+) failed: CorruptMessage|"
+    r"do not match what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
     "replicas": r"the weights of rank (\d+) ",
     "not finite": r"the gradient is not finite",
-    "verify.py": r"is not what its ledger says",
+    "verify.py": r"differs from its ledger",
 }
 
 
 class Outcome(NamedTuple):
-    """What came of a fault: what it was seen `by`, so many `steps` later, and whether it named the right rank."""
+    """The check that detected a fault, the steps until then, and whether it named the right rank."""
 
     fault: str
-    by: str  # of `SEEN`; or `no change`, `unseen`
+    by: str  # a key of `SEEN`, or `no change`, or `unseen`
     steps: int = 0
-    right: bool | None = None  # None: nobody was named
+    right: bool | None = None  # None: no rank was named
 
 
 class Silent(Campaign):
-    """Runs each of which a fault strikes. The control: nothing is verified, so changes stay that nothing has seen.
+    """Runs with one fault each. The control does not verify, so undetected changes remain, and the campaign must fail.
 
     Args:
         clean: steps without a fault, over all layouts.
-        aimed: a fault that passes strikes the piece that is audited in its step.
+        aimed: faults that happen once hit the audited piece of their step.
     """
 
-    claim = "every change was seen, nobody was named wrongly, and nothing was seen where nothing was"
+    claim = "every change was detected, no rank was blamed wrongly, and there was no false alarm"
 
     def __init__(self, faults: int, clean: int, aimed: bool, *common: Any) -> None:
         super().__init__(*common)
@@ -63,7 +64,7 @@ class Silent(Campaign):
         for name, layout in CLEAN.items() if steps else ():
             code, folder = self._run([*layout, f"max_steps={steps}", "max_epochs=1000000", "checkpoint_every=null"])
             ended = summary_of(folder)
-            self.tell(name, f"{steps} steps", f"{ended['metrics'].get('audit/pieces', 0)} pieces audited")
+            self.print_line(name, f"{steps} steps", f"{ended['metrics'].get('audit/pieces', 0)} pieces audited")
             if code:
                 self.problem(f"{name}: a false alarm: {ended['error']}")
         if not self.faults:
@@ -72,12 +73,14 @@ class Silent(Campaign):
         self.recorded = recorded(folder)
         if wrong := self._verified(folder):
             raise SystemExit(f"the undisturbed run is not verified: {wrong}")
-        places = [place for place in PLACES if place != "checkpoint" or not self.aimed]  # none is audited in one
+        places = [
+            place for place in PLACES if place != "checkpoint" or not self.aimed
+        ]  # no piece is audited in a checkpoint
         kinds = [f"{place}, {how}" for place in places for how in ("once", "lasting")]
         self._summarize([self._strike(*kind.split(", ")) for kind in schedule(self.rng, self.faults, kinds)])
 
     def _strike(self, place: str, how: str) -> Outcome:
-        """One run with one fault."""
+        """Run once with one fault."""
         rank = 0 if place == "checkpoint" else "null" if self.aimed and how == "once" else self.rng.randrange(RANKS)
         fault = {"_target_": "campaigns.flips.Flips", "place": place, "rank": rank, "lasting": how == "lasting"}
         fault |= {"step": self.rng.randint(2, self.reference["steps"] // 2), "seed": self.rng.randrange(10**6)}
@@ -86,55 +89,58 @@ class Silent(Campaign):
         code, folder = self._run([*LAYOUT, *(f"+callbacks.flips.{key}={value}" for key, value in fault.items())])
         if not (folder / NAME).exists():
             raise SystemExit(f"{folder}: nothing was struck, exit code {code}")
-        at, said = json.loads((folder / NAME).read_text()), summary_of(folder)["error"] or ""
+        at, message = json.loads((folder / NAME).read_text()), summary_of(folder)["error"] or ""
         by, steps, right = "unseen", 0, None
         if code == 0:
             forget(folder)
             by = "no change" if recorded(folder) == self.recorded else "unseen"
-            said = self._verified(folder) if by == "unseen" and not self.control else ""
+            message = self._verified(folder) if by == "unseen" and not self.control else ""
         for seen, words in SEEN.items():
-            if match := re.search(words, said):
-                by, steps = seen, int(re.findall(r"\bstep (\d+)", said)[0]) - at["step"]
+            if match := re.search(words, message):
+                by, steps = seen, int(re.findall(r"\bstep (\d+)", message)[0]) - at["step"]
                 named = [number for number in match.groups() if number]
-                if named:  # who sent another sum once, nobody can tell
+                if named:  # the sender of one wrong sum can't be identified
                     right = int(named[0]) == at["rank"]
         where = f"rank {at['rank']}, step {at['step']}, {fault['bits']} bits of {at['name']}"
-        self.tell(self.struck[-1], where, said or by)
+        self.print_line(self.struck[-1], where, message or by)
         if by == "unseen" or right is False:
-            self.problem(f"{folder}: {where}: not seen, or the wrong rank is named; exit code {code}, {said}")
+            self.problem(f"{folder}: {where}: not detected, or the wrong rank is named; exit code {code}, {message}")
         return Outcome(self.struck[-1], by, steps, right)
 
     def _summarize(self, outcomes: list[Outcome]) -> None:
         columns, rows = ("no change", *SEEN, "unseen"), []
         for name in [*sorted({outcome.fault for outcome in outcomes}), ""]:
-            found = [outcome for outcome in outcomes if name in outcome.fault]
-            counts, named = Counter(outcome.by for outcome in found), [o.right for o in found if o.right is not None]
-            steps = [outcome.steps for outcome in found if outcome.by in SEEN]
+            group = [outcome for outcome in outcomes if name in outcome.fault]
+            counts, named = Counter(outcome.by for outcome in group), [o.right for o in group if o.right is not None]
+            steps = [outcome.steps for outcome in group if outcome.by in SEEN]
             waited = f"median {median(steps):g}, most {max(steps)}" if steps else ""
             right = f"{sum(named)} of {len(named)}"
-            rows.append([name or "all", len(found), *(counts[column] for column in columns), waited, right])
+            rows.append([name or "all", len(group), *(counts[column] for column in columns), waited, right])
         print("\n" + markdown(["fault", "struck", *columns, "steps later", "right rank named"], rows))
 
     def _run(self, overrides: list[str]) -> tuple[int | None, Path]:
-        """The exit code of a run, and its folder."""
+        """Run the job. Return the exit code and the folder of the run."""
         home = self.home / f"run_{self.runs}"
         self.runs += 1
-        with closing(Life([*self.job, f"outputs={home}", *overrides])) as life:
-            life.wait(HOUR)
+        with closing(Process([*self.job, f"outputs={home}", *overrides])) as process:
+            process.wait(HOUR)
             for folder in home.glob("*/*"):
-                return life.code, folder
-            raise SystemExit(f"no run: {life.text}")
+                return process.code, folder
+            raise SystemExit(f"no run: {process.text}")
 
     def _verified(self, folder: Path) -> str:
-        """What verify.py finds wrong in the steps of a run."""
+        """Return the error of verify.py on the steps of a run, or an empty string."""
         steps = f"steps=[{recorded(folder)[-1][0]}]"
-        with closing(Life([f"run={folder}", f"outputs={self.home}", steps], "verify")) as life:
-            return life.text.partition("error: ")[2].strip() if life.wait(HOUR) else ""
+        with closing(Process([f"run={folder}", f"outputs={self.home}", steps], "verify")) as process:
+            return process.text.partition("error: ")[2].strip() if process.wait(HOUR) else ""
 
 
 def forget(folder: Path) -> None:
-    """Takes the fault out of what a run's ledger says of it: a device would not have told."""
-    lines = [parsed(text) for text in read(folder / LEDGER)]
+    """Remove the fault from a run's ledger.
+
+    The ledger records the callback that injects the fault; a faulty device would leave no such record.
+    """
+    lines = [parse_line(text) for text in read(folder / LEDGER)]
     config = lines[0]["about"]["config"]
     del config["callbacks"]["flips"]
     before = None
@@ -145,6 +151,6 @@ def forget(folder: Path) -> None:
 
 
 def recorded(folder: Path) -> list[Any]:
-    """What a run's ledger says of its steps."""
-    lines = map(parsed, read(folder / LEDGER))
+    """Return the steps and hashes in a run's ledger."""
+    lines = map(parse_line, read(folder / LEDGER))
     return [(line["step"], line["weights_sha256"], line.get("optimizer_sha256")) for line in lines]

@@ -1,7 +1,7 @@
-"""Ways to sum a vector over workers, in sends and receives: who talks to whom, and how much.
+"""Ways to sum a vector over workers, written as sends and receives.
 
 Every worker calls the same function with its own vector [n]; afterwards each has the sum. With N workers and vectors of
-K bytes, this is what crosses the busiest worker's link, one after the other (a link carries both directions at once):
+K bytes, this much crosses the busiest worker's link, one after the other (a link carries both directions at once):
 
 | way | messages | bytes |
 |---|---|---|
@@ -17,17 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Sum = Callable[[Tensor, "Wire"], None]
+Sum = Callable[[Tensor, "Channel"], None]
 
 
-class Wire:
-    """This worker's sends and receives, counted: `bytes` and `messages` are those that follow one another."""
+class Channel:
+    """This worker's sends and receives, with counts.
+
+    `bytes` and `messages` count what crosses the link one after the other.
+    """
 
     def __init__(self) -> None:
         self.bytes = self.messages = 0
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-        """Moves all of (tensor, other worker) at once; returns when they have arrived."""
+        """Send and receive all pairs of (tensor, other worker) at once. Return when all have arrived."""
         works = [dist.irecv(tensor, other) for tensor, other in receives]
         works += [dist.isend(tensor, other) for tensor, other in sends]
         for work in works:
@@ -44,69 +47,76 @@ class Wire:
         return tensor
 
 
-def parameter_server(vector: Tensor, wire: Wire) -> None:
-    """Worker 0 receives all vectors, adds them, and sends the sum to everyone (Li et al., 2014)."""
+def parameter_server(vector: Tensor, channel: Channel) -> None:
+    """Sum by a server: worker 0 receives all vectors, adds them, and sends the sum to all (Li et al., 2014)."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     if rank:
-        wire.send(vector, 0)
-        wire.receive(vector, 0)
+        channel.send(vector, 0)
+        channel.receive(vector, 0)
         return
     received = [torch.empty_like(vector) for _ in range(1, workers)]
-    wire.exchange([], list(zip(received, range(1, workers), strict=True)))
+    channel.exchange([], list(zip(received, range(1, workers), strict=True)))
     for other in received:
         vector += other
-    wire.exchange([(vector, other) for other in range(1, workers)], [])
+    channel.exchange([(vector, other) for other in range(1, workers)], [])
 
 
-def ring(vector: Tensor, wire: Wire) -> None:
-    """Each worker talks to its two neighbours only. The vector is cut into N chunks: in N - 1 rounds a chunk travels
-    round the ring and is added to, in N - 1 more the finished one travels on (Patarasuk and Yuan, 2009)."""
+def ring(vector: Tensor, channel: Channel) -> None:
+    """Sum by a ring: each worker exchanges messages with its two neighbours only.
+
+    The vector is cut into N chunks. In N - 1 rounds each chunk travels round the ring, and every worker adds its part.
+    In N - 1 more rounds the complete chunks travel on (Patarasuk and Yuan, 2009).
+    """
     rank, workers = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % workers, (rank + 1) % workers
     chunks = vector.tensor_split(workers)
     for step in range(workers - 1):
         give, take = chunks[(rank - step) % workers], chunks[(rank - step - 1) % workers]
         received = torch.empty_like(take)
-        wire.exchange([(give, right)], [(received, left)])
+        channel.exchange([(give, right)], [(received, left)])
         take += received
     for step in range(workers - 1):
         give, take = chunks[(rank + 1 - step) % workers], chunks[(rank - step) % workers]
-        wire.exchange([(give, right)], [(take, left)])
+        channel.exchange([(give, right)], [(take, left)])
 
 
-def halving_doubling(vector: Tensor, wire: Wire) -> None:
-    """In log2 N rounds partners swap halves of what they still have and add them; in log2 N more they swap back what
-    is finished (Rabenseifner, in Thakur et al., 2005). Workers beyond a power of two hand theirs to another first."""
+def halving_doubling(vector: Tensor, channel: Channel) -> None:
+    """Sum by halving and doubling.
+
+    In log2 N rounds partners swap halves of their current part and add them. In log2 N more rounds they swap the
+    complete parts back (Rabenseifner, in Thakur et al., 2005). Workers beyond a power of two first send their vectors
+    to another.
+    """
     rank, workers = dist.get_rank(), dist.get_world_size()
     paired = 1 << (workers.bit_length() - 1)
     if rank >= paired:
-        wire.send(vector, rank - paired)
-        wire.receive(vector, rank - paired)
+        channel.send(vector, rank - paired)
+        channel.receive(vector, rank - paired)
         return
     extra = rank + paired if rank + paired < workers else None
     if extra is not None:
-        vector += wire.receive(torch.empty_like(vector), extra)
+        vector += channel.receive(torch.empty_like(vector), extra)
     mine, swapped, distance = vector, [], paired // 2
     while distance:
         lower, upper = mine.tensor_split(2)
         keep, give = (upper, lower) if rank & distance else (lower, upper)
         received = torch.empty_like(keep)
-        wire.exchange([(give, rank ^ distance)], [(received, rank ^ distance)])
+        channel.exchange([(give, rank ^ distance)], [(received, rank ^ distance)])
         keep += received
         swapped.append((keep, give, rank ^ distance))
         mine, distance = keep, distance // 2
     for keep, give, partner in reversed(swapped):
-        wire.exchange([(keep, partner)], [(give, partner)])
+        channel.exchange([(keep, partner)], [(give, partner)])
     if extra is not None:
-        wire.send(vector, extra)
+        channel.send(vector, extra)
 
 
-def backend(vector: Tensor, wire: Wire) -> None:
-    """What ddp uses: gloo's own, a ring. What it sends is not counted here, but taken from the formula."""
+def backend(vector: Tensor, channel: Channel) -> None:
+    """Sum by gloo's all-reduce, a ring, as ddp does. Its counts come from the formula."""
     dist.all_reduce(vector)
     workers = dist.get_world_size()
-    wire.bytes += 2 * (workers - 1) * vector.nbytes // workers
-    wire.messages += 2 * (workers - 1)
+    channel.bytes += 2 * (workers - 1) * vector.nbytes // workers
+    channel.messages += 2 * (workers - 1)
 
 
 SUMS: dict[str, Sum] = {

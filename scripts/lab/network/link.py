@@ -1,4 +1,4 @@
-"""What a message over a link takes: alpha + beta n seconds for n bytes, and what sums over workers take by that."""
+"""A model of a link: n bytes take alpha + beta n seconds. It predicts the times of sums over workers."""
 
 import json
 import re
@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.checks import show
+from lockstep.config.value_checks import show
 from lockstep.errors import UserError
 
 PER_SECOND = {"k": 1e3, "m": 1e6, "g": 1e9}  # bits
-PAYLOAD = 1448 / 1514  # of a full packet on Ethernet: the rest is headers
-LATENCY = 50e-6  # s, of a link of which only the rate is given: about what TCP takes within a rack
+PAYLOAD = 1448 / 1514  # share of data in a full Ethernet packet; the rest is headers
+LATENCY = 50e-6  # s, if only the rate is given: about that of TCP within a rack
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a sum over workers, in seconds. `incast` is what messages wait for each other at a link that all need."""
+    """The cost of a sum over workers, in seconds.
+
+    `incast` is the time that messages wait for each other at a link that all of them use.
+    """
 
     latency: float
     bytes: float
@@ -39,7 +42,7 @@ class Link:
         alpha: latency of a message, in seconds.
         beta: seconds per byte.
         gamma: seconds per byte of adding one vector to another, on a worker.
-        spread: quartiles of what messages took over what alpha and beta say.
+        spread: quartiles of measured over predicted times.
     """
 
     alpha: float
@@ -49,13 +52,16 @@ class Link:
 
     @property
     def mbit(self) -> float:
-        """A second."""
+        """Mbit per second."""
         return 8 / self.beta / 1e6
 
     @classmethod
     def fitted(cls, pings: list[tuple[int, float]], gamma: float) -> "Link":
-        """From (bytes, seconds): beta is the slope of what large messages took, alpha what is left of small ones. So
-        what a rested link passes at once, its burst, does not count."""
+        """Fit a link to measured (bytes, seconds).
+
+        beta is the slope over large messages; alpha is the rest of the time of small ones. The burst that an idle link
+        passes at once therefore does not affect beta.
+        """
         sizes, times = (np.array(each) for each in zip(*pings, strict=True))
         large = sizes > 1 << 20
         kinds = sorted({*sizes[large].tolist()})
@@ -66,26 +72,33 @@ class Link:
 
     @classmethod
     def of_rate(cls, rate: str) -> "Link":
-        """From `1gbit`, or with a latency in microseconds, `400gbit@5us`."""
+        """Return the link of a rate such as `1gbit`, or with a latency in microseconds `400gbit@5us`."""
         bits, _, latency = rate.partition("@")
         if latency and not re.fullmatch(r"\d+(\.\d+)?us", latency):
-            raise UserError(f"link={show(rate)}: a latency is written 400gbit@5us")
+            raise UserError(f"link={show(rate)}: the latency must be in microseconds: 400gbit@5us")
         alpha = float(latency[:-2]) * 1e-6 if latency else LATENCY
         return cls(alpha, 8 / bits_per_second("link", bits) / PAYLOAD)
 
     @classmethod
     def measured(cls, path: Path) -> "Link":
-        """The one that `communication.py` left in its folder."""
+        """Return the link that `communication.py` measured.
+
+        Args:
+            path: its folder, or its communication.json.
+
+        Raises:
+            UserError: there is none.
+        """
         try:
-            found = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
-            return cls(found["alpha"], found["beta"], found["gamma"], tuple(found["spread"]))
+            fields = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
+            return cls(fields["alpha"], fields["beta"], fields["gamma"], tuple(fields["spread"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"link={path}: no communication.json of scripts/lab/communication.py ({error})") from None
 
     def cost(self, way: str, workers: int, size: int) -> Cost:
-        """Of the sum of vectors of `size` bytes by one of the ways of network/collectives.py."""
+        """Return the cost of summing vectors of `size` bytes in one of the ways of network/collectives.py."""
         n, (a, b, g) = workers, (self.alpha, self.beta * size, self.gamma * size)
-        if way == "parameter server":  # of the N - 1 vectors that come in, and go out, one has the link
+        if way == "parameter server":  # N - 1 vectors share the server's link in each direction
             return Cost(2 * a, 2 * b, 2 * (n - 2) * b, (n - 1) * g)
         if way == "halving and doubling":
             log = n.bit_length() - 1
@@ -96,7 +109,11 @@ class Link:
 
 
 def bits_per_second(key: str, rate: Any) -> float:
-    """Of a rate in tc's words, such as 200mbit or 1gbit."""
+    """Return a rate in tc's notation, such as 200mbit or 1gbit, as bits per second.
+
+    Raises:
+        UserError: it is no such rate.
+    """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", str(rate)):
         return float(match[1]) * PER_SECOND[match[2]]
-    raise UserError(f"{key}={show(rate)}: must be a rate as tc says it: 200mbit, 1gbit")
+    raise UserError(f"{key}={show(rate)}: must be a rate in tc's notation: 200mbit, 1gbit")

@@ -1,6 +1,6 @@
-"""Network namespaces as machines: several hosts on this one, each with an address, a name and a link of its own.
+"""Make network namespaces that act as machines, each with an address, a name and a link of its own.
 
-Linux and root only. A link can be limited to a rate, cut and mended; a machine can be killed whole.
+Linux and root only. A link can be limited to a rate, cut and restored; all processes of a machine can be killed.
 """
 
 import os
@@ -18,25 +18,26 @@ from typing import Any
 
 NETWORK = "10.71.33"
 HOSTS = Path("/etc/netns")
-QUEUE = "100ms"  # of packets that wait for a limited link; more are dropped
+QUEUE = "100ms"  # longest wait of a packet for a limited link; later packets are dropped
 
 
 class NoMachines(Exception):
-    """Namespaces can't be made here. The message says why."""
+    """This system can't create namespaces. The message has the reason."""
 
 
 class Machines:
-    """`count` machines on one switch, while it is entered; all that runs on them is killed at the end, be it SIGTERM.
+    """`count` machines on one switch, as a context manager.
 
-    Each has its own hostname, one of `names`, and a hosts file in which the others' names stand.
+    At the end, SIGTERM included, all their processes are killed. Each machine has its own hostname, one of `names`, and
+    a hosts file with the names of the others.
 
     Args:
-        rate: of each machine's link, in each direction, in tc's words (`200mbit`); None: as fast as memory.
-        burst: bytes that a rested link passes at once: few against the messages that are timed, but more than what
-            passes while this machine is too busy to look after the link, some milliseconds.
+        rate: of each machine's link, in each direction, in tc's notation (`200mbit`). None: as fast as memory.
+        burst: bytes that an idle link passes at once. They should be few compared to the timed messages, but more than
+            the link carries in the milliseconds for which a busy machine neglects it.
 
     Raises:
-        NoMachines: this system or user can't make them.
+        NoMachines: this system or user can't create them.
     """
 
     def __init__(self, count: int, rate: str | None = None, burst: int = 32_768) -> None:
@@ -50,7 +51,7 @@ class Machines:
         if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
             raise NoMachines(f"{missing[0]} is not installed (packages iproute2 and util-linux)")
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of __exit__
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that __exit__ runs
         try:
             self._build()
             self.limit(self.rate)
@@ -72,28 +73,28 @@ class Machines:
         return f"{NETWORK}.{index + 1}"
 
     def command(self, index: int, command: Sequence[str], hidden: Sequence[str | Path] = ()) -> list[str]:
-        """What runs `command` on the machine, under its name; its pid is the command's own.
+        """Return a command that runs `command` on the machine, under its host name and with the same pid.
 
         Args:
-            hidden: folders that other machines have: empty there, and gone with the command.
+            hidden: folders of other machines. The command sees empty ones instead.
         """
         mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(folder))} && " for folder in hidden)
         named = f'{mounts}hostname {self.names[index]} && exec "$@"'
         return ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
     def rank(self, index: int, command: Sequence[str], port: int) -> list[str]:
-        """What runs `command` on each machine as one rank of a run over all of them, as any `env://` launcher does."""
+        """Return a command that runs `command` on a machine as one rank of a run over all, with `env://` variables."""
         place = {"RANK": index, "WORLD_SIZE": len(self.names), "MASTER_ADDR": self.address(0), "MASTER_PORT": port}
         return self.command(index, ["env", *(f"{name}={value}" for name, value in place.items()), *command])
 
     def start(
         self, index: int, command: Sequence[str], hidden: Sequence[str | Path] = (), **options: Any
     ) -> subprocess.Popen[str]:
-        """The command, started there; `options` are Popen's."""
+        """Start the command on a machine. `options` are Popen's."""
         return subprocess.Popen(self.command(index, command, hidden), text=True, **options)
 
     def kill(self, index: int) -> None:
-        """SIGKILL to all that runs on the machine."""
+        """Send SIGKILL to all processes of the machine."""
         for pid in self.processes(index):
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -101,25 +102,25 @@ class Machines:
                 continue
 
     def processes(self, index: int) -> list[int]:
-        """All that run on the machine."""
+        """Return the pids of all processes of the machine."""
         listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=False)
         return [int(pid) for pid in listed.stdout.split()]
 
     def link(self, index: int, up: bool) -> None:
-        """Plugs the machine's cable out, or in: nobody is told, packets just don't arrive."""
+        """Cut the machine's link, or restore it. Packets are lost; no process gets an error."""
         _ip("-n", self._switch, "link", "set", f"p{index}", "up" if up else "down")
 
     def limit(self, rate: str | None) -> None:
-        """Gives every link, in each direction, another rate from now on; None: as fast as memory."""
+        """Set the rate of every link in each direction. None: as fast as memory."""
         self.rate = rate
         for index, name in enumerate(self.names):
             for namespace, device in ((name, "eth0"), (self._switch, f"p{index}")):
                 place = ("tc", "-n", namespace, "qdisc")
                 if rate is not None:
                     shape = ("tbf", "rate", rate, "burst", str(self.burst), "latency", QUEUE)
-                    _said(*place, "replace", "dev", device, "root", *shape)
-                elif "tbf" in _said(*place, "show", "dev", device):
-                    _said(*place, "delete", "dev", device, "root")
+                    _run(*place, "replace", "dev", device, "root", *shape)
+                elif "tbf" in _run(*place, "show", "dev", device):
+                    _run(*place, "delete", "dev", device, "root")
 
     def _build(self) -> None:
         _ip("netns", "add", self._switch)
@@ -128,7 +129,7 @@ class Machines:
         for index, name in enumerate(self.names):
             HOSTS.joinpath(name).mkdir(parents=True)
             hosts = {other: self.address(at) for at, other in enumerate(self.names)}
-            hosts[name] = "127.0.1.1"  # as Debian's: its own name is a loopback address
+            hosts[name] = "127.0.1.1"  # as on Debian, where a machine's own name is a loopback address
             lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in hosts.items())]
             HOSTS.joinpath(name, "hosts").write_text("\n".join([*lines, ""]))
             _ip("netns", "add", name)
@@ -141,10 +142,10 @@ class Machines:
 
 
 def _ip(*arguments: str) -> None:
-    _said("ip", *arguments)
+    _run("ip", *arguments)
 
 
-def _said(*command: str) -> str:
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoMachines(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'failed'}")

@@ -1,8 +1,8 @@
-"""A worker of communication.py: it and the others sum their gradients, 2 of them first, then 3, and so on.
+"""Run a worker of communication.py. The workers sum their gradients: first 2 of them, then 3, and so on:
 
     summing.py check|measure <folder with gradient_<rank>.npy> <rank> <workers> <host:port of worker 0> <rounds>
 
-Rank zero leaves what was found in check.json, or measure.json: a dict for each number of workers.
+Rank zero writes the results into check.json or measure.json: a dict for each number of workers.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
-from network.collectives import SUMS, Sum, Wire
+from network.collectives import SUMS, Channel, Sum
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, alone
+from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, reduce_alone
 
-# small ones tell the latency, large ones the rate
+# the small sizes measure the latency, the large ones the rate
 PING_BYTES = [64, 256, 1024, 4096, 1 << 21, 1 << 22, 1 << 23]
 PINGS = 7  # of each size
 
@@ -34,15 +34,15 @@ def main(what: str, folder: Path, rank: int, workers: int, endpoint: str, rounds
     torch.set_num_threads(1)
     host, port = endpoint.split(":")
     store = dist.TCPStore(host, int(port), workers, is_master=rank == 0, timeout=timedelta(minutes=2))
-    found = []
+    results = []
     for count in range(max(2, rank + 1), workers + 1):
-        own = dist.PrefixStore(str(count), store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=count, timeout=timedelta(minutes=10))
-        found.append(checked(folder) if what == "check" else measured(folder, rounds))
+        group_store = dist.PrefixStore(str(count), store)
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=count, timeout=timedelta(minutes=10))
+        results.append(checked(folder) if what == "check" else measured(folder, rounds))
         dist.barrier()
         dist.destroy_process_group()
     if rank == 0:
-        (folder / f"{what}.json").write_text(json.dumps(found))
+        (folder / f"{what}.json").write_text(json.dumps(results))
 
 
 def gradient(folder: Path, rank: int) -> Tensor:
@@ -53,23 +53,27 @@ def gradient(folder: Path, rank: int) -> Tensor:
 
 
 def checked(folder: Path) -> dict[str, Any]:
-    """How many different sums all ways, and one process alone, gave on all workers: `exact`, of integers; `wrong`, of
-    which one worker left out one number; `float`, of float32, in which the order of three or more shows."""
-    own, size = gradient(folder, dist.get_rank()), dist.get_world_size()
-    changed = own.clone()
+    """Count the different sums that all ways, and one process alone, gave on all workers.
+
+    Returns:
+        `exact`: of integers. `wrong`: the same, if one worker leaves out one number. `float`: of float32, whose sum
+        depends on the order of three or more.
+    """
+    vector, size = gradient(folder, dist.get_rank()), dist.get_world_size()
+    changed = vector.clone()
     if dist.get_rank() == size - 1:
-        changed[own.abs().argmax()] = 0.0
-    reference = digest(exact([gradient(folder, rank) for rank in range(size)], alone))  # all in this process
+        changed[vector.abs().argmax()] = 0.0
+    reference = digest(exact([gradient(folder, rank) for rank in range(size)], reduce_alone))  # all in this process
     ways = list(SUMS.values())
     return {
-        "exact": different([reference, *(digest(exact([own], over(way))) for way in ways)]),
-        "float": different([digest(summed(own, way)) for way in ways]),
+        "exact": different([reference, *(digest(exact([vector], over(way))) for way in ways)]),
+        "float": different([digest(summed(vector, way)) for way in ways]),
         "wrong": different([reference, digest(exact([changed], over(ways[0])))]),
     }
 
 
 def exact(gradients: list[Tensor], all_reduce: AllReduce) -> Tensor:
-    """The sum that a run with exact=true takes."""
+    """Return the sum as a run with exact=true computes it."""
     total = ExactSum(gradients[:1])
     for each in gradients:
         total.add([each])
@@ -79,7 +83,7 @@ def exact(gradients: list[Tensor], all_reduce: AllReduce) -> Tensor:
 def over(way: Sum) -> AllReduce:
     def all_reduce(tensor: Tensor, op: str) -> None:
         if op == "sum":
-            way(tensor, Wire())
+            way(tensor, Channel())
         else:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
@@ -88,7 +92,7 @@ def over(way: Sum) -> AllReduce:
 
 def summed(vector: Tensor, way: Sum) -> Tensor:
     total = vector.clone()
-    way(total, Wire())
+    way(total, Channel())
     return total
 
 
@@ -96,9 +100,9 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-def different(own: list[str]) -> int:
+def different(digests: list[str]) -> int:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, digests)
     return len({each for worker in everyone for each in worker})
 
 
@@ -106,25 +110,29 @@ def different(own: list[str]) -> int:
 
 
 def measured(folder: Path, rounds: int) -> dict[str, Any]:
-    """`sums`: of each way its seconds, bytes and messages, in turns; of two workers also `pings` and `adding`."""
-    own = gradient(folder, dist.get_rank())
-    found: dict[str, Any] = {"sums": {name: {"seconds": []} for name in SUMS}}
+    """Time all ways in turns.
+
+    Returns:
+        `sums`: seconds, bytes and messages of each way. With two workers also `pings` and `adding`.
+    """
+    vector = gradient(folder, dist.get_rank())
+    results: dict[str, Any] = {"sums": {name: {"seconds": []} for name in SUMS}}
     if dist.get_world_size() == 2:
-        found |= {"pings": pings(), "adding": adding(own)}
+        results |= {"pings": pings(), "adding": adding(vector)}
     for way in SUMS.values():
-        way(own[: 1 << 16].clone(), Wire())  # connections wake up
+        way(vector[: 1 << 16].clone(), Channel())  # opens the connections
     for _ in range(rounds):
         for name, way in SUMS.items():
-            seconds, size, messages = timed(way, own.clone())
-            row = found["sums"][name]
+            seconds, size, messages = timed(way, vector.clone())
+            row = results["sums"][name]
             row["seconds"].append(seconds)
             row |= {"bytes": int(size), "messages": int(messages)}
-    return found
+    return results
 
 
 def pings() -> list[tuple[int, float]]:
-    """(bytes, seconds one way) of messages that worker 1 sends back; the first ones don't count."""
-    other, found = 1 - dist.get_rank(), []
+    """Return (bytes, seconds one way) of messages that worker 1 sends back. The first ones don't count."""
+    other, times = 1 - dist.get_rank(), []
     for size in PING_BYTES[:1] * PINGS + PING_BYTES * PINGS:
         message = torch.zeros(size, dtype=torch.uint8)
         began = time.perf_counter()
@@ -133,12 +141,12 @@ def pings() -> list[tuple[int, float]]:
                 dist.send(message, other)
             else:
                 dist.recv(message, other)
-        found.append((size, (time.perf_counter() - began) / 2))
-    return found[PINGS:]
+        times.append((size, (time.perf_counter() - began) / 2))
+    return times[PINGS:]
 
 
 def adding(vector: Tensor) -> float:
-    """Seconds per byte of adding one vector to another."""
+    """Return the seconds per byte of adding one vector to another."""
     total, times = torch.zeros_like(vector), []
     for _ in range(5):
         began = time.perf_counter()
@@ -148,14 +156,14 @@ def adding(vector: Tensor) -> float:
 
 
 def timed(way: Sum, vector: Tensor) -> list[float]:
-    """Seconds until the last worker has the sum; bytes and messages of the busiest one."""
-    wire = Wire()
+    """Return the seconds until the last worker has the sum, and bytes and messages of the busiest worker."""
+    channel = Channel()
     dist.barrier()
     began = time.perf_counter()
-    way(vector, wire)
-    told = torch.tensor([time.perf_counter() - began, wire.bytes, wire.messages], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return told.tolist()
+    way(vector, channel)
+    maxima = torch.tensor([time.perf_counter() - began, channel.bytes, channel.messages], dtype=torch.float64)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return maxima.tolist()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run of rebalance.py has beside: each rank writes when its steps end, and how many pieces it computed."""
+"""A callback for rebalance.py: each rank writes when its steps end, and how many pieces it computed."""
 
 import os
 import time
@@ -9,7 +9,11 @@ import lightning.pytorch as pl
 
 
 class Pace(pl.Callback):
-    """Write `<rank>.pid`, and to `<rank>.steps` a line for each step: seconds since 1970, pieces of this rank."""
+    """Writes `<rank>.pid`, and to `<rank>.steps` a line for each step: seconds since 1970 and pieces of this rank.
+
+    Args:
+        folder: the folder of these files.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

@@ -1,1 +1,1 @@
-"""The arithmetic of a step: who computes which piece, which samples it holds, and sums without an order."""
+"""The arithmetic of a step: layouts, the order of samples, and exact sums."""

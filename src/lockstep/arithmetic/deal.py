@@ -1,22 +1,28 @@
-"""Who computes which piece at each step of a run."""
+"""The assignment of each step's pieces to devices."""
 
 from lockstep.arithmetic.layout import Layout
 
 
 class Deal:
-    """Deal the pieces of every step alike.
+    """Assigns the pieces of every step as the run's layout does.
 
-    Extras may wrap it (`Extra.wrap_deal`) to deal them otherwise from some step on. All processes must then get the
-    same layout for a step, and loader processes too, which were forked before and fetch several steps ahead.
+    An extra may replace it (`Extra.wrap_deal`) to assign the pieces of later steps otherwise. All processes must then
+    get the same layout for a step, also loader processes, which are forked earlier and fetch several steps ahead.
 
     Args:
-        layout: the run's.
+        layout: the run's layout.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def layout_at(self, step: int) -> Layout:
-        """Return who computes which piece of an optimizer step (0-based, since the run began): the run's layout with
-        other `shares` at most, and the same object for as long as they stay."""
+        """Return the layout of an optimizer step.
+
+        Args:
+            step: the number of the step since the run began, 0-based.
+
+        Returns:
+            The run's layout, maybe with other `shares`; the same object as long as they do not change.
+        """
         return self.layout

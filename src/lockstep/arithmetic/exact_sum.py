@@ -1,15 +1,19 @@
 """Sums that do not depend on their order.
 
-Floating-point addition depends on order, and every layout adds in another one. Here each addend is rounded to a grid,
-an integer multiple of a power of two chosen per tensor, and integers are added: neither the order of pieces nor that of
-an all-reduce matters. The idea is that of Demmel and Nguyen (Fast reproducible floating-point summation, 2013) and of
-Hallberg and Adcroft (An order-invariant real-to-integer conversion sum, 2014); the rounding is the classical addition
-of a large constant: in float64, `1.5 * 2**52 * q + x` is `x` rounded to a multiple of `q`, and its bits, read as an
-int64, are those of the constant plus the multiple. So a sum costs one float addition and one integer addition.
+The result of floating-point addition depends on the order, and each layout adds in a different order. Here each addend
+is rounded to an integer multiple of `q`, a power of two that is chosen per tensor. Integers are then added, so neither
+the order of the pieces nor the order inside an all-reduce changes the sum. The idea is from Demmel and Nguyen (Fast
+reproducible floating-point summation, 2013) and Hallberg and Adcroft (An order-invariant real-to-integer conversion
+sum, 2014).
 
-The grid follows the previous sum's largest element: 45 bits below it are kept (float32 keeps 24), and 6 bits are left
-for growth. What grows more is seen before it is rounded, and summed on a second grid that all processes agree on.
-Neighbouring small tensors share a grid: a network has many, and each operation costs more than its arithmetic.
+The rounding adds a large constant. In float64, `1.5 * 2**52 * q + x` is the constant plus `k * q`, where `k * q` is `x`
+rounded to a multiple of `q`. The bits of this number, read as an int64, are the bits of the constant, plus `k`. So each
+addend costs one float addition and one integer addition.
+
+The grid follows the largest element of the previous sum: 45 bits below it are kept (float32 keeps 24), and 6 bits are
+left for growth. An addend that grew more is detected before it is rounded and summed on a second grid, which all
+processes choose together. Small neighbouring tensors share a grid, because a network has many of them and the overhead
+of an operation is larger than its arithmetic.
 """
 
 import math
@@ -19,61 +23,62 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BITS = 51  # |x| < 2**51 * q keeps the constant's exponent
-HEAD = 6  # bits of growth between two sums
-LOWEST = -900  # exponent: far below float32's least, and its grid is still a normal float64
-HIGHEST = 1000  # exponent: far above float32's largest, and a grid's constant, and the sum, are still float64
-SMALL = 16_384  # elements: smaller neighbours share a grid
-CHUNK = 65_536  # elements: a float64 chunk stays in the second-level cache
+BITS = 51  # the sum with the constant keeps the constant's exponent if |x| < 2**51 * q
+HEAD = 6  # bits of headroom for growth between two sums
+LOWEST = -900  # smallest exponent: far below float32's, and its grid is still a normal float64
+HIGHEST = 1000  # largest exponent: far above float32's, and the grid's constant and the sum are still finite float64
+SMALL = 16_384  # at most so many elements of neighbouring tensors share a grid
+CHUNK = 65_536  # elements of a chunk: in float64 it fits the second-level cache
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
 
 
-def alone(tensor: Tensor, op: str) -> None:
-    """The all-reduce of a single process."""
+def reduce_alone(tensor: Tensor, op: str) -> None:
+    """Leave the tensor as it is: the all-reduce of a single process."""
 
 
-class Damaged(Exception):
-    """A message between processes has come otherwise than it was sent. One line: the step, and of which tensors."""
+class CorruptMessage(Exception):
+    """A message between processes was damaged on its way. The text, one line, names the step and the tensors."""
 
 
 class ExactSum:
-    """The sum of equally shaped lists of tensors, whatever their order and wherever they were added.
+    """The sum of lists of tensors, independent of their order and of the process that adds each list.
 
     Args:
-        like: tensors that the addends have the shape, strides and device of.
-        floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
-        runs: a number for each tensor; those with different ones share no grid.
-        held: whether each tensor is summed here, alike for all of one run; `total` returns others as `like` has them.
-        names: of the tensors; given, messages are checked: each carries the sums mod 2**64 of its parts, which are
-            linear, so that those of what arrives must be the sums that arrive.
+        like: tensors with the shapes, strides and device of the addends.
+        floor: smallest exponent of a grid; None: a grid follows the sums without a limit.
+        segment_ids: a number for each tensor. Tensors with different numbers share no grid.
+        summed_here: for each tensor, whether this process sums it; the same for all tensors of a segment. `total`
+            returns the other tensors from `like`.
+        names: names of the tensors; if given, messages are checked. Each message then carries checksums, the sums of
+            its parts mod 2**64. They are linear, so the checksums of the result must equal the summed checksums.
 
     Attributes:
-        own: the groups of tensors that are summed here.
-        given: for each tensor, whether any addend had it; after `total`, on any process.
+        local_groups: numbers of the groups of tensors that this process sums.
+        present: for each tensor, whether any addend had it: before `total` on this process, afterwards on any process.
     """
 
     def __init__(
         self,
         like: Sequence[Tensor],
         floor: int | None = None,
-        runs: Sequence[int] = (),
-        held: Sequence[bool] = (),
+        segment_ids: Sequence[int] = (),
+        summed_here: Sequence[bool] = (),
         names: Sequence[str] = (),
     ) -> None:
         self.like = list(like)
         self.floor = floor
         self.device = self.like[0].device if self.like else torch.device("cpu")
         self.dense = [dense(tensor) for tensor in self.like]
-        self.groups = _group(self.like, runs or [0] * len(self.like))
-        self.own = [at for at, group in enumerate(self.groups) if not held or held[group[0]]]
+        self.groups = _group(self.like, segment_ids or [0] * len(self.like))
+        self.local_groups = [at for at, group in enumerate(self.groups) if not summed_here or summed_here[group[0]]]
         elements = [sum(self.like[index].numel() for index in group) for group in self.groups]
-        self.sizes = [size if at in self.own else 0 for at, size in enumerate(elements)]
+        self.sizes = [size if at in self.local_groups else 0 for at, size in enumerate(elements)]
         self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
-        # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
-        # constant is in them, how many addends outgrew their grids, and which tensors were given at all
+        # One all-reduce sends everything: the elements in units of their grids, with the constants' bits; how often
+        # each group's constant was added; how many addends outgrew their grids; which tensors had an addend.
         counts = len(self.groups) + 1 + len(self.like)
-        # and where it is checked, the sums of all these
+        # If messages are checked, the checksums follow.
         self.names, checks = names, len(self.groups) + 1 if names else 0
         self.units = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
         *self.parts, self.counts, self.checks = self.units.split([*self.sizes, counts, checks])
@@ -81,62 +86,80 @@ class ExactSum:
         self.begin()
 
     def begin(self, step: int = 0) -> None:
-        """Starts a new sum, of a step that is named where a message is damaged."""
+        """Start the sum of a step. An error message names the step."""
         self.step = step
-        self.given = [False] * len(self.like)
+        self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
-        self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
+        self.rounded = [0] * len(self.groups)  # how often each group's constant was added, with an addend
         self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
     def add(self, values: Sequence[Tensor | None]) -> None:
-        """Adds one list of tensors; None counts as zeros."""
-        self.given = [given or value is not None for given, value in zip(self.given, values, strict=True)]
-        flats = [self._flat(self.groups[at], values) for at in self.own]
-        # on CPU, `_round` looks at each chunk when it is in the cache
+        """Add one list of tensors, in the order of `like`. None counts as zeros."""
+        self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
+        flats = [self._flat(self.groups[at], values) for at in self.local_groups]
+        # On a CPU, `_round` checks the bound of each chunk itself, while the chunk is in the cache.
         bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
-        for at, flat, bound in zip(self.own, flats, bounds, strict=True):
+        for at, flat, bound in zip(self.local_groups, flats, bounds, strict=True):
             grid = self.grids[at]
-            room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # what an element must stay below
+            room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # upper limit of an element
             if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
                 self.rounded[at] += 1
-            else:  # nan too. Until all are there it waits in the host's memory, which is larger
+            else:  # also if the bound is nan. It waits in the host's memory, which is larger than the GPU's
                 self.outgrown.append((at, flat.to("cpu", copy=True)))
 
-    def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
-        """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
+    def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
+        """Return the sum over all processes, divided by `divisor`. Every process must call this.
 
-        A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
-        as nan, on every process.
+        Args:
+            all_reduce: reduces a tensor in place over all processes.
+            divisor: divides the sum once, at the end.
+
+        Returns:
+            Tensors with the dtypes, shapes and strides of `like`. A tensor is nan on every process if any of its
+            addends had an element that is not finite or, in float64, is 2**1000 or more.
+
+        Raises:
+            CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
-        all_reduce(self.send(), "sum")
-        sums, bounds = self.receive(all_reduce, divisor)
-        self.follow(bounds)
+        all_reduce(self.pack(), "sum")
+        sums, bounds = self.unpack(all_reduce, divisor)
+        self.update_grids(bounds)
         return sums
 
-    def send(self) -> Tensor:
-        """The first half of `total`, after which nothing is added: what all processes are to sum, in place."""
+    def pack(self) -> Tensor:
+        """Do the first half of `total`: return the int64 tensor to sum in place over all processes.
+
+        Add nothing after this.
+        """
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
-        self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
+        self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.present]))
         if self.names:
             self.checks.copy_(_sums([*self.parts, self.counts]))
         return self.units
 
-    def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
-        """The second half, once what `send` returned is summed: the sums, and what `follow` takes.
+    def unpack(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
+        """Do the second half of `total`, after the result of `pack` is summed over all processes.
+
+        Args:
+            all_reduce: as of `total`.
+            divisor: as of `total`.
+
+        Returns:
+            The sums, and the largest elements of the local groups, which `update_grids` takes.
 
         Raises:
-            Damaged: it is not what was sent; on the processes where it is not.
+            CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
         if self.names:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]
-        self.given = [count > 0 for count in counts[groups + 1 :]]
+        self.present = [count > 0 for count in counts[groups + 1 :]]
         extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
-        flats = [self._result(at, extra.get(at), divisor) for at in self.own]
+        flats = [self._result(at, extra.get(at), divisor) for at in self.local_groups]
         bounds = [bound * divisor for bound in _bounds(flats)]
         sums = self._shaped(flats)
         for index in broken:
@@ -144,29 +167,43 @@ class ExactSum:
                 sums[index].fill_(math.nan)
         return [sums.get(index, like) for index, like in enumerate(self.like)], bounds
 
-    def follow(self, bounds: Sequence[float]) -> None:
-        """The grids of the sums that begin from now on follow those of which these are the largest elements."""
-        for at, bound in zip(self.own, bounds, strict=True):
+    def update_grids(self, bounds: Sequence[float]) -> None:
+        """Choose the grids of later sums from `bounds`, the largest elements of the sum just finished."""
+        for at, bound in zip(self.local_groups, bounds, strict=True):
             self.exponents[at] = self._next(self.exponents[at], bound)
 
     def _check(self, parts: Sequence[Tensor], sums: Tensor, groups: Sequence[int]) -> None:
-        """Compares parts of a message, first those of the `groups`, with the sums that came with it."""
+        """Compare the parts of a received message with its checksums.
+
+        Args:
+            parts: first one part for each of `groups`, then others.
+            sums: the received checksums, one for each part.
+            groups: numbers of the groups, for the error message.
+
+        Raises:
+            CorruptMessage: a part does not match.
+        """
         if wrong := (_sums(parts) != sums).nonzero().flatten().tolist():
             tensors = [index for at in wrong if at < len(groups) for index in self.groups[groups[at]]]
             of = f" of {self.names[tensors[0]]} to {self.names[tensors[-1]]}" if self.names and tensors else ""
-            raise Damaged(f"step {self.step + 1}: the sums{of} are not those of what the ranks sent; none was applied")
+            raise CorruptMessage(
+                f"step {self.step + 1}: the sums{of} do not match what the ranks sent; none was applied"
+            )
 
     # --- one group of tensors ---
 
     def _next(self, old: int | None, bound: float) -> int | None:
-        """The exponent of the next sum. A sum of zero may be one that fell below its grid: the grid follows it down."""
+        """Return the exponent of a group's next sum, from the last exponent and the last sum's largest element.
+
+        If the sum was zero, its elements may be smaller than the grid, so the exponent is lowered.
+        """
         least = LOWEST if self.floor is None else self.floor
         if bound:
             return min(max(math.frexp(bound)[1], least), HIGHEST)
         return old if old is None else max(old - (BITS - HEAD), least)
 
     def _flat(self, group: list[int], values: Sequence[Tensor | None]) -> Tensor:
-        """The group's elements in the order in which `like` stores them; a tensor by itself is not copied."""
+        """Return a group's elements as one vector, in the memory order of `like`. A single tensor is not copied."""
         parts = []
         for index in group:
             like, value = self.like[index], values[index]
@@ -178,20 +215,32 @@ class ExactSum:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _shaped(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Views of the groups' elements with the shapes and strides of `like`, by their number there."""
-        found: dict[int, Tensor] = {}
-        for at, flat in zip(self.own, flats, strict=True):
+        """Return views of the groups' elements with the shapes and strides of `like`, by their index in it."""
+        views: dict[int, Tensor] = {}
+        for at, flat in zip(self.local_groups, flats, strict=True):
             sizes = [self.like[index].numel() for index in self.groups[at]]
             for index, part in zip(self.groups[at], flat.split(sizes), strict=True):
                 shape, strides = self.like[index].shape, self.like[index].stride()
                 dense = self.dense[index]
-                found[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
-        return found
+                views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
+        return views
 
     def _round(self, flat: Tensor, units: Tensor, constant: float, room: float, first: bool) -> bool:
-        """Adds the elements, rounded, and the constant's bits with each of them; the first ones overwrite what is
-        there. On CPU by numpy: the same IEEE additions, and half of the time; returns whether all of the elements stay
-        below `room`, else the sum is as before."""
+        """Round the elements and add them to `units`, each with the constant's bits.
+
+        On a CPU, numpy does the same IEEE additions in half of the time.
+
+        Args:
+            flat: the addend.
+            units: int64 sums, changed in place.
+            constant: rounds an element to the grid.
+            room: upper limit of the elements. Checked on a CPU; on a GPU the caller has checked it.
+            first: overwrite `units` instead of adding to it.
+
+        Returns:
+            Whether all elements are below `room`. If not, `units` is as before; after a call with `first`, the next
+            call must have `first` too.
+        """
         if self.device.type != "cpu":
             add = Tensor.copy_ if first else Tensor.add_
             add(units, flat.double().add_(constant).view(torch.int64))
@@ -199,13 +248,14 @@ class ExactSum:
         values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
 
         def rounded(start: int, into: np.ndarray) -> np.ndarray:
-            np.copyto(into, values[start : start + CHUNK])  # by itself: np.add converts in smaller parts
+            np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
             into += constant
             return into.view(np.int64)
 
         for start in range(0, len(values), CHUNK):
             part, into = values[start : start + CHUNK], sums[start : start + CHUNK]
-            if not max(-float(np.minimum.reduce(part)), float(np.maximum.reduce(part))) < room:  # nan is handed on
+            largest = max(-float(np.minimum.reduce(part)), float(np.maximum.reduce(part)))
+            if not largest < room:  # also true if the part has a nan
                 for before in range(0, 0 if first else start, CHUNK):
                     sums[before : before + CHUNK] -= rounded(before, scratch)
                 return False
@@ -216,9 +266,10 @@ class ExactSum:
         return True
 
     def _result(self, at: int, extra: Tensor | None, divisor: float) -> Tensor:
+        """Return the sum of a local group as floats: its units and what outgrew its grid, divided by `divisor`."""
         grid = self.grids[at] or 0
         constants = self.rounded[at] * _bits(_constant(grid))
-        constants = (constants + 2**63) % 2**64 - 2**63  # as int64 arithmetic wraps it
+        constants = (constants + 2**63) % 2**64 - 2**63  # wrapped as int64 arithmetic does
         scale = 2.0**grid
         result = torch.empty(self.sizes[at], dtype=self.like[self.groups[at][0]].dtype, device=self.device)
         for start, units in zip(range(0, len(result), CHUNK), self.parts[at].split(CHUNK), strict=False):
@@ -230,12 +281,15 @@ class ExactSum:
                 part.copy_(exact.mul_(scale).add_(extra[start : start + CHUNK]).div_(divisor))
         return result
 
-    # --- what outgrew its grid ---
+    # --- addends that outgrew their grids ---
 
     def _outgrown_total(self, all_reduce: AllReduce) -> tuple[dict[int, Tensor], set[int]]:
-        """All processes agree on the largest exponents, then sum on that grid. Rare, but each run's first step.
+        """Sum the addends that outgrew their grids, on a grid for the largest exponent over all processes.
 
-        Returns the sums by group, and the tensors to which something that is not finite was added.
+        This happens in the first step of a run and is rare afterwards.
+
+        Returns:
+            The sums by group, and the indices of the tensors that had an addend with elements that are not finite.
         """
         none = -100_000
         exponents = torch.full((len(self.groups),), none, dtype=torch.int64)
@@ -249,9 +303,9 @@ class ExactSum:
             largest = max(bound for bound in [0.0, *bounds] if bound < 2.0**HIGHEST)
             if largest:
                 exponents[at] = max(int(exponents[at]), math.frexp(largest)[1])
-        told = torch.cat([exponents, broken]).to(self.device)
-        all_reduce(told, "max")
-        exponents, broken = told.cpu().split([len(self.groups), len(self.like)])
+        maxima = torch.cat([exponents, broken]).to(self.device)
+        all_reduce(maxima, "max")
+        exponents, broken = maxima.cpu().split([len(self.groups), len(self.like)])
         agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
         units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
         for at, value in self.outgrown:
@@ -259,23 +313,23 @@ class ExactSum:
                 constant = _constant(agreed[at])
                 units[at] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         if units:
-            # and whether all have come to the same exponents
-            parts = [*units.values(), torch.stack([told.sum(), torch.ones_like(told[0])])]
+            # The last part is (own sum of exponents, 1): its total is a multiple of the own sum if all are the same.
+            parts = [*units.values(), torch.stack([maxima.sum(), torch.ones_like(maxima[0])])]
             flat = torch.cat([*parts, _sums(parts)])
             all_reduce(flat, "sum")
             *parts, both, checks = flat.split([*map(len, parts), len(parts)])
-            alike = torch.equal(both[0], both[1] * told.sum())
-            self._check([*parts, both], checks if alike else ~checks, list(units))
+            consistent = torch.equal(both[0], both[1] * maxima.sum())
+            self._check([*parts, both], checks if consistent else ~checks, list(units))
             units = dict(zip(units, parts, strict=True))
         extra = {at: part.double().mul_(2.0 ** agreed[at]) for at, part in units.items()}
         return extra, {index for index, bad in enumerate(broken.tolist()) if bad}
 
 
 def _bounds(flats: Sequence[Tensor]) -> list[float]:
-    """The largest absolute value of each tensor, nan where it holds one."""
+    """Return the largest absolute value of each tensor; nan if the tensor has one."""
     if not flats:
         return []
-    if flats[0].device.type == "cpu":  # numpy takes half of the time, and hands on nan as torch does
+    if flats[0].device.type == "cpu":  # numpy takes half of the time and propagates nan as torch does
         return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
     ends = torch.stack([end for flat in flats for end in torch.aminmax(flat if len(flat) else flat.new_zeros(1))])
     low, high = ends.double().view(-1, 2).unbind(1)
@@ -283,26 +337,27 @@ def _bounds(flats: Sequence[Tensor]) -> list[float]:
 
 
 def _sums(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of each part mod 2**64."""
+    """Return the checksum of each part: its sum mod 2**64."""
     return torch.stack([part.sum() for part in parts])
 
 
 def _constant(grid: int | None) -> float:
-    """What rounds a float64 to a multiple of 2**grid when it is added; 2**0 where no grid is known yet."""
+    """Return the float64 whose addition rounds to a multiple of 2**grid; of 2**0 if there is no grid yet."""
     return 1.5 * 2.0 ** (52 + (grid or 0))
 
 
 def _bits(constant: float) -> int:
+    """Return the bits of a float64, read as an int64."""
     return int(np.float64(constant).view(np.int64))
 
 
-def _group(like: Sequence[Tensor], runs: Sequence[int]) -> list[list[int]]:
-    """Neighbouring small tensors of one dtype and run together, large ones by themselves."""
+def _group(like: Sequence[Tensor], segment_ids: Sequence[int]) -> list[list[int]]:
+    """Return groups of tensor indices: small neighbours of one dtype and segment together, large tensors alone."""
     groups: list[list[int]] = []
     room = 0
     for index, tensor in enumerate(like):
         size = tensor.numel()
-        if size <= room and (tensor.dtype, runs[index]) == (like[index - 1].dtype, runs[index - 1]):
+        if size <= room and (tensor.dtype, segment_ids[index]) == (like[index - 1].dtype, segment_ids[index - 1]):
             groups[-1].append(index)
             room -= size
         else:
@@ -312,7 +367,7 @@ def _group(like: Sequence[Tensor], runs: Sequence[int]) -> list[list[int]]:
 
 
 def dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps: such tensors can be read as they are stored."""
+    """Check whether a tensor's elements fill their memory without gaps, so that they can be read in memory order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:

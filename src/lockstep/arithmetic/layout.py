@@ -1,6 +1,6 @@
-"""The arithmetic of a step: `batch_size` samples in `pieces` pieces, and who computes which.
+"""Layouts: `batch_size` samples in `pieces` pieces, and which device computes which piece.
 
-Pure: neither torch nor Lightning is imported, so bad numbers are refused before anything slow starts.
+This module imports neither torch nor Lightning, so that bad numbers are refused before anything slow starts.
 """
 
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ from lockstep.errors import UserError
 from lockstep.text import plural
 
 MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
-MOST_EXACT = 1 << 13  # of a step under exact: so many numbers of 50 bits have a sum of 63 (see exact.py)
+MOST_EXACT = 1 << 13  # of a step with exact=true: the sum of 2**13 numbers of 50 bits has 63 bits (see exact_sum.py)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who computes which piece of an optimizer step.
+    """The assignment of a step's pieces to devices.
 
     Attributes:
-        strategy: `single`, `ddp` (a process per device), `dp` (one process, several devices), or what a strategy that
-            is no part of the core calls itself.
+        strategy: `single`, `ddp` (a process per device), `dp` (one process, several devices), or the name of an
+            extra's strategy.
         accelerator: `cpu` or `gpu`.
         devices: devices of one node.
         num_nodes: machines.
         batch_size: samples of one optimizer step, over all devices, nodes and accumulated micro-batches.
         pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
-        exact: sums do not depend on their order.
+        exact: whether sums must not depend on their order.
         shares: relative number of pieces of each device, in rank order; empty: even.
-        staged: whether each device is a process that holds a stage of the network, and every piece passes all stages.
+        staged: whether each device is a process with one stage of the network, and every piece passes all stages.
     """
 
     strategy: str
@@ -55,18 +55,17 @@ class Layout:
 
     @property
     def has_group(self) -> bool:
-        """Whether its workers have a process group; ddp's single worker has one, too."""
+        """True if the workers form a process group. With ddp, a single worker does, too."""
         return self.strategy == "ddp" or self.staged
 
     @property
     def replicas(self) -> int:
-        """Copies of the network that share out a step's pieces, each in a process of its own, or in one."""
+        """Processes that have a whole copy of the network each and share the pieces of a step."""
         return self.num_devices if self.strategy == "ddp" else 1
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches (forward and backward passes one after the other) of the busiest device in one step; of
-        stages, for each one."""
+        """Micro-batches that the busiest device computes one after another in a step; of stages, pieces / devices."""
         if self.staged:
             return -(-self.pieces // self.num_devices)
         return max(self.counts)
@@ -83,26 +82,33 @@ class Layout:
 
     @property
     def most(self) -> int:
-        """Pieces that a step may be cut into."""
+        """The largest number of pieces that a step may be cut into."""
         return MOST_EXACT if self.exact else MOST_PIECES
 
     def owned(self, device: int) -> range:
-        """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2. All of them pass
-        each stage."""
+        """Return the pieces that a device owns: of 8 pieces on 3 devices 0 to 2, 3 to 5, and 6 to 7.
+
+        A device with a stage of the network owns all of them.
+        """
         if self.staged:
             return range(self.pieces)
         borders = _borders(self.pieces, self.num_devices, self.shares)
         return range(borders[device], borders[device + 1])
 
     def micro_batches(self, rank: int) -> list[tuple[int, int]]:
-        """Return the `(device, piece)` pairs that a process computes in one step, in order; of several devices, first
-        the first piece of each one, then the second piece of each one, and so on."""
+        """Return the `(device, piece)` pairs that a process computes in one step, in order.
+
+        A process with several devices takes the first piece of each device, then the second piece of each, and so on.
+        """
         devices = range(self.num_devices) if self.strategy == "dp" else (rank,)
         owned = [[(device, piece) for piece in self.owned(device)] for device in devices]
         return [pair for at_once in zip_longest(*owned) for pair in at_once if pair is not None]
 
     def finer(self) -> Iterator["Layout"]:
-        """The same step in more pieces of equal size, at least twice as many each time, and as many for each device."""
+        """Yield layouts of the same step with more and more pieces: at least twice as many each time, of equal size.
+
+        If all devices have equally many pieces, they also have equally many in these layouts.
+        """
         by = self.num_devices if self.pieces % self.num_devices == 0 else 1
         least = 2 * self.pieces
         for pieces in range(by, min(self.batch_size, self.most) + 1, by):
@@ -111,7 +117,7 @@ class Layout:
                 least = 2 * pieces
 
     def describe(self) -> str:
-        """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
+        """Return the layout as one line: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
         even = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
@@ -126,18 +132,19 @@ class Layout:
 
 @lru_cache(maxsize=16)
 def _borders(total: int, parts: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Where `split` begins each part, and where it ends: kept, since each of many devices asks."""
+    """Return the `parts + 1` borders of the parts of `split`. Cached, because it is called once per device."""
     return tuple(running_sum(split(total, parts, shares), initial=0))
 
 
 def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
-    """`total` whole things in `parts` parts, as near to `shares` as whole numbers allow, at least one each.
+    """Divide `total` pieces into `parts` whole numbers, at least one each.
 
-    Even parts put the larger ones first. Uneven ones follow the largest remainder (Hamilton's method).
+    Without `shares` the parts are even, the larger ones first. With `shares` they follow the shares as closely as whole
+    numbers can, by the largest remainder (Hamilton's method).
     """
     if not shares:
         return [total // parts + (part < total % parts) for part in range(parts)]
-    spare = total - parts  # everyone has one; what is left follows the shares
+    spare = total - parts  # each part gets one; the rest follows the shares
     wanted = [max(0.0, share / sum(shares) * total - 1) for share in shares]
     scale = spare / sum(wanted) if sum(wanted) else 0.0
     floors = [int(want * scale + 1e-9) for want in wanted]
@@ -161,13 +168,23 @@ def resolve(
     staged: bool = False,
     even: bool = True,
 ) -> Layout:
-    """The layout that a config asks for.
+    """Return the layout of a config.
 
-    `pieces` defaults to `devices x num_nodes x accumulate_grad_batches`; given `pieces`, accumulation follows from it.
-    With `even=False` (evaluation) pieces may differ by a sample.
+    Args:
+        strategy: as of `Layout`.
+        accelerator: as of `Layout`.
+        devices: as of `Layout`.
+        num_nodes: as of `Layout`.
+        batch_size: as of `Layout`.
+        pieces: None: `devices x num_nodes x accumulate_grad_batches`.
+        accumulate_grad_batches: None: it follows from `pieces`, or is 1 if that is None too.
+        exact: as of `Layout`.
+        shares: as of `Layout`.
+        staged: as of `Layout`.
+        even: whether all pieces of a full step must have the same size. In an evaluation they may differ by a sample.
 
     Raises:
-        UserError: naming both numbers and the nearest that fit.
+        UserError: the numbers do not fit together. The message names the nearest numbers that do.
     """
     num_devices = devices * num_nodes
     accumulate = accumulate_grad_batches or 1
@@ -176,16 +193,16 @@ def resolve(
     else:
         wanted, why = pieces, f"pieces={pieces}"
         if pieces < num_devices:
-            raise UserError(f"pieces={pieces} is fewer than {num_devices} devices: give pieces={num_devices} or more")
+            raise UserError(f"pieces={pieces} is fewer than {num_devices} devices: use pieces={num_devices} or more")
         micro_batches = -(-pieces // num_devices)
         if accumulate_grad_batches is not None and not shares and accumulate_grad_batches != micro_batches:
             raise UserError(
                 f"pieces={pieces} on {plural(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
-                f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={num_devices * accumulate}"
+                f"not {accumulate_grad_batches}: leave one of the two out, or use pieces={num_devices * accumulate}"
             )
     layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares, staged)
     if wanted > layout.most:
-        raise UserError(f"{why}: a step is cut into {layout.most:,} pieces at most{' under exact=true' * exact}")
+        raise UserError(f"{why} is too many: a step has at most {layout.most:,} pieces{' with exact=true' * exact}")
     if even and batch_size % wanted:
         raise UserError(
             f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
@@ -195,9 +212,10 @@ def resolve(
 
 
 def _nearest(batch_size: int, pieces: int, num_devices: int, most: int) -> str:
+    """Return advice with the nearest batch sizes and the next number of pieces that fit."""
     below, above = batch_size // pieces * pieces, -(-batch_size // pieces) * pieces
-    sizes = f"batch_size={below} or {above} can" if below else f"batch_size={above} can"
+    sizes = f"use batch_size={below} or {above}" if below else f"use batch_size={above}"
     if batch_size < num_devices:
         return sizes
     near = next((d for d in range(pieces, min(batch_size, most)) if batch_size % d == 0), batch_size)
-    return f"{sizes}; so can pieces={near}" if near <= most else sizes
+    return f"{sizes}, or pieces={near}" if near <= most else sizes

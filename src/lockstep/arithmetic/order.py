@@ -1,8 +1,8 @@
-"""Which samples a piece holds: a pure function of (seed, epoch, step), with no state and no hidden RNG.
+"""The samples of each piece: a pure function of (seed, epoch, step), without state.
 
-Random numbers are hashes of what they belong to (a seed, an epoch, a sample), so neither layout, worker count nor
-resume can move them. The hash is SplitMix64's finaliser (Steele, Lea and Flood, Fast splittable pseudorandom number
-generators, 2014), written in integer arithmetic, which no release of a library may change.
+A random number is a hash of its keys (a seed, an epoch, a sample), so it does not depend on the layout, the number of
+workers or a resume. The hash is SplitMix64's finaliser (Steele, Lea and Flood, Fast splittable pseudorandom number
+generators, 2014). It uses integer arithmetic only, so no release of a library can change it.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,14 @@ _MASK = (1 << 64) - 1
 
 
 def hash64(*keys: int | NDArray[np.integer]) -> Any:
-    """A 64-bit hash of the keys in their order: an int, or where keys are arrays (they broadcast) uint64 elements."""
+    """Return a 64-bit hash of the keys, which depends on their order.
+
+    Args:
+        keys: integers, or integer arrays that broadcast against each other.
+
+    Returns:
+        An int below 2**64; if a key is an array, a uint64 array of the broadcast shape.
+    """
     state: Any = 0
     for key in keys:
         number = int(key) & _MASK if isinstance(key, (int, np.integer)) else key.astype(np.uint64)
@@ -31,24 +38,26 @@ def hash64(*keys: int | NDArray[np.integer]) -> Any:
 
 
 def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Hashes as uniform numbers in [0, 1): their upper 53 bits."""
+    """Convert hashes to uniform numbers in [0, 1), from their upper 53 bits."""
     return (hashes >> 11).astype(np.float64) * 2.0**-53
 
 
 def piece_seed(seed: int, step: int, piece: int) -> int:
-    """The seed of what is random inside a piece (dropout): 63 bits, a function of (seed, step, piece)."""
+    """Return the 63-bit seed of a piece's forward pass (dropout), a function of (seed, step, piece)."""
     return int(hash64(seed, 0xD409, step, piece) >> 1)
 
 
 def batch_seed(seed: int, step: int, piece: int) -> int:
-    """As `piece_seed`, of what a module does to a piece's batch before it computes anything."""
+    """Return the 63-bit seed of what is done to a piece's batch before its forward pass (mixup)."""
     return int(hash64(seed, 0xBA7C4, step, piece) >> 1)
 
 
 def cuts(samples: int, pieces: int) -> list[int]:
-    """Where `samples` in a row are cut into `pieces` parts: `pieces + 1` positions, parts differ by one at most.
+    """Cut `samples` neighbouring samples into `pieces` parts whose sizes differ by at most one.
 
-    With fewer samples than pieces the empty parts lie spread out, so that few devices go without a sample.
+    Returns:
+        The `pieces + 1` borders. With fewer samples than pieces, the empty parts are spread out, so that few devices
+        get no sample.
     """
     return [piece * samples // pieces for piece in range(pieces + 1)]
 
@@ -57,8 +66,12 @@ def cuts(samples: int, pieces: int) -> list[int]:
 class DataOrder:
     """The order of a training set of `samples` samples, in steps and pieces of the layout's size.
 
-    With the samples' `labels` [samples] an epoch, of the same length, has equally many of each class: of a large class
-    a part, which changes from epoch to epoch, of a small one all, again and again.
+    Attributes:
+        samples: samples of the training set, and of an epoch.
+        layout: gives the batch size and the pieces.
+        seed: the run's seed.
+        labels: for balanced sampling, the class of each sample, int64 [samples]. An epoch then has equally many samples
+            of each class: a part of a large class, other samples in each epoch, and a small class several times.
     """
 
     samples: int
@@ -68,32 +81,38 @@ class DataOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch; the last one holds what is left."""
+        """Optimizer steps of an epoch. The last one may be short."""
         return -(-self.samples // self.layout.batch_size)
 
     def numbers(self, epoch: int) -> NDArray[np.int64]:
-        """What the epoch takes one after the other: sample ids; with labels, `id + samples * how often before`."""
+        """Return what an epoch takes, in order: sample ids, int64 [samples].
+
+        With labels, an element is `id + samples * n` if the epoch has taken this sample `n` times before.
+        """
         return _numbers(self, epoch)
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's sample ids in their order: by their hash with (seed, epoch); with labels, some repeated."""
+        """Return an epoch's sample ids in order, int64 [samples]; with labels, some occur several times."""
         return self.numbers(epoch) % self.samples
 
     def position(self, global_step: int) -> tuple[int, int]:
-        """`(epoch, step of the epoch)` after `global_step` optimizer steps."""
+        """Return `(epoch, step of the epoch)` after `global_step` optimizer steps."""
         return divmod(global_step, self.steps_per_epoch)
 
     def step(self, epoch: int, index: int) -> NDArray[np.int64]:
-        """The sample ids of step `index` of an epoch, in order."""
+        """Return the sample ids of step `index` of an epoch, in order."""
         size = self.layout.batch_size
         return self.numbers(epoch)[index * size : (index + 1) * size] % self.samples
 
     def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
-        """The numbers of each piece of a step; empty where a short last step has fewer samples than pieces."""
+        """Return the part of `numbers` of each piece of step `index`.
+
+        Some parts are empty if a short last step has fewer samples than pieces.
+        """
         start = index * self.layout.batch_size
-        found = self.numbers(epoch)[start : start + self.layout.batch_size]
-        at = cuts(len(found), self.layout.pieces)
-        return [found[start:stop] for start, stop in pairwise(at)]
+        step_samples = self.numbers(epoch)[start : start + self.layout.batch_size]
+        at = cuts(len(step_samples), self.layout.pieces)
+        return [step_samples[start:stop] for start, stop in pairwise(at)]
 
 
 @lru_cache(maxsize=2)
@@ -101,14 +120,14 @@ def _numbers(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
     if order.labels is None:
         return shuffled
-    by_class = shuffled[np.argsort(order.labels[shuffled], kind="stable")]  # each class's samples, in the epoch's order
+    by_class = shuffled[np.argsort(order.labels[shuffled], kind="stable")]  # per class, samples in the epoch's order
     _, starts, counts = np.unique(order.labels[by_class], return_index=True, return_counts=True)
-    turn, number = np.divmod(shuffled, len(counts))  # evenly over classes, in an order that has nothing to do with them
-    number = (number + epoch) % len(counts)  # where classes do not divide the epoch, others get one more
+    turn, number = np.divmod(shuffled, len(counts))  # class `number` in random order, each class equally often
+    number = (number + epoch) % len(counts)  # with a remainder, other classes get one more sample in each epoch
     again, member = np.divmod(turn, counts[number])
     return by_class[starts[number] + member] + order.samples * again
 
 
 def chunks(samples: int, size: int) -> list[tuple[int, int]]:
-    """An evaluation set of `samples` in a row, cut into `(start, stop)` parts of `size`; the last may be short."""
+    """Cut `samples` neighbouring samples into `(start, stop)` parts of `size`. The last part may be short."""
     return [(start, min(start + size, samples)) for start in range(0, samples, size)]

@@ -1,4 +1,4 @@
-"""What happens beside training: measuring, the console, averages, checks. What a user may change is in project/."""
+"""The engine's own callbacks: measuring, console, averages, checks. Those that users may change are in project/."""
 
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.ema import EMA

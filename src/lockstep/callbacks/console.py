@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, a line per epoch anywhere else. Rank zero only."""
+"""Show a run on the console of rank zero: a bar on a terminal, a line per epoch anywhere else."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lockstep.callbacks.meter import Meter, find
+from lockstep.callbacks.meter import Meter, find_meter
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.step.lightning_quirks import is_last_step
@@ -26,17 +26,17 @@ BAR = "{desc} {bar} {n_fmt}/{total_fmt}{postfix}  {left}"
 
 
 class Console(Callback):
-    """Says one line per epoch, one per validation inside it, and the test's result, through the logger `lockstep`: on
-    the console and in train.log.
+    """Logs a line per epoch, a line per validation inside an epoch, and the test's result.
 
-    On a terminal a bar stands below, with what `training_step` returned a moment ago on rank zero (no mean, and nobody
-    waits for a GPU to know it); elsewhere a long epoch says once in a while how far it is.
+    The lines go through the logger `lockstep`, to the console and to train.log. On a terminal, a bar below them shows
+    the numbers that `training_step` returned on rank zero a moment ago. They are no means, and the host does not wait
+    for a GPU to get them. Elsewhere, a long epoch logs its progress from time to time.
 
     Args:
         bar: whether to draw the bar; None: when standard error is a terminal.
         refresh_seconds: least time between two redraws of the bar.
         line_seconds: least time between two lines inside an epoch, where there is no bar.
-        every_epochs: epochs between two lines; the last has one always.
+        every_epochs: epochs between two lines; the last epoch always has one.
     """
 
     changes_weights = False
@@ -49,17 +49,17 @@ class Console(Callback):
         self._wants_bar = sys.stderr.isatty() if bar is None else bar
         self._pause = refresh_seconds if self._wants_bar else line_seconds
         self._every_epochs = every_epochs
-        self._next = math.inf  # time of the next redraw or line; never on other ranks than zero
+        self._next = math.inf  # time of the next redraw or line; only rank zero sets it
         self._meter: Meter | None = None
         self._bar: Any = None
-        self._arriving: Arriving | None = None  # what a step before has returned
-        self._drawing = contextlib.ExitStack()  # while it stands, log lines are written above it
-        self._ended = ""  # the beginning of an epoch's line that is not out yet
+        self._arriving: Arriving | None = None  # numbers of an earlier step, on their way from the device
+        self._drawing = contextlib.ExitStack()  # open while the bar is drawn; log lines then go above the bar
+        self._ended = ""  # the beginning of an epoch's line, until the line is logged
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        self._meter = find(trainer)
+        self._meter = find_meter(trainer)
         self._next = time.monotonic() + self._pause
         if self._wants_bar:
             self._drawing.enter_context(logging_redirect_tqdm([LOG]))
@@ -68,7 +68,7 @@ class Console(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch % self._every_epochs == 0:
-            self._say_epoch(trainer)
+            self._log_epoch(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (now := time.monotonic()) < self._next:
@@ -88,34 +88,34 @@ class Console(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking or trainer.is_last_batch or is_last_step(trainer):
-            return  # of an epoch's end, or the run's, the epoch's own line tells
+            return  # at an epoch's end the epoch's line has these metrics
         LOG.info(_line(_step(trainer), _metrics(trainer.callback_metrics, "val")))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            # The module may log something after this hook: the line waits for the next one.
+            # The module may log more in its own hook, which runs later, so the line is logged at the next hook.
             self._ended = _step(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._say_epoch(trainer)
+        self._log_epoch(trainer)
         self._stop_bar()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_bar()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
-        if found and trainer.is_global_zero:
+        test_metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
+        if test_metrics and trainer.is_global_zero:
             path, step = weights_in_use(trainer)
             name = Path(path).name if path else "last weights"
             saved = next((each for each in trainer.checkpoint_callbacks if isinstance(each, Checkpoint)), None)
             by = f" by {saved.monitor}" if saved and path and Path(path) == saved.best_path else ""
             title = f"test ({name}{by}, step {step})"
-            LOG.info(_line(title, *(f"{name[5:]} {_short(float(value))}" for name, value in found.items())))
+            LOG.info(_line(title, *(f"{name[5:]} {_short(float(value))}" for name, value in test_metrics.items())))
 
     # --- lines ---
 
-    def _say_epoch(self, trainer: Trainer) -> None:
+    def _log_epoch(self, trainer: Trainer) -> None:
         if self._ended:
             lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}"
             LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
@@ -131,10 +131,10 @@ class Console(Callback):
 
 
 class Bar(tqdm):
-    """A bar that says how much time is left with its unit.
+    """A bar that shows the remaining time with its unit.
 
     Attributes:
-        numbers: of a step, as text.
+        numbers: the latest step's numbers, as text.
     """
 
     numbers = ""
@@ -148,7 +148,7 @@ class Bar(tqdm):
 
 
 class Arriving:
-    """Numbers of a device on their way to the host, which does not wait for them.
+    """A copy of numbers from a device to the host that does not block.
 
     Args:
         outputs: 0-dim tensors by name, all on one device.
@@ -162,12 +162,12 @@ class Arriving:
 
     @property
     def done(self) -> bool:
-        """Whether they have arrived."""
+        """True when the numbers are on the host."""
         return self._event is None or bool(self._event.query())
 
     @property
     def numbers(self) -> dict[str, float]:
-        """They, once they are `done`."""
+        """The numbers by name. Read them only when `done`."""
         return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
@@ -180,20 +180,22 @@ def _step(trainer: Trainer) -> str:
 
 
 def _metrics(values: Mapping[str, Any], begin: str = "") -> str:
-    """Those whose names begin so."""
+    """Return the metrics whose names start with `begin` as text, without test metrics and counts."""
     names = [name for name in values if name.startswith(begin) and not name.startswith("test/")]
     names = [name for name in names if not name.endswith(("/correct", "/count"))]
-    # A metric that is logged of steps and epochs stands there three times.
+    # A metric that is logged for steps and epochs has three names. Keep the plain one.
     names = [n for n in names if not (n.endswith(("_step", "_epoch")) and n.rpartition("_")[0] in values)]
     names.sort(key=lambda name: (not name.startswith("train"), not name.startswith("val")))
     return "  ".join(f"{name} {_short(float(values[name]))}" for name in names)
 
 
 def _short(value: float) -> str:
+    """Return a number as text with four significant digits or so."""
     if value.is_integer() and abs(value) >= 2:
         return f"{value:.0f}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
 
 
 def _line(*parts: str) -> str:
+    """Join the parts that are not empty."""
     return "  ".join(part for part in parts if part)

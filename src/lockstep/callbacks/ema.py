@@ -1,4 +1,4 @@
-"""An average of the weights over the steps, which is what a run validates, keeps and tests."""
+"""Average the weights over the steps. The run validates, saves and tests the average."""
 
 from typing import Any
 
@@ -12,18 +12,20 @@ from lockstep.launch.signals import Interrupted
 
 
 class EMA(EMAWeightAveraging):
-    """Lightning's exponential moving average: `average = decay x average + (1 - decay) x weights`, after the weights of
-    the first step. Validation, checkpoints (`state_dict`), the test and `weights_sha256` are the average's.
+    """Lightning's exponential moving average of the weights, with a warm-up of the decay.
 
-    What this class adds: a warm-up of the decay, `min(decay, (1 + updates) / (10 + updates))`, as in TensorFlow's
-    ExponentialMovingAverage, so that a short run's average does not stay at its first weights. The average lies on the
-    module's device, frozen weights keep their bits, whole numbers are copied, and a run that is interrupted, or has
-    nothing left to train, ends with the average as well.
+    The average starts with the weights of the first step. Each update is `average = decay x average + (1 - decay) x
+    weights`. Validation, checkpoints (`state_dict`), the test and `weights_sha256` use the average.
+
+    This class adds a warm-up, `min(decay, (1 + updates) / (10 + updates))`, as in TensorFlow's
+    ExponentialMovingAverage. Without it, the average of a short run stays near the first weights. The average is stored
+    on the module's device. Frozen weights keep their bits, and integers are copied. A run that is interrupted, or that
+    has nothing left to train, ends with the average too.
 
     Args:
-        decay: of an update after the warm-up, on every layout: torchvision's reference multiplies by devices. The
-            average goes back about `update_every_n_steps / (1 - decay)` optimizer steps.
-        update_every_n_steps: optimizer steps between updates, the first step's is one; a skipped step counts.
+        decay: decay after the warm-up, the same on every layout (torchvision's reference multiplies it by devices). The
+            average covers about `update_every_n_steps / (1 - decay)` optimizer steps.
+        update_every_n_steps: optimizer steps between updates. The first step updates, and skipped steps count.
     """
 
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
@@ -36,21 +38,21 @@ class EMA(EMAWeightAveraging):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            # Lightning moves the module after this hook, and would leave the average on the host. The average's counter
-            # stays on the host, which reads it at each update, and would wait for the device.
+            # Lightning moves the module to the device after this hook, but not the average. The average's counter stays
+            # on the host, which reads it at each update and would have to wait for a device.
             module = pl_module.to(trainer.strategy.root_device)
             self._average_model = AveragedModel(module, multi_avg_fn=self._update, use_buffers=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Where nothing was left to train, Lightning leaves `on_train_end` out, which gives the module the average."""
+        """Give the module the average if nothing was left to train: Lightning then does not call `on_train_end`."""
         self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, Interrupted):  # what the run ends with is what its last checkpoint names
+        if isinstance(exception, Interrupted):  # the summary must have the weights of the last checkpoint
             self.on_train_end(trainer, pl_module)
 
     def decay_at(self, updates: int) -> float:
-        """Return the decay of an update that follows so many others."""
+        """Return the decay of the update after `updates` earlier ones."""
         return min(self.decay, (1 + updates) / (10 + updates))
 
     @torch.no_grad()
@@ -58,6 +60,6 @@ class EMA(EMAWeightAveraging):
         if averages[0].is_floating_point():
             assert self._average_model is not None
             updates = int(self._average_model.n_averaged)  # `count` is the same number on the device
-            torch._foreach_lerp_(averages, values, 1 - self.decay_at(updates))  # of what is frozen, not a bit changes
+            torch._foreach_lerp_(averages, values, 1 - self.decay_at(updates))  # lerp keeps the bits of frozen weights
         else:
             torch._foreach_copy_(averages, values)

@@ -1,4 +1,4 @@
-"""Metrics that a callback or a schedule follows, and that nothing logs: found before the first step."""
+"""Refuse, before the first step, callbacks and schedules that monitor a metric which nothing logs."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.callback import Checkpoint, nothing_logs
+from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
 from lockstep.errors import UserError
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -16,15 +16,14 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class MonitorCheck(pl.Callback):
-    """Evaluates one batch before the first step, if something follows a metric of validation, and refuses a metric that
-    validation does not log.
+    """Evaluates one batch before the first step if something monitors a validation metric, and refuses missing ones.
 
-    The batch is that of Lightning's sanity check, which keeps the random state and forgets what is logged; what the
-    module itself has counted meanwhile is put back here. A run that goes on from a checkpoint has no such batch.
+    The batch is that of Lightning's sanity check, which restores the random state and removes what was logged. This
+    class restores the module's own counters. A run that continues from a checkpoint has no such batch.
 
     Args:
-        followers: callbacks, by what names them in a message.
-        scheduler: what names the `monitor` of a schedule.
+        followers: callbacks, by their names in a message.
+        scheduler: the name of a schedule's `monitor` in a message.
     """
 
     def __init__(self, followers: Mapping[str, pl.Callback], scheduler: str) -> None:
@@ -43,28 +42,30 @@ class MonitorCheck(pl.Callback):
             _put_back(layer, attributes)
         self._before = []
         logged = set(trainer.callback_metrics)
-        if not logged or _asks_for_sanity_checking(pl_module):  # then it may leave metrics out here
+        if not logged or _reads_sanity_checking(pl_module):  # such a module may log other metrics in this check
             return
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
-                raise UserError(nothing_logs(key, metric, logged, mode))
+                raise UserError(unlogged_metric_message(key, metric, logged, mode))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Lightning's own refusals of a metric that is not there: of one that training should log, say."""
+        """Replace Lightning's error about a missing metric, for example one that training should log."""
         if "conditioned on metric" not in str(exception):
             return
         writer: Any = trainer.strategy.checkpoint_io
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, Checkpoint):  # the run goes on from there, when it gets another monitor
+            if isinstance(callback, Checkpoint):  # so that the run can continue with another monitor
                 callback.save(trainer)
                 writer.wait()
         logged = set(trainer.callback_metrics)
         missing = [each for each in self._monitors(trainer) if each[1] not in logged]
-        said = nothing_logs(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
-        raise UserError(said) from exception
+        message = (
+            unlogged_metric_message(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
+        )
+        raise UserError(message) from exception
 
     def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
-        """What is followed, as (key, metric, mode); what may be missing is left out."""
+        """Return what is monitored as (key, metric, mode). Metrics that may be missing are left out."""
         owners: list[tuple[str, Any]] = [(f"{name}.monitor", each) for name, each in self._followers.items()]
         owners += [(self._scheduler, config) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         strict = [(key, owner) for key, owner in owners if getattr(owner, "strict", True)]
@@ -72,35 +73,35 @@ class MonitorCheck(pl.Callback):
         return [(key, metric, mode) for key, metric, mode in followed if isinstance(metric, str)]
 
 
-def _asks_for_sanity_checking(module: pl.LightningModule) -> bool:
-    """Whether code of a module's classes reads `trainer.sanity_checking`."""
+def _reads_sanity_checking(module: pl.LightningModule) -> bool:
+    """Check whether code of the module's own classes reads `trainer.sanity_checking`."""
     kinds = type(module).__mro__
-    own = kinds[: kinds.index(pl.LightningModule)]
-    codes = [getattr(value, "__code__", None) for kind in own for value in vars(kind).values()]
+    user_classes = kinds[: kinds.index(pl.LightningModule)]
+    codes = [getattr(value, "__code__", None) for kind in user_classes for value in vars(kind).values()]
     return any(code is not None and "sanity_checking" in code.co_names for code in codes)
 
 
 def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The plain attributes and buffers of a layer, each with a copy of what it holds."""
+    """Return a layer's plain attributes and buffers, each with a copy of its content."""
     attributes = {name: value for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)}
     return {name: (value, _copied(value)) for name, value in {**attributes, **layer._buffers}.items()}
 
 
 def _put_back(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Makes the attributes of a layer the objects that they were, with what they held."""
+    """Restore a layer's attributes to the same objects with the same content."""
     for name in [name for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)]:
         if name not in attributes:
             delattr(layer, name)
-    for name, (value, held) in attributes.items():
+    for name, (value, saved) in attributes.items():
         if isinstance(value, Tensor):
-            if not torch.equal(value, held):
+            if not torch.equal(value, saved):
                 with torch.no_grad():
-                    value.copy_(held)
+                    value.copy_(saved)
         elif isinstance(value, list):
-            value[:] = held
+            value[:] = saved
         elif isinstance(value, dict | set):
             value.clear()
-            value.update(held)
+            value.update(saved)
         (layer._buffers if name in layer._buffers else vars(layer))[name] = value
 
 
@@ -116,7 +117,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        found = copy(value)
-        found.update({name: _copied(part) for name, part in value.items()})
-        return found
+        duplicate = copy(value)
+        duplicate.update({name: _copied(part) for name, part in value.items()})
+        return duplicate
     return [_copied(part) for part in value] if isinstance(value, list) else copy(value)

@@ -1,5 +1,7 @@
-"""A signal saves and ends, or saves and continues (see lockstep.launch.signals): on all ranks at the same optimizer
-step."""
+"""Save a checkpoint when a signal arrives, and end or continue, on all ranks at the same optimizer step.
+
+lockstep.launch.signals has the meaning of each signal.
+"""
 
 import logging
 import signal
@@ -15,17 +17,19 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
-from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
+from lockstep.launch.signals import Interrupted, ending_signals, pending_signals, record_signal, signal_handler
 from lockstep.step.lightning_quirks import validates
 
 LOG = logging.getLogger("lockstep")
-SECONDS = 1.0  # between two agreements
+SECONDS = 1.0  # time between two all-reduces about signals
 
 
-class Preemption(LightningCheckpoint):  # which Lightning calls after the others: what they keep is saved too
-    """After an optimizer step the ranks agree, about once a second, whether one of them got a signal: one small
-    all-reduce of CPU numbers that also settles after how many steps the next one is due. Where validation or an epoch's
-    end follows the step, the checkpoint waits for it.
+class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks last, so the state of others is saved
+    """Saves when any rank got a signal.
+
+    About once a second, after an optimizer step, a small all-reduce on the CPU shares which signals the ranks got. It
+    also decides after how many steps the next one follows. If validation or an epoch's end follows the step, the
+    checkpoint is saved after that.
 
     Args:
         folder: the run folder; the checkpoint goes to `checkpoints/last.ckpt`.
@@ -33,61 +37,63 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
 
     def __init__(self, folder: Path) -> None:
         self._path = paths.last(folder)
-        self._agreed: list[int] = []  # the signals that all ranks know of, until they are answered
-        self._own: int = signal.SIGTERM  # the ending signal that this rank got, if it did
+        self._agreed: list[int] = []  # signals that all ranks have and have not handled yet
+        self._ending_signal: int = signal.SIGTERM  # the last ending signal of this rank; SIGTERM before
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
         self._handlers = ExitStack()
-        self._ends = set(ending_signals()) - {signal.SIGINT}  # the parent passes on a Ctrl-C as SIGTERM
+        self._ends = set(ending_signals()) - {signal.SIGINT}  # the parent forwards Ctrl-C as SIGTERM
         self._due = self._interval = 1
         self._clock = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handlers.enter_context(handling(record_signal, *{*self._ends, signal.SIGUSR1}))
+        self._handlers.enter_context(signal_handler(record_signal, *{*self._ends, signal.SIGUSR1}))
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handlers.close()  # all is saved; the test can be run again
+        self._handlers.close()  # all is saved, and a test can be repeated
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:
-            self._agree(trainer)
+            self._share_signals(trainer)
         if self._agreed and not validates(trainer):
-            self._answer(trainer)
+            self._save_for_signal(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._agreed and not trainer.is_last_batch:
-            self._answer(trainer)
+            self._save_for_signal(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._agreed:
-            self._answer(trainer)
+            self._save_for_signal(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
+        if self._ending:  # raised here, since Lightning sends a step's metrics to loggers after on_train_batch_end
             raise Interrupted(self._ending)
 
-    def _answer(self, trainer: Any) -> None:
-        """Saves, unless it was done after this step, and takes down what is to follow."""
+    def _save_for_signal(self, trainer: Any) -> None:
+        """Save, unless this step is saved already, and set `_ending` if the run must end."""
         if not any(isinstance(c, Checkpoint) and c.saved == trainer.global_step for c in trainer.checkpoint_callbacks):
             trainer.fit_loop.epoch_loop.follow_metrics()
             trainer.save_checkpoint(self._path)
-        trainer.strategy.checkpoint_io.wait()  # until it is on the disk
-        self._ending = self._own if self._ends & {*self._agreed} else None
+        trainer.strategy.checkpoint_io.wait()  # the writer thread must have finished
+        self._ending = self._ending_signal if self._ends & {*self._agreed} else None
         self._agreed.clear()
         if trainer.is_global_zero:
-            why = "asked to end" if self._ending else "SIGUSR1"  # the parent knows by what
+            why = "asked to end" if self._ending else "SIGUSR1"  # the parent has the signal's name
             LOG.info(f"{why}: saved {self._path.name} after step {trainer.global_step}")
 
-    def _agree(self, trainer: Trainer) -> None:
-        known = len(pending_signals)  # what comes meanwhile is for the next one
+    def _share_signals(self, trainer: Trainer) -> None:
+        """Move the signals that any rank got to `_agreed`. Every rank must call it."""
+        known = len(pending_signals)  # later ones wait for the next call
         mine = pending_signals[:known]
-        self._own = next((signum for signum in mine if signum in self._ends), self._own)
+        self._ending_signal = next((signum for signum in mine if signum in self._ends), self._ending_signal)
         if trainer.world_size > 1:
-            mine = self._of_all(mine, trainer.global_step)
+            mine = self._all_reduce_signals(mine, trainer.global_step)
         self._agreed += mine
         del pending_signals[:known]
 
-    def _of_all(self, mine: list[int], step: int) -> list[int]:
+    def _all_reduce_signals(self, mine: list[int], step: int) -> list[int]:
+        """Return the kinds of signals that any rank got, and set the step of the next all-reduce."""
         now = time.monotonic()
         ends, saves = bool(self._ends & {*mine}), signal.SIGUSR1 in mine
         flags = torch.tensor([float(ends), float(saves), now - self._clock])

@@ -1,4 +1,4 @@
-"""What keeps ranks together: each has a sample to evaluate, and holds the same weights."""
+"""Give every rank a sample to evaluate, and check that all ranks have the same weights."""
 
 from typing import Any
 
@@ -8,13 +8,15 @@ from torchmetrics import Metric
 
 from lockstep.step.lightning_quirks import forget_logged
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
 
 class DummyBatchOnEmptyRank(Callback):
-    """Where an evaluation has fewer samples than ranks, one without a sample evaluates one all the same, so that it
-    joins every collective that `self.log` and metrics start at the evaluation's end, and then forgets it: metrics and
-    logged means of the batch are reset."""
+    """Removes the results of the dummy sample that a rank evaluates if an evaluation has fewer samples than ranks.
+
+    The rank evaluates it to join every collective that `self.log` and metrics start at the end of the evaluation. This
+    callback then resets the metrics and the logged means of that batch.
+    """
 
     def __init__(self) -> None:
         self._updates: list[tuple[Metric, int]] = []
@@ -26,7 +28,7 @@ class DummyBatchOnEmptyRank(Callback):
         if not trainer.datamodule.stand_in("test" if trainer.testing else "val"):
             return
         for metric, before in self._updates:
-            if metric.update_count != before:  # others are those of the epoch that is under way
+            if metric.update_count != before:  # the other metrics belong to the current training epoch
                 metric.reset()
         forget_logged(trainer)
 
@@ -35,29 +37,31 @@ class DummyBatchOnEmptyRank(Callback):
 
 
 class Diverged(Exception):
-    """A rank's weights are not those of the others."""
+    """The weights of a rank differ from those of the other ranks."""
 
 
 class ReplicaConsistencyCheck(Callback):
-    """At the start and before each checkpoint, compares a checksum of the parameters' bits over all ranks, with one
-    all-gather of a number."""
+    """Compares the parameters of all ranks at the start and before each checkpoint.
+
+    It compares a checksum of their bits, with one all-gather of one number.
+    """
 
     def _compare(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if trainer.datamodule.layout.replicas == 1:
             return
         sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
-        usual = max(sums, key=sums.count)  # of two ranks, rank zero's
-        others = [str(rank) for rank, found in enumerate(sums) if found != usual]
+        usual = max(sums, key=sums.count)  # with two ranks that differ, this is rank zero's
+        others = [str(rank) for rank, checksum in enumerate(sums) if checksum != usual]
         if others:
             ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
             first = sums.index(usual)
-            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} are not those of rank {first}")
+            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} differ from those of rank {first}")
 
     on_train_start = on_save_checkpoint = _compare
 
 
 def _checksum(module: torch.nn.Module) -> torch.Tensor:
-    """A sum over the bits of all parameters, int64: elements weigh 1, tensors by their position."""
+    """Return a sum over the bits of all parameters, int64 and 0-dim. Each tensor has a weight by its position."""
     total = torch.zeros((), dtype=torch.int64, device=next(module.parameters()).device)
     for position, parameter in enumerate(module.parameters()):
         bits = parameter.detach().contiguous().view(-1).view(INTEGERS[parameter.element_size()])

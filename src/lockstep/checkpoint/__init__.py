@@ -1,1 +1,1 @@
-"""Everything about checkpoints: the file, when it is written, which is best, and going on from one."""
+"""Checkpoints: the file format, writing and reading, the best and the last, resuming, and initial weights."""

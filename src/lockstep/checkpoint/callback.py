@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and which one is the best."""
+"""The callback that decides when a checkpoint is written, and which one is the best."""
 
 import difflib
 import logging
@@ -17,30 +17,32 @@ from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import same_file
 from lockstep.step.lightning_quirks import validates
-from lockstep.step.untimed import untimed
+from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
 
 
 class Checkpoint(LightningCheckpoint):
-    """Writes `last.ckpt` every `every` optimizer steps and at each epoch's end, after validation; and `best.ckpt`, the
-    same file under another name, whenever the monitored metric improves.
+    """Writes `last.ckpt` and `best.ckpt`.
 
-    Both are written atomically, and while training goes on, by the Trainer's plugin `AtomicCheckpointIO`. Nothing is
-    saved inside a step, so that no half-accumulated gradient is lost.
+    `last.ckpt` is written every `every` optimizer steps and at each epoch's end, after validation. `best.ckpt` is the
+    same file under another name, whenever the monitored metric improves. The Trainer's plugin `AtomicCheckpointIO`
+    writes both atomically while training continues. Nothing is saved inside a step, because a checkpoint has no partly
+    accumulated gradient.
 
     Args:
-        folder: the run folder; they go to its `checkpoints/`.
+        folder: the run folder; the files go to its `checkpoints/`.
         every: optimizer steps between checkpoints; None: only at an epoch's end.
-        monitor: logged metric that decides about the best; None: there is no best.
+        monitor: the logged metric that selects the best checkpoint; None: no best checkpoint.
         mode: `max` or `min`.
-        record: plain data kept in each checkpoint under `lockstep`: config, the data's fingerprint, versions.
+        record: plain data for the entry `lockstep` of each checkpoint: config, the data's fingerprint, versions.
 
     Attributes:
-        monitor, mode: as given.
-        best_score: the monitored metric of the best; None: there is none.
-        seconds: time that training stood still for saving, on this rank.
-        saved: the step after which `last.ckpt` was written last.
+        monitor: the argument.
+        mode: the argument.
+        best_score: the monitored metric of the best checkpoint; None without one.
+        seconds: time for which saving has paused training on this rank.
+        saved: the step after which `last.ckpt` was last written; -1: never.
     """
 
     changes_weights = False
@@ -64,26 +66,26 @@ class Checkpoint(LightningCheckpoint):
         self.mode = mode
         self._record = record or {}
         self._best_step = -1
-        self._validated = -1  # the step after which it was done last
-        self._by_validation = (monitor or "").startswith("val")  # whether that logs the metric: `val/acc`, or `val_acc`
+        self._validated = -1  # the step of the last validation
+        self._by_validation = (monitor or "").startswith("val")  # whether validation logs it: `val/acc` or `val_acc`
         self._due = False
 
     @property
     def best(self) -> str:
-        """What the best checkpoint has and since when, `val/acc 0.9912 at step 420`; empty if there is none."""
+        """The best score and its step, as in `val/acc 0.9912 at step 420`; empty without a best checkpoint."""
         if self.best_score is None or not self._best.exists():
             return ""
         return f"{self.monitor} {self.best_score:.4f} at step {self._best_step}"
 
     @property
     def best_path(self) -> Path | None:
-        """The best checkpoint, if there is one."""
+        """The path of the best checkpoint, if it exists."""
         return self._best if self._best.exists() else None
 
     def save(self, trainer: Trainer) -> None:
-        """Write `last.ckpt` now. To be called on all ranks, between two optimizer steps."""
+        """Write `last.ckpt` now. All ranks must call it, between two optimizer steps."""
         start = time.perf_counter()
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             trainer.save_checkpoint(self._last, weights_only=False)
         self.seconds += time.perf_counter() - start
         self.saved = trainer.global_step
@@ -91,14 +93,14 @@ class Checkpoint(LightningCheckpoint):
     # --- hooks ---
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Of a run that goes on: it may have been killed before its best checkpoint had its second name."""
         if self.best_score is None:
             return
+        # The run may have been killed after it saved its best weights and before `best.ckpt` had that file.
         source, step = weights_in_use(trainer)
         if _writes(trainer) and source is not None and step == self._best_step and Path(source).exists():
             same_file(source, self._best)
-        if not trainer.strategy.broadcast(self._best.exists()):  # better a new best than one that nobody has
-            log.warning("%s of the run before is not beside %s: the best starts anew", self._best.name, source)
+        if not trainer.strategy.broadcast(self._best.exists()):  # a score without its file is useless
+            log.warning("%s is missing beside %s: the next best checkpoint replaces it", self._best.name, source)
             self.best_score, self._best_step = None, -1
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -110,49 +112,49 @@ class Checkpoint(LightningCheckpoint):
         if trainer.sanity_checking:
             return
         self._validated = trainer.global_step
-        # At an epoch's end we wait for on_train_epoch_end: one file then holds both, and the epoch's own metrics.
+        # At an epoch's end, on_train_epoch_end saves: one file is enough, and it also has the epoch's metrics.
         if not trainer.is_last_batch:
-            self._judge(trainer, saves=self._due)
+            self._save_if_due(trainer, due=self._due)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._judge(trainer, saves=True)  # first: a run that is refused here goes on from there
+        self._save_if_due(trainer, due=True)  # save before the check below, so that a refused run can be resumed
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self.monitor is not None and expected and self.monitor not in names:
-            raise UserError(nothing_logs("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
+            raise UserError(unlogged_metric_message("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"best_score": self.best_score, "best_step": self._best_step}
-        return {"monitor": self.monitor, "mode": self.mode, **kept}
+        best = {"best_score": self.best_score, "best_step": self._best_step}
+        return {"monitor": self.monitor, "mode": self.mode, **best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode):  # else scores can't be compared
+        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode):  # otherwise scores differ in kind
             self.best_score, self._best_step = state_dict["best_score"], state_dict["best_step"]
 
     # --- the best ---
 
-    def _judge(self, trainer: Any, saves: bool) -> None:
-        """Saves if it `saves`, or if this is the best so far."""
-        # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
-        told = self._validated == trainer.global_step or not self._by_validation
-        improved = told and self._improved(trainer)
+    def _save_if_due(self, trainer: Any, due: bool) -> None:
+        """Save if a checkpoint is due, or if the monitored metric has improved."""
+        # `callback_metrics` may hold the value of an earlier validation. Ignore it unless validation ran at this step.
+        validated_now = self._validated == trainer.global_step or not self._by_validation
+        improved = validated_now and self._improved(trainer)
         trainer.fit_loop.epoch_loop.follow_metrics()
-        if improved or saves:
+        if improved or due:
             self.save(trainer)
         if improved and _writes(trainer):
             trainer.strategy.checkpoint_io.then(same_file, self._last, self._best)
 
     def _improved(self, trainer: Trainer) -> bool:
-        """Whether the monitored metric is the best so far; if so, it is the new best score."""
+        """Check whether the monitored metric is the best so far. If it is, store it as the new best score."""
         metric = trainer.callback_metrics.get(self.monitor or "")
         if metric is None:
             return False
         # Rank zero decides: a metric that a module did not reduce differs between ranks, and saving is collective.
         score = float(trainer.strategy.broadcast(float(torch.as_tensor(metric))))
-        # Of equals the later one: with few validation samples the highest score comes early, by luck.
+        # An equal score is an improvement: with few validation samples, the highest score often comes early by chance.
         best = score if self.best_score is None else self.best_score
         if math.isnan(score) or (score < best if self.mode == "max" else score > best):
             return False
@@ -161,22 +163,24 @@ class Checkpoint(LightningCheckpoint):
 
 
 def _writes(trainer: Any) -> bool:
-    """Whether this rank has the run's checkpoints, or copies of them, on its machine."""
+    """Check whether this rank writes the run's checkpoints, or copies of them."""
     return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "receives", False))
 
 
-def nothing_logs(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:
-    """Return the message that nothing logs a metric, with what is logged and what to write instead.
+def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:
+    """Return the message for a metric that nothing logs: which metrics are logged, and what to give instead.
 
     Args:
-        key: what names the metric.
-        mode: `max` or `min`, where the key has a `mode` beside it.
+        key: the config key that names the metric.
+        metric: the metric's name.
+        logged: the names of the metrics that are logged.
+        mode: `max` or `min`, if the key has a `mode` beside it.
     """
     names = sorted(logged)
-    said = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
-    alike = [name for name in names if name.startswith("val") == metric.startswith("val")]
-    near = [*difflib.get_close_matches(metric, alike, n=1), *alike]
+    message = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
+    same_stage = [name for name in names if name.startswith("val") == metric.startswith("val")]
+    near = [*difflib.get_close_matches(metric, same_stage, n=1), *same_stage]
     if not near:
-        return said
+        return message
     worse = mode == "max" and any(word in near[0] for word in ("loss", "err"))
-    return f"{said}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse
+    return f"{message}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse

@@ -1,108 +1,147 @@
-"""What must fit a checkpoint that a run goes on from, and what a user should know of it."""
+"""Checks that a checkpoint fits the run that continues from it, and messages about what has changed."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.check import Config
-from lockstep.config.checks import show
+from lockstep.config.value_checks import show
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.text import join_names
 
-# Options of a data set that change what is done to its samples, and not which they are.
+# Options of a data set that do not change which samples it has.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
+NEW_RUN = "init_from= begins a new run with its weights"
 
 
-def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:
-    """Compares a checkpoint with what is to go on from it, to make `steps` optimizer steps in all.
+def check_checkpoint_fits(
+    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int
+) -> None:
+    """Check that a run can continue from a checkpoint.
+
+    Args:
+        path: the checkpoint's, for messages.
+        checkpoint: its content.
+        weights: the state_dict of the run's module.
+        config: the run's config.
+        steps: optimizer steps of the whole run.
 
     Raises:
-        UserError: it holds the weights of another network, the state of another optimizer, a place in an epoch of other
-            steps, or more steps.
+        UserError: the checkpoint has another network, optimizer, grouping of parameters or batch size, or more steps.
     """
     sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
     for name in sorted(sizes[0].keys() | sizes[1].keys()):
-        there, here = (side.get(name, "missing") for side in sizes)
-        if there != here:
-            odd = f"{name} is {there} there, and {here} in this model"
-            raise UserError(f"{path}: made by another network: {odd}; init_from= begins a new run with what fits")
+        saved_size, model_size = (side.get(name, "missing") for side in sizes)
+        if saved_size != model_size:
+            difference = f"{name} is {saved_size} there and {model_size} in this model"
+            raise UserError(
+                f"{path} has the weights of another network ({difference}): give the same model=, or init_from= to "
+                "begin a new run with the weights that fit"
+            )
     before = checkpoint.get("lockstep", {}).get("config", {})
     made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
     if made is not None and made != now:
-        raise UserError(f"model._target_={now}: {path} was made by {made}")
+        raise UserError(f"model._target_={now}, but {path} was saved by {made}: give the same class; {NEW_RUN}")
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     scaled, scales = (list(one.get("lr_scale") or ()) for one in (before.get("optimizer", {}), config.optimizer))
     if optimizer is not None and scaled != scales:
         raise UserError(
-            f"optimizer.lr_scale: {path} has its parameters grouped by {join_names(scaled) or 'no pattern'}, not by "
-            f"{join_names(scales) or 'none'}; only the factors may change"
+            f"optimizer.lr_scale groups parameters by {join_names(scales) or 'no pattern'}, but {path} groups them by "
+            f"{join_names(scaled) or 'no pattern'}: keep the patterns; only their factors may change"
         )
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
     if optimizer is not None and optimizer != chosen:
-        raise UserError(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
+        raise UserError(
+            f"optimizer._target_={chosen}, but {path} holds the state of {optimizer}: give the same class; {NEW_RUN}"
+        )
     if batch_size != size:
-        raise UserError(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
+        raise UserError(
+            f"batch_size={size}, but {path} counts its steps in {batch_size} samples: give batch_size={batch_size}; "
+            f"{NEW_RUN}"
+        )
     if checkpoint["global_step"] > steps:
-        asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
-        raise UserError(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
+        limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
+        raise UserError(
+            f"{limit} ends the run after step {steps}, but {path} was saved after step {checkpoint['global_step']}: "
+            "give a larger limit"
+        )
 
 
-def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
-    """Compares the data set with what a checkpoint records: its position and its schedule are counted in steps of that
-    training set. Where the data lie, and what is done to a sample (augmentation, transforms, mixing, sampling), may
-    change.
+def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
+    """Check that the data set is the one that a checkpoint was trained on.
+
+    A checkpoint's position and schedule are counted in steps of its training set. The folder of the data may change,
+    and so may augmentation, transforms, mixing and sampling.
+
+    Args:
+        path: the checkpoint's, for messages.
+        recorded: the checkpoint's entry `lockstep`.
+        config: the run's config.
+        splits: the open data set.
 
     Raises:
-        UserError: another opener, other classes, another number of training samples; or other options, where the
-            content is another one too.
+        UserError: the function that opens the data, the classes or the number of training samples differ, or both the
+            options and the content do.
     """
     before = recorded.get("config", {}).get("data", {})
-    if not before:  # saved on a signal, by a run without the checkpoint callback
+    if not before:  # a run without the checkpoint callback has saved it on a signal
         return
-    other = "init_from= begins a new run with its weights"
     if before.get("_target_") != config.data.get("_target_"):
         names = [group.get("name") or group.get("_target_") for group in (config.data, before)]
-        raise UserError(f"data={names[0]}: {path} was trained on data={names[1]}; {other}")
+        raise UserError(f"data={names[0]}, but {path} was trained on data={names[1]}: give the same data; {NEW_RUN}")
     samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
     if samples != now:
-        raise UserError(f"data: {path} counts its steps in {samples} training samples, and there are {now}; {other}")
+        raise UserError(
+            f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
+            f"{NEW_RUN}"
+        )
     if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
-        raise UserError(f"data: {path} was trained on other classes; {other}")
+        raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
     if changed and recorded["fingerprint"] != splits.fingerprint:
         name = changed[0]
-        was = show(before.get(name))
-        raise UserError(f"data.{name}={show(config.data.get(name))}: {path} was trained with {was}; {other}")
+        now_shown, shown = show(config.data.get(name)), show(before.get(name))
+        raise UserError(
+            f"data.{name}={now_shown}, but {path} was trained with {shown}: give data.{name}={shown}; {NEW_RUN}"
+        )
 
 
-def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
-    """What a user should know about the run that goes on."""
+def resume_messages(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
+    """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint.
+
+    Args:
+        config: the run's config.
+        splits: the open data set.
+        resumed: the content of the checkpoint; empty for a new run.
+    """
     if not resumed:
         return []
     recorded = resumed.get("lockstep")
     messages = [f"resumes after step {resumed['global_step']}"]
-    if recorded is None:  # saved on a signal, by a run without the checkpoint callback
+    if recorded is None:  # a run without the checkpoint callback has saved it on a signal
         return messages
     before = {**recorded["config"], "precision": recorded["precision"]}
     changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if recorded["fingerprint"] != splits.fingerprint:
-        messages.append("the data set is not the one that the checkpoint was trained on")
+        messages.append("the content of the data set has changed since the checkpoint")
     return messages
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> list[str]:
-    """What changed between two plain configs, as `key: old -> new`; of a group that another one has replaced, its name
-    and what both have."""
-    found = []
+    """Return the changes between two plain configs, as lines `key: old -> new`.
+
+    If another file of a group was chosen, only its name and the keys that both files have are compared.
+    """
+    changes = []
     replaced = before.get("name") != now.get("name")
     for key in sorted(set(before) & set(now) if above and replaced else set(before) | set(now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{above}{key}.")
+            changes += differences(old, new, f"{above}{key}.")
         elif old != new:
-            found.append(f"{above}{key}: {old} -> {new}")
-    return found
+            changes.append(f"{above}{key}: {old} -> {new}")
+    return changes

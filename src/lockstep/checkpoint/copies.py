@@ -1,5 +1,8 @@
-"""Copies of a run's checkpoints, so that it outlives any machine: one rank of each machine that does not see the run's
-folder keeps last.ckpt and best.ckpt in a folder of the same name; when a run starts, the newest is sent to all."""
+"""Copies of a run's checkpoints on other machines, so that the run survives the loss of any machine.
+
+On each machine that does not see the run's folder, one rank keeps last.ckpt and best.ckpt in a folder of the same name.
+When a run starts, the newest checkpoint is sent to the machines that lack it.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,16 +13,21 @@ import torch.distributed as dist
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import step_of
 from lockstep.files import write
-from lockstep.launch.process_group import broadcast_file, of_ranks
+from lockstep.launch.process_group import broadcast_file, gather_objects
 
 
 class Copies:
-    """Sends the files that rank zero has written to the ranks that keep copies. It is used by one thread of each of
-    them, beside the training's collectives, so it has a process group of its own. All ranks make it.
+    """Sends the files that rank zero has written to the ranks that keep copies. All ranks must create it.
+
+    One thread of each of these ranks uses it while training runs its own collectives, so it has a separate process
+    group.
 
     Args:
-        ranks: rank zero and those that keep copies.
-        timeout: seconds after which a rank that does not answer is lost.
+        ranks: rank zero and the ranks that keep copies.
+        timeout: seconds after which a transfer fails.
+
+    Attributes:
+        receives: whether this rank keeps copies.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
@@ -27,7 +35,7 @@ class Copies:
         self.receives = dist.get_rank() in ranks[1:]
 
     def send(self, path: Path | None) -> None:
-        """Send a file, on rank zero; None: it could not be written."""
+        """Send a file. Rank zero calls it; `path` is None if the file could not be written."""
         broadcast_file(path, 0, self._group)
 
     def receive(self, path: Path) -> None:
@@ -38,17 +46,18 @@ class Copies:
 
 
 def share_newest(start: Path, ranks: Sequence[int]) -> None:
-    """Give each machine the newest file that a machine has of the checkpoint which a run goes on from, and the best
-    checkpoint beside it. All ranks call it.
+    """Send the newest checkpoints to the machines that lack them. All ranks must call it.
+
+    The files are the newest version of the checkpoint from which a run continues, and the best checkpoint beside it.
 
     Args:
-        start: the checkpoint, on each machine in its own folder of the run.
-        ranks: those that write in it, as `ranks_with_folder` returns them.
+        start: the path of the checkpoint in this machine's folder of the run.
+        ranks: the ranks that write in the folder, from `ranks_with_folder`.
     """
     if len(ranks) == 1:
         return
     writes = dist.get_rank() in ranks
-    steps = of_ranks(step_of(start) if writes else -1)
+    steps = gather_objects(step_of(start) if writes else -1)
     newest = max(ranks, key=lambda rank: (steps[rank], -rank))
     lacking = [rank for rank in ranks if steps[rank] != steps[newest]]
     if not lacking:

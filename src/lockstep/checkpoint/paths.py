@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints: `checkpoints/` in its folder. Standard library only."""
+"""The paths of a run's checkpoints, in `checkpoints/` of its folder. Standard library only."""
 
 import re
 from pathlib import Path
@@ -19,19 +19,19 @@ def best(run: Path) -> Path:
     return folder(run) / "best.ckpt"
 
 
-def of_step(checkpoints: Path, step: int) -> Path:
-    """Return the path of a checkpoint that `checkpoint_keep` leaves in a folder of checkpoints."""
+def step_path(checkpoints: Path, step: int) -> Path:
+    """Return the path of an additional checkpoint (`checkpoint_keep`) in a folder of checkpoints."""
     return checkpoints / f"step_{step}.ckpt"
 
 
-def steps_kept(checkpoints: Path) -> dict[int, Path]:
+def step_checkpoints(checkpoints: Path) -> dict[int, Path]:
     """Return the checkpoints `step_<n>.ckpt` in a folder of checkpoints, by step, in order."""
     matches = [(re.fullmatch(r"step_(\d+)\.ckpt", path.name), path) for path in checkpoints.iterdir()]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def best_in(run: Path) -> Path | None:
-    """Return the best checkpoint of a run, or of its `checkpoints/`; else the last; None where there is neither."""
+    """Return the best checkpoint in a run's folder or its `checkpoints/`; else the last; None if both are missing."""
     names = (best(run), last(run), run / best(run).name, run / last(run).name)
     return next((path for path in names if path.exists()), None)
 

@@ -1,6 +1,8 @@
-"""`resume=` finds a run's folder, and the run goes on there with its own config; what the command line says wins. A run
-is its folder: its workers go on from the last.ckpt that they find in it (start.py). `sweep.resume=` does the
-same for the jobs of a sweep."""
+"""`resume=` finds a run's folder and replaces the command line by the run's own overrides plus those given now.
+
+The workers then continue from the last.ckpt in that folder (start.py). `sweep.resume=` does the same for the jobs of a
+sweep.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,69 +14,77 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import paths
-from lockstep.config import checks
-from lockstep.config.arguments import SEVERAL, config_folders, key, parsed, quoted, searched, separated, sweeps
-from lockstep.config.checks import ROOT, options
+from lockstep.config import value_checks
+from lockstep.config.arguments import (
+    SEVERAL,
+    config_folders,
+    is_sweep,
+    key,
+    parse_arguments,
+    quote_path,
+    search_path_override,
+    split_flags,
+)
+from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
-from lockstep.launch.agreement import agree
 from lockstep.launch.environment import external_workers
-from lockstep.launch.process_group import of_ranks
-from lockstep.text import typed
+from lockstep.launch.process_group import gather_objects
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
+from lockstep.text import shell_override
 
-MULTIRUN = {"-m", "--multirun"}
+MULTIRUN_FLAGS = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
 RECORD = "overrides.yaml"  # in .hydra/
-NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
+NAME_KEYS = {"name", "model", "data", "experiment"}  # the keys that determine a run's name
 
 
-def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, the
-    config folders that it was composed with, what is given now, the run's own folder and its checkpoint.
+def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
+    """Return the command line with `resume=` expanded.
+
+    The result has the overrides and config folders of the resumed run, then the overrides given now, then the run's
+    folder and its checkpoint. Without `resume=`, expand `init_from=last`.
 
     Args:
         arguments: `sys.argv[1:]`.
+        config_name: the program's config, such as `train`.
 
     Raises:
-        UserError: there is nothing to resume, or the program is another one than train.py.
+        UserError: there is nothing to resume, or the program is not train.py.
     """
-    flags, task = separated(arguments)
+    flags, task = split_flags(arguments)
     for name in ("resume", "init_from"):
         if f"{name}=" in task:
-            raise UserError(f"{name}: is empty; {name}=null for none")
-    run, given = _taken("resume", task)
+            raise UserError(f"{name}= is empty: give a value, or {name}=null for none")
+    run, new_overrides = _split_off("resume", task)
     if run is None:
-        return _weights_named(arguments, given, flags, config_name)
-    if any(key(override) == "init_from" for override in given):
-        raise UserError(
-            f"resume={run}: goes on with a run's own weights, and init_from begins a new run; leave one out"
-        )
+        return _expand_init_from(arguments, new_overrides, flags, config_name)
+    if any(key(override) == "init_from" for override in new_overrides):
+        raise UserError(f"resume={run} continues a run, and init_from= begins a new one: leave one of them out")
     if config_name != "train":
-        raise UserError(
-            f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
-        )
+        raise UserError(f"resume={run}: only train.py resumes a run: evaluate, predict and export take checkpoint=")
 
     def find() -> tuple[float, str, list[str]]:
-        checkpoint = _find(run, given, flags, config_name)
-        return checkpoint.stat().st_mtime, str(checkpoint), _saved(checkpoint, flags)
+        checkpoint = _find_checkpoint(run, new_overrides, flags, config_name)
+        return checkpoint.stat().st_mtime, str(checkpoint), _saved_overrides(checkpoint, flags)
 
     _, checkpoint, saved = _newest_of_ranks(find)
     folder = paths.run_of(Path(checkpoint))
-    if not folder.exists():  # another machine's: this one has a folder of the same name in its own `outputs`
+    if not folder.exists():  # another machine has it; this one has a folder of the same name in its own `outputs`
         folder = Path("${outputs}", *folder.parts[-2:])
     merged = {key(override): override for override in saved}
-    _forget_length(merged, given)
+    _drop_length(merged, new_overrides)
     for group in SEVERAL:
-        _forget_options(merged, group, given)
-    merged |= {key(override): override for override in given}
-    merged |= {"resume": f"resume={quoted(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quoted(folder)}"}
+        _drop_options(merged, group, new_overrides)
+    merged |= {key(override): override for override in new_overrides}
+    merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
     return [*merged.values(), *flags]
 
 
-def _forget_options(saved: dict[str, str], group: str, given: Sequence[str]) -> None:
-    """Leave out saved options of files that the group chosen now does not have: `extras=none` after `extras.x.y=1`."""
-    chosen = [override for override in given if key(override) == group]
+def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
+    """Remove saved options of files that are no longer chosen, such as `extras.x.y=1` if `extras=none` is given."""
+    chosen = [override for override in new_overrides if key(override) == group]
     if not chosen:
         return
     names = chosen[-1].partition("=")[2].strip("[]").split(",")
@@ -84,16 +94,21 @@ def _forget_options(saved: dict[str, str], group: str, given: Sequence[str]) -> 
 
 
 def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:
-    """Return what `find` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
+    """Call `find` on all ranks and return the result with the newest checkpoint.
+
+    Each machine may have copies of the checkpoints, and rank zero's may have none.
+
+    Args:
+        find: returns the time, path and overrides of a checkpoint.
 
     Raises:
-        UserError: rank zero's; no rank finds anything.
+        UserError: no rank finds a checkpoint; this is rank zero's error.
     """
     try:
         mine: Any = find()
     except UserError as refusal:
         mine = str(refusal)
-    everywhere = of_ranks(mine)
+    everywhere = gather_objects(mine)
     usable = [each for each in everywhere if not isinstance(each, str)]
     if not usable:
         raise UserError(everywhere[0])
@@ -101,99 +116,110 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
     return newest_of_all
 
 
-def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str], config_name: str) -> list[str]:
-    """The arguments, where `init_from=last` stands for the run that is the newest before any of these begins."""
-    if "init_from=last" not in given:
+def _expand_init_from(
+    arguments: Sequence[str], new_overrides: list[str], flags: list[str], config_name: str
+) -> list[str]:
+    """Replace `init_from=last` in the arguments by the newest run's folder, before this command's own run exists."""
+    if "init_from=last" not in new_overrides:
         return list(arguments)
 
     def newest_run() -> str:
         return str(
-            newest("init_from", Path(checks.folder("outputs", _composed([*given, *flags], config_name).outputs)))
+            newest_run_folder(
+                "init_from",
+                Path(value_checks.folder("outputs", _compose_single([*new_overrides, *flags], config_name).outputs)),
+            )
         )
 
-    folder = agree("init_from", newest_run)
-    return [f"init_from={quoted(folder)}" if each == "init_from=last" else each for each in arguments]
+    folder = decide_on_rank_zero("init_from", newest_run)
+    return [f"init_from={quote_path(folder)}" if each == "init_from=last" else each for each in arguments]
 
 
-def sweep_overrides(arguments: Sequence[str]) -> list[str]:
-    """The command line with `sweep.resume=<folder>` replaced by what it stands for: the overrides of that sweep, those
-    given now, and its folder.
+def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
+    """Return the command line with `sweep.resume=` expanded: the sweep's overrides, those given now, and its folder.
 
     Raises:
-        UserError: it is no sweep's folder, or what is given now would list other jobs.
+        UserError: the folder is not that of a sweep, or the overrides given now would change its list of jobs.
     """
-    flags, task = separated(arguments)
-    sweep, given = _taken("sweep.resume", task)
+    flags, task = split_flags(arguments)
+    sweep, new_overrides = _split_off("sweep.resume", task)
     if sweep is None:
-        return [*given, *flags]
+        return [*new_overrides, *flags]
     folder = Path(sweep.strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
-        raise UserError(f"sweep.resume={sweep}: no sweep's folder, there is no {record}")
+        raise UserError(
+            f"sweep.resume={sweep}: not a sweep's folder, because it has no {record.name}: give "
+            "outputs/<name>/sweeps/<timestamp>"
+        )
     try:
         loaded = OmegaConf.load(record)
         before = [*loaded.hydra.overrides.hydra, *config_folders(loaded, arguments), *loaded.hydra.overrides.task]
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise UserError(f"{record}: can't be read") from error
-    kept = {key(argument): argument for argument in map(str, before)}
-    if not any(sweeps(kept[name]) for name in LENGTH & kept.keys()):
-        _forget_length(kept, given)
-    for argument in given:
-        changed = kept.get(key(argument), argument)
-        if sweeps(argument) or sweeps(changed):
-            raise UserError(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
-        kept[key(argument)] = argument
+        raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
+    merged = {key(argument): argument for argument in map(str, before)}
+    if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
+        _drop_length(merged, new_overrides)
+    for argument in new_overrides:
+        changed = merged.get(key(argument), argument)
+        if is_sweep(argument) or is_sweep(changed):
+            raise UserError(
+                f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}: leave it out"
+            )
+        merged[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
-        kept.pop(name, None)
-    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
-    return [*kept.values(), f"sweep.resume={quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
+        merged.pop(name, None)
+    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN_FLAGS)]
+    return [*merged.values(), f"sweep.resume={quote_path(folder)}", f"hydra.sweep.dir={quote_path(folder)}", *flags]
 
 
-def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The last value that a key is given, None where it is null, and the other overrides."""
+def _split_off(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return two things: the last value of a key (None if null or missing), and the other overrides."""
     values = [argument.removeprefix(f"{name}=") for argument in task if argument.startswith(f"{name}=")]
     rest = [argument for argument in task if not argument.startswith(f"{name}=")]
     return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
 
 
-def _saved(checkpoint: Path, flags: Sequence[str]) -> list[str]:
-    """Return the overrides of the run that a checkpoint belongs to, with the config folders that it was composed with.
+def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
+    """Return the overrides and config folders of the run that a checkpoint belongs to.
 
     Raises:
-        UserError: it is not in a run's folder.
+        UserError: the checkpoint is not in a run's folder.
     """
     record = paths.run_of(checkpoint) / ".hydra"
     if not (record / RECORD).exists():
         raise UserError(
-            f"resume={checkpoint}: not in the checkpoints/ of a run folder, with .hydra/ beside: resume=<run folder>"
+            f"resume={checkpoint}: not in checkpoints/ of a run folder, which has .hydra/ beside it: give "
+            "resume=<run folder>"
         )
     saved = [str(override) for override in OmegaConf.load(record / RECORD)]
     if (of_hydra := record / "hydra.yaml").exists():
         saved += config_folders(OmegaConf.load(of_hydra), flags)
-    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # which the engine decides
+    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # the engine sets these
     return [override for override in saved if key(override) not in left_out]
 
 
-def _forget_length(kept: dict[str, str], given: Sequence[str]) -> None:
-    """Removes the length of the run that goes on where another one is given: epochs for steps, or steps for epochs."""
-    if LENGTH & {key(argument) for argument in given if argument.partition("=")[2] not in ("null", "")}:
+def _drop_length(merged: dict[str, str], new_overrides: Sequence[str]) -> None:
+    """Remove the saved `max_epochs` and `max_steps` from `merged` if a new override sets one of them."""
+    if LENGTH & {key(argument) for argument in new_overrides if argument.partition("=")[2] not in ("null", "")}:
         for name in LENGTH:
-            kept.pop(name, None)
+            merged.pop(name, None)
 
 
-def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:
-    """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
+def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], config_name: str) -> Path:
+    """Return the checkpoint that `resume=` names: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
-        config = _composed([*given, *flags], config_name)
-        runs, runs_of = Path(checks.folder("outputs", config.outputs)) / str(config.name), "*"
-        if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
+        config = _compose_single([*new_overrides, *flags], config_name)
+        runs, runs_of = Path(value_checks.folder("outputs", config.outputs)) / str(config.name), "*"
+        if NAME_KEYS.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides):
             runs, runs_of = runs.parent, "*/*"
-        wanted = str(newest("resume", runs, runs_of))
+        wanted = str(newest_run_folder("resume", runs, runs_of))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
             raise UserError(
-                f"resume={wanted}: a folder of runs, not a run: {typed('resume', runs_below[-1])} is the newest"
+                f"resume={wanted}: a folder of runs, not a run: "
+                f"{shell_override('resume', runs_below[-1])} is the newest"
             )
         path = paths.last(path)
     if not path.exists():
@@ -201,35 +227,39 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
     return path
 
 
-def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
-    """The run that was saved last, of the folders in `runs` that match `runs_of`.
+def newest_run_folder(config_key: str, runs: Path, runs_of: str = "*/*") -> Path:
+    """Return the folder of the run that saved a checkpoint last.
+
+    Under SLURM, a restarted job prefers runs that it has worked on.
 
     Args:
-        asked: the key that is `last`, for the message.
+        config_key: the key whose value is `last`, for the message.
+        runs: the folder that has the runs.
+        runs_of: a pattern of the run folders in it.
 
     Raises:
-        UserError: none has a checkpoint.
+        UserError: no run has a checkpoint.
     """
     folders = _runs_in(runs, runs_of)
     if not folders:
-        raise UserError(f"{asked}=last: no run in {runs} has a checkpoint")
-    return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
+        raise UserError(f"{config_key}=last: no run in {runs} has a checkpoint")
+    return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]
 
 
 def _runs_in(folder: Path, pattern: str) -> list[Path]:
-    """The runs with a checkpoint that match a pattern in a folder; the one that was saved last is the last."""
+    """Return the runs with a checkpoint that match a pattern in a folder, ordered by the time of the checkpoint."""
     checkpoints = folder.glob(str(paths.last(Path(pattern))))
     return list(map(paths.run_of, sorted(checkpoints, key=lambda path: path.stat().st_mtime)))
 
 
-def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
-    """The config of a command line, without the keys that it sweeps over."""
+def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
+    """Compose the config of a command line without the overrides that sweep over values."""
     from hydra import compose, initialize_config_dir
 
-    found = parsed(arguments)
-    single = [argument for argument in found.overrides if not sweeps(argument)]
-    if found.config_dir:
-        single += searched([os.path.abspath(found.config_dir)])
+    command_line = parse_arguments(arguments)
+    single = [argument for argument in command_line.overrides if not is_sweep(argument)]
+    if command_line.config_dir:
+        single += search_path_override([os.path.abspath(command_line.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(config_name, overrides=single)
 
@@ -238,11 +268,10 @@ def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
 
 
 def record_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the files in a run's `.hydra/`, by name: the config that Hydra has composed now, its own, and
-    the overrides.
+    """Return the texts of the files in a run's `.hydra/`, by name: the config, Hydra's own config, and the overrides.
 
     Args:
-        config: what was composed, resolved, as plain containers.
+        config: the composed and resolved config, as plain containers.
     """
     hydra = HydraConfig.get()
     content = {"config.yaml": config, "hydra.yaml": {"hydra": hydra}, RECORD: hydra.overrides.task}
@@ -255,7 +284,7 @@ def write_record(folder: Path, record: Mapping[str, str]) -> None:
         write(folder / ".hydra" / name, text.encode())
 
 
-def saved(folder: Path) -> tuple[int, int] | None:
-    """Which file a run's last checkpoint is, and when it was written; None where there is none."""
+def last_checkpoint_id(folder: Path) -> tuple[int, int] | None:
+    """Return the inode and the time of a run's last checkpoint, which identify its content; None without one."""
     last = paths.last(folder)
     return (last.stat().st_ino, last.stat().st_mtime_ns) if last.exists() else None

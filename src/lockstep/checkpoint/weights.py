@@ -1,4 +1,4 @@
-"""Weights from elsewhere, as far as they fit: what a new run begins with."""
+"""Initial weights of a new run, from any file whose tensors fit."""
 
 import fnmatch
 import zipfile
@@ -9,79 +9,90 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, fault, plain, whole_file
+from lockstep.checkpoint.io import CheckpointError, fault, load_plain, whole_file
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names
 
 Tensors: TypeAlias = dict[str, Tensor]
-NAMED = 6  # tensors that a message names
+MAX_NAMES = 6  # how many tensors a message names
 
 
-def read(key: str, path: str | Path, together: bool = False) -> Tensors:
-    """Tensors by name, of a run folder (its best checkpoint, else its last), a checkpoint of Lockstep's, Lightning's or
-    torchvision's, or a bare state_dict: what torch.save wrote, read with `weights_only=True`, or .safetensors.
+def read_weights(key: str, path: str | Path, together: bool = False) -> Tensors:
+    """Read the tensors of a file, by name.
 
     Args:
-        key: where the path was given, for messages.
-        together: all ranks call it, and get what rank zero reads.
+        key: the config key of the path, for messages.
+        path: a run folder (its best checkpoint, else its last); a checkpoint of Lockstep, Lightning or torchvision, or
+            a state_dict, that torch.save wrote; or a .safetensors file. All are read with `weights_only=True`.
+        together: whether all ranks call it. Then rank zero reads the file and sends its bytes to the others.
 
     Raises:
-        CheckpointError: missing, damaged, without weights, or holding code.
+        CheckpointError: the file is missing, damaged, holds no named tensors, or holds code.
     """
     path = _file(path)
     if together:
-        path = process_group.of_rank_zero(path)
+        path = process_group.broadcast_from_rank_zero(path)
     try:
         source = whole_file(path, together, _fault)
-        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path)
+        content = _load_safetensors(source, path) if path.suffix == ".safetensors" else load_plain(source, path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error
-    for name in ("state_dict", "model"):  # Lightning's and timm's; torchvision's
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
+    for name in ("state_dict", "model"):  # the keys of Lightning and timm, and of torchvision
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
             break
-    named = found.items() if isinstance(found, Mapping) else ()
+    named = content.items() if isinstance(content, Mapping) else ()
     tensors = {str(name): value for name, value in named if isinstance(value, Tensor)}
     if not tensors:
-        raise CheckpointError(f"{key}={path}: it holds no weights by name")
+        raise CheckpointError(f"{key}={path} holds no tensors by name: give a run folder, a checkpoint or a state_dict")
     return tensors
 
 
 def refuse_broken_weights(key: str, path: str | Path) -> None:
-    """Refuse in no time what `read` would refuse of a file that is missing, cut off or holds code.
+    """Refuse a file that is missing, cut off or holds code. This is fast, because it reads no weights.
 
     Raises:
-        CheckpointError: naming `key`.
+        CheckpointError: it names `key` and the file.
     """
     if wrong := _fault(path := _file(path), checksums=False):
         raise CheckpointError(f"{key}={path}: {wrong}")
 
 
 def _file(path: str | Path) -> Path:
+    """Return the file that a path means: for a run folder, the path of its checkpoint."""
     path = Path(path).expanduser()
     return paths.best_in(path) or paths.best(path) if path.is_dir() else path
 
 
-def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
-    """Gives a module the tensors that it has too, by name and shape; returns the names of its own that got none. Those
-    of a bare net fit the module that holds it: `conv1.weight` is its `net.conv1.weight`."""
-    own = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Copy into a module the tensors that fit it by name and shape. Return the names of its other tensors.
+
+    The tensors of a net also fit a module that contains the net: `conv1.weight` is copied to `net.conv1.weight`.
+
+    Args:
+        module: it is changed.
+        tensors: the tensors of a file, by name, of any shapes.
+
+    Returns:
+        The names of the module's tensors that are not in `tensors` or have another shape there.
+    """
+    shapes = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     holders = ["", *(f"{name}." for name, _ in module.named_children())]
-    named = [{holder + name: value for name, value in found.items()} for holder in holders]
-    fitting = [{name: value for name, value in each.items() if own.get(name) == value.shape} for each in named]
+    named = [{holder + name: value for name, value in tensors.items()} for holder in holders]
+    fitting = [{name: value for name, value in each.items() if shapes.get(name) == value.shape} for each in named]
     best = max(fitting, key=len)
     whole = module.state_dict()
-    whole.update(best)  # with what layers keep beside their tensors
+    whole.update(best)  # `whole` also has entries that are no tensors (`get_extra_state`)
     module.load_state_dict(whole)
-    return [name for name in own if name not in best]
+    return [name for name in shapes if name not in best]
 
 
-class Begun(NamedTuple):
-    """What a module has got from a file.
+class LoadedWeights(NamedTuple):
+    """The result of loading a file into a module.
 
     Attributes:
-        message: what a user should know.
+        message: a line for the log.
         fresh: names of the module's tensors that the file does not have.
     """
 
@@ -89,67 +100,83 @@ class Begun(NamedTuple):
     fresh: list[str]
 
 
-def begin(
+def load_weights(
     key: str, module: nn.Module, path: str, together: bool = False, adapt: Callable[[Tensors], Tensors] | None = None
-) -> Begun:
-    """Gives a module the weights in the file that `key` names.
+) -> LoadedWeights:
+    """Copy the weights of a file into a module.
 
     Args:
-        together: as of `read`.
-        adapt: what is done to the tensors before.
+        key: the config key of the path, for messages.
+        module: it is changed.
+        path: as in `read_weights`.
+        together: as in `read_weights`.
+        adapt: a function that changes the tensors before they are copied.
 
     Raises:
-        UserError: they can't be read, or nothing fits.
+        UserError: the file can't be read, or none of its tensors of two or more dimensions fits.
     """
-    found = read(key, path, together)
-    left = fill(module, adapt(found) if adapt else found)
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    if not any(value.ndim > 1 for name, value in own.items() if name not in left):
-        raise UserError(f"{key}={path}: none of its weights fits this model's, {join_names(left)}, by name and shape")
-    return Begun(told(key, len(own), left), left)
+    tensors = read_weights(key, path, together)
+    left = copy_weights(module, adapt(tensors) if adapt else tensors)
+    module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    if not any(value.ndim > 1 for name, value in module_tensors.items() if name not in left):
+        raise UserError(
+            f"{key}={path}: none of its weights fits this model by name and shape: the model has {join_names(left)}"
+        )
+    return LoadedWeights(weights_message(key, len(module_tensors), left), left)
 
 
 def refuse_frozen(
     key: str, module: nn.Module, fresh: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
 ) -> None:
-    """Refuses parameters that a file has not filled and that `model.freeze` holds: they would stay random for ever.
+    """Refuse frozen parameters that a file has not set: they would keep their random values.
 
     Args:
-        key: what named the file, `init_from=...`.
-        fresh: names of the tensors that the file has not filled.
-        freeze, unfrozen: patterns of the names of parameters that are frozen, and that a callback unfreezes later.
+        key: the setting that names the file, `init_from=...`.
+        module: its frozen parameters have `requires_grad=False`.
+        fresh: names of the tensors that the file has not set.
+        freeze: patterns of the names of frozen parameters.
+        unfrozen: patterns of the names that a callback unfreezes later.
 
     Raises:
-        UserError: there are such.
+        UserError: there are such parameters.
     """
     new = set(fresh)
-    held = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
-    held = [name for name in held if _matches(name, freeze) and not _matches(name, unfrozen)]
-    if held:
+    unfilled = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
+    unfilled = [name for name in unfilled if _matches(name, freeze) and not _matches(name, unfrozen)]
+    if unfilled:
         right = "leave them out of model.freeze, or give callbacks=unfreeze"
-        raise UserError(f"{key}: has no {join_names(held, NAMED)}, and model.freeze would keep them random: {right}")
+        raise UserError(
+            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, and model.freeze would keep them random: {right}"
+        )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, str(pattern)) for pattern in patterns)
 
 
-def told(key: str, own: int, left: Sequence[str]) -> str:
-    """`init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
-    return f"{key}: {own - len(left)} of {own} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)
+def weights_message(key: str, total: int, left: Sequence[str]) -> str:
+    """Return a line such as `init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`.
+
+    Args:
+        key: the config key of the file.
+        total: how many tensors the module has.
+        left: the names of the tensors that the file has not set.
+    """
+    return f"{key}: {total - len(left)} of {total} tensors" + f"; not {join_names(left, MAX_NAMES)}" * bool(left)
 
 
 def _fault(path: Path, checksums: bool = True) -> str:
-    """Return what is wrong with a file, without loading it; one that is no zip file may be torch's older format."""
+    """Return what is wrong with a file. Accept files that are not zip files: torch's older format, for example."""
     return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path, checksums)
 
 
-def _safe(source: Any, path: Path) -> Any:
+def _load_safetensors(source: Any, path: Path) -> Any:
+    """Return the tensors of a .safetensors file, by name."""
     try:
         from safetensors import SafetensorError
         from safetensors import torch as safetensors
     except ImportError:
-        raise CheckpointError(f"{path}: reading it needs `pip install safetensors`") from None
+        raise CheckpointError(f"{path}: the package safetensors is not installed: pip install safetensors") from None
     try:
         return safetensors.load(source.read_bytes() if isinstance(source, Path) else source.read())
     except SafetensorError as error:

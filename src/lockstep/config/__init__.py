@@ -1,1 +1,1 @@
-"""From the command line and the yaml files to a checked config."""
+"""The config: from the command line and the yaml files to a checked `Config`."""

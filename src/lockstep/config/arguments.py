@@ -1,113 +1,129 @@
-"""The words of a command line: Hydra's flags, overrides, and the folders that it composes from; the help that they ask
-for, and what is near a name that is not there."""
+"""The command line: Hydra's flags, overrides and config folders; the help page; and messages about unknown names."""
 
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
+from hydra._internal.utils import get_args_parser  # the parser of Hydra's flags; Hydra has no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.config.checks import ROOT, options
-from lockstep.config.familiar import no_such_key, unknown
+from lockstep.config.suggestions import no_such_key_message, unknown_name_message
+from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 
 CONF = ROOT / "conf"
 SEVERAL = {"callbacks", "extras", "logger", "experiment", "debug"}  # groups whose files add to each other
 
 
-def keyed(arguments: list[str]) -> list[str]:
-    """The arguments as they are.
+def check_arguments(arguments: list[str]) -> list[str]:
+    """Check a command line and return it unchanged. Hydra's own messages about these errors would not name the cause.
 
     Raises:
-        UserError: one is no flag of Hydra's, on which argparse would explain all of these; or chooses of a group what
-            is no name, which Hydra would not name, or several files where it would take the last.
+        UserError: an argument is an unknown flag, is not an override, gives a group a value that is not a name, or
+            chooses several files of a group that takes one.
     """
     for argument in arguments:
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (CONF / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             if isinstance(value, int | float | dict | None) or (isinstance(value, list) and match[1] not in SEVERAL):
-                raise UserError(f"{argument}: takes one name; {unknown(str(value or None).lower(), options(match[1]))}")
+                raise UserError(
+                    f"{argument}: takes one name; {unknown_name_message(str(value or None).lower(), options(match[1]))}"
+                )
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
             raise UserError(f"{argument}: there is no such flag; an override has no dashes, {right}")
-    for override in parsed(arguments).overrides:
+    for override in parse_arguments(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
     return arguments
 
 
-def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line's flags, with their values, and its overrides. Together again, flags stand last: a value of theirs
-    may be left out, and argparse takes overrides in one row only."""
-    overrides = parsed(arguments).overrides
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line's flags (with their values) and its overrides.
+
+    If you join them again, put the flags last: a flag's value may be missing, and argparse takes overrides only in one
+    sequence.
+    """
+    overrides = parse_arguments(arguments).overrides
     return [argument for argument in arguments if argument not in overrides], overrides
 
 
 def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
-    """Where what `record` tells of was composed with `--config-dir`, and the command line has none: the override that
-    stands for it."""
-    if parsed(arguments).config_dir:
+    """Return the override that adds the `--config-dir` of an earlier run.
+
+    Args:
+        record: the earlier run's `hydra.yaml` or `multirun.yaml`.
+        arguments: the command line. If it has a `--config-dir`, return an empty list.
+    """
+    if parse_arguments(arguments).config_dir:
         return []
     sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
-    return searched(source.path for source in sources if source.provider.endswith("command-line"))
+    return search_path_override(source.path for source in sources if source.provider.endswith("command-line"))
 
 
-def parsed(arguments: Sequence[str]) -> Any:
-    """What Hydra makes of a command line."""
+def parse_arguments(arguments: Sequence[str]) -> Any:
+    """Parse a command line as Hydra does."""
     return get_args_parser().parse_known_intermixed_args(arguments)[0]
 
 
-def searched(folders: Iterable[str]) -> list[str]:
-    """The override, if any, that stands for config folders."""
-    paths = ",".join(quoted(f"file://{folder}") for folder in folders)
+def search_path_override(folders: Iterable[str]) -> list[str]:
+    """Return a list with the override that adds config folders; empty if there are none."""
+    paths = ",".join(quote_path(f"file://{folder}") for folder in folders)
     return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
-def quoted(path: Path | str) -> str:
-    """A path as an override's value, whatever characters it has."""
+def quote_path(path: Path | str) -> str:
+    """Return a path in quotes, as the value of an override. The path may have any characters."""
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def key(override: str) -> str:
-    """What an override of the command line is about."""
+    """Return the key of an override."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
-def given() -> list[str]:
-    """The keys of the command line that the current config was composed with."""
+def overridden_keys() -> list[str]:
+    """Return the keys of the overrides with which Hydra has composed the current config."""
     return [key(override) for override in HydraConfig.get().overrides.task]
 
 
-def sweeps(override: str) -> bool:
-    """Whether an override lists values for several runs."""
+def is_sweep(override: str) -> bool:
+    """Check whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
 
 
 # --- help ---
 
 
-def page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
-    """The help of a program: the files of the groups that a command line chooses, or its front page in `pages`."""
-    found, chosen = parsed(arguments), []
-    folders = [CONF, *([Path(found.config_dir)] if found.config_dir else [])]
-    for override in found.overrides:
+def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
+    """Return the help text of a program.
+
+    It is the text of the config files that the command line chooses, or without any the program's front page.
+
+    Args:
+        config_name: the program's config, such as `train`.
+        arguments: the command line.
+        pages: the folder of the front page.
+    """
+    command_line, chosen = parse_arguments(arguments), []
+    folders = [CONF, *([Path(command_line.config_dir)] if command_line.config_dir else [])]
+    for override in command_line.overrides:
         group, _, names = override.partition("=")
         for name in names.strip("[]").split(",") if (CONF / group).is_dir() else ():
             files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
             if not files:
-                raise UserError(no_option(group, name))
+                raise UserError(no_option_message(group, name))
             chosen.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
     return "\n\n".join(chosen) or front_page(pages / f"{config_name}.yaml")
 
 
 def front_page(file: Path) -> str:
-    """How to call a program, what each group offers, and the front page itself, with its comments."""
+    """Return a program's usage, the files of each group, and the keys of its config with their comments."""
     text = file.read_text()
     usage, _, keys = text.partition("defaults:\n")
     keys = keys[keys.index("\n\n") :].strip()
@@ -118,49 +134,54 @@ def front_page(file: Path) -> str:
             groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("[!_]*.yaml"))]
     notes = (
         "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints "
-        "the config, --hydra-help has Hydra's flags."
+        "the config, --hydra-help lists Hydra's flags."
     )
     return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
 
 
-def no_option(group: str, name: str) -> str:
-    """That a group has no file of this name, and which it has."""
+def no_option_message(group: str, name: str) -> str:
+    """Return the message for a group that has no file of this name. It names the files that exist."""
     elsewhere = [f"did you mean {other}={name}?" for other in ("strategy", "extras") if name in options(other)]
-    return f"{group}={name}: {' '.join([*elsewhere, unknown(name, options(group))])}"
+    return f"{group}={name}: {' '.join([*elsewhere, unknown_name_message(name, options(group))])}"
 
 
-def no_name(group: str, command_line: Sequence[str]) -> str:
-    """That the file which a command line chooses of a group does not say its name, of which a run's is made."""
-    chosen = [each.partition("=")[2] for each in parsed(command_line).overrides if key(each) == group]
+def no_name_message(group: str, command_line: Sequence[str]) -> str:
+    """Return the message for a chosen config file that lacks the key `name`, which is part of the run's name."""
+    chosen = [each.partition("=")[2] for each in parse_arguments(command_line).overrides if key(each) == group]
     name = chosen[-1] if chosen else "mine"
-    return f"{group}.name: conf/{group}/{name}.yaml has no name, which a run is called by: add a line name: {name}"
+    return f"{group}.name: conf/{group}/{name}.yaml has no name for the run's folder: add a line name: {name}"
 
 
-def no_key(key: str, error: Any) -> str:
-    """That there is no such key, and what is near it where OmegaConf missed it (`error`)."""
-    if error is None:  # a group of which the front page chooses nothing
+def no_key_message(key: str, error: Any) -> str:
+    """Return the message for an unknown key, with the nearest known key.
+
+    Args:
+        key: the dotted key.
+        error: OmegaConf's error; None if the key is a group of which the program's config chooses nothing.
+    """
+    if error is None:
         return f"{key}: there is no such key; +{key}=<name> adds it"
     group, _, rest = key.partition(".")
     if (file := rest.partition(".")[0]) and group in SEVERAL and file in options(group):
-        return f"{key}: {group}={file} is not chosen: {group}=[{file}] brings it"
+        return f"{key}: {group}={file} is not chosen: give {group}=[{file}] too"
     if key in options("extras"):
         return f"{key}: there is no such key; did you mean extras=[{key}]?"
     if error.full_key == group and (names := options(group)):
-        return f"{key}: there is no such key; {group}=<name> brings some: {', '.join(names)}"
+        return f"{key}: there is no such key; {group}=<name> adds some: {', '.join(names)}"
     config: Any = OmegaConf.to_container(error.parent_node._get_root())
-    return no_such_key(key, config)
+    return no_such_key_message(key, config)
 
 
-def unreadable(override: str) -> str:
-    """That Hydra can't read an override, and how its value is quoted."""
+def unreadable_override_message(override: str) -> str:
+    """Return the message for an override that Hydra can't parse. It shows how to quote the value."""
     key, _, value = override.partition("=")
     pairs = (("[", "]"), ("{", "}"), ("(", ")"))
     if any(value.count(one) != value.count(other) for one, other in pairs) or value.count('"') % 2:
-        return f"{override}: a bracket or a quotation mark of {key} has no other half"
-    return f"""{override}: a value with spaces, commas, brackets or = is quoted: "{key}={quoted(value)}\""""
+        return f"{override}: a bracket or a quotation mark in the value of {key} is not closed"
+    return f"""{override}: a value with spaces, commas, brackets or = must be quoted: "{key}={quote_path(value)}\""""
 
 
 def _purpose(file: Path) -> str:
-    """The first comment of a config file that is none of Hydra's."""
+    """Return the first comment of a config file that is not an instruction to Hydra, such as `@package`."""
     comments = (line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@")), "")

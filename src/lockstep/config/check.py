@@ -1,6 +1,6 @@
-"""A run's config, checked: each key by the schema, then what can't go together, then the layout that they make.
+"""The checks of a run's config: each key by the schema, then forbidden combinations, then the layout.
 
-Nothing here imports torch (except to count GPUs where there are any), so bad input is refused within a second or two.
+This module imports torch only to count GPUs on a machine that has some, so bad input is refused in a second or two.
 """
 
 import math
@@ -15,37 +15,40 @@ from hydra.core.hydra_config import HydraConfig
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
-from lockstep.config.checks import checker, show
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import instantiate
-from lockstep.config.schema import Kept, Keys
-from lockstep.config.targets import check_target, named
+from lockstep.config.schema import Keys, RunKeys
+from lockstep.config.targets import check_target, targets_in
+from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
+from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
-EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
-EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
+EPOCHS = 20  # passes over the training set, if neither max_epochs nor max_steps is given
+EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions with which exact=true works
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Kept):
-    """What a run needs to know. Strategy, devices, sizes and `exact` stand in the layout alone; `precision` is
-    Lightning's name, never `auto`."""
+class Config(RunKeys):
+    """The checked config of a run.
+
+    The layout has the strategy's name, devices, sizes and `exact`; no other field repeats them. `precision` is
+    Lightning's name, never `auto`.
+    """
 
     data: dict[str, Any]
     strategy: Strategy  # the choice of conf/strategy/
     extras: dict[str, Extra]  # by name
-    layout: Layout  # who computes which piece of a step
-    trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
-    record: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
-    given: tuple[str, ...]  # dotted keys that the user has set, on the command line
+    layout: Layout  # which device computes which piece of a step
+    trains: bool  # false for an evaluation, which has no schedule and needs no equal pieces
+    record: dict[str, Any]  # the resolved config for checkpoints, as plain containers; `data_dir` is absolute
+    overridden: tuple[str, ...]  # dotted keys that the user has set on the command line
 
     @property
     def length(self) -> tuple[int | None, int | None]:
-        """The largest number of epochs and of steps, whichever is reached first; None: without a limit."""
+        """The limits on epochs and on steps. Training ends at the first one; None: no limit."""
         epochs = EPOCHS if self.max_epochs is None and self.max_steps is None else self.max_epochs
         return epochs, self.max_steps
 
@@ -53,12 +56,12 @@ class Config(Kept):
     def worker_threads(self) -> int:
         """CPU threads of one worker."""
         workers = max(1, self.layout.world_size // self.layout.num_nodes)
-        # under exact, the number of threads would change the order of sums from layout to layout
-        return self.threads or (1 if self.layout.exact else cores_of_each(workers))
+        # The order of sums depends on the number of threads, so under `exact` it must not depend on the layout.
+        return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
 
     @property
     def step_lr(self) -> float:
-        """The peak learning rate after `lr_scaling`; it follows the size of a step, never the number of devices."""
+        """The peak learning rate after `lr_scaling`. It depends on the batch size, never on the number of devices."""
         ratio = self.layout.batch_size / self.reference_batch_size
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
@@ -66,29 +69,32 @@ class Config(Kept):
 check_keys = checker(Keys)
 
 
-def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()) -> Config:
-    """A composed and resolved config, checked.
+def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str] = ()) -> Config:
+    """Check a composed and resolved config and return it.
 
     Args:
         raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
         trains: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
-        given: dotted keys that the user has set.
+        overridden: dotted keys that the user has set.
 
     Raises:
-        UserError: the first thing that is wrong.
+        UserError: the first error that was found.
     """
-    given = tuple(given)
-    raw = _as_started(raw, given)
-    if "max_steps" in given and "max_epochs" not in given and raw.get("max_steps") is not None:
-        raw = {**raw, "max_epochs": None}  # an experiment's: what the user has set is what is trained
+    overridden = tuple(overridden)
+    raw = _with_engine_layout(raw, overridden)
+    if "max_steps" in overridden and "max_epochs" not in overridden and raw.get("max_steps") is not None:
+        raw = {**raw, "max_epochs": None}  # the user's max_steps takes precedence over an experiment's max_epochs
     keys: Keys = check_keys("", raw)
-    own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
-    if "optimizer.lr" in given and own_lr != keys.lr:
-        raise UserError(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
+    optimizer_lr = keys.optimizer.get("lr")
+    optimizer = {name: each for name, each in keys.optimizer.items() if name != "lr"}
+    if "optimizer.lr" in overridden and optimizer_lr != keys.lr:
+        raise UserError(
+            f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too and overrides it: give lr=... alone"
+        )
     for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
-        for key, target in named(group, getattr(keys, group)):
+        for key, target in targets_in(group, getattr(keys, group)):
             check_target(key, target)
-    for key, target in named("debug.trainer", keys.debug.trainer):
+    for key, target in targets_in("debug.trainer", keys.debug.trainer):
         check_target(key, target)
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
@@ -96,9 +102,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     accelerator, devices = _devices(keys)
     name = strategy.name_on(devices * keys.num_nodes)
     if name == "dp" and external_workers() > 1:
-        raise UserError(
-            "strategy=dp is one process on one machine: strategy=ddp uses the workers that an engine started"
-        )
+        raise UserError("strategy=dp runs in one process, but an engine has started several workers: give strategy=ddp")
     layout = layouts.resolve(
         strategy=name,
         accelerator=accelerator,
@@ -113,20 +117,20 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         even=trains,
     )
     _check_pairs(keys, layout, trains)
-    kept = {field.name: getattr(keys, field.name) for field in fields(Kept)} | {"optimizer": optimizer}
+    run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}
     if keys.precision == "auto":
-        kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
+        run_keys["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
     extras = _extras(keys, trains)
     config = Config(
-        **kept,
+        **run_keys,
         data=dict(keys.data),
         strategy=strategy,
         extras=extras,
         layout=layout,
         trains=trains,
-        # the data's folder is read in other folders too; the learning rate stands in one place
+        # `data_dir` must be valid from any working folder; the learning rate is recorded once, as `lr`
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
-        given=given,
+        overridden=overridden,
     )
     _refuse(strategy.conflicts(config))
     _refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))
@@ -134,20 +138,24 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
 
 
 def _refuse(pairs: Iterable[tuple[str, str, str]]) -> None:
-    """Refuse the first pair of settings, of which neither is empty, that can't be combined; the third says why."""
+    """Refuse the first pair of settings that are both chosen.
+
+    Args:
+        pairs: two settings as they are typed, each empty if it is not chosen, and the reason.
+    """
     for one, other, why in pairs:
         if one and other:
             raise UserError(f"{one} and {other} don't go together: {why}")
 
 
 def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:
-    """Return the extras that are chosen, by name."""
+    """Create the chosen extras. Return them by name."""
     extras = {}
     for name, options in keys.extras.items():
         if not options:
             continue
         if not trains:
-            raise UserError(f"extras=[{name}]: extras take part in training only; leave it out")
+            raise UserError(f"extras=[{name}]: extras take part in training only: leave it out")
         extra = instantiate(f"extras.{name}", options)
         if not isinstance(extra, Extra):
             raise UserError(f"extras.{name}._target_={options['_target_']}: must be a lockstep.config.extras.Extra")
@@ -157,27 +165,27 @@ def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:
 
 
 def _devices(keys: Keys) -> tuple[str, int]:
-    """Return the accelerator, and how many of its devices a machine uses."""
+    """Return the accelerator, and the number of its devices on one machine."""
     gpus = gpu_count() if keys.accelerator != "cpu" else 0
     if keys.accelerator == "gpu" and not gpus:
         raise UserError(
             "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
         )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
-    if gpus and devices > gpus and not (environment().own_gpu and gpus == 1):
+    if gpus and devices > gpus and not (environment().dedicated_gpu and gpus == 1):
         raise UserError(f"devices={devices}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
     if not gpus and devices > cpu_cap():
         raise UserError(
-            f"devices={devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
+            f"devices={devices}: must be at most {cpu_cap()} on this machine's CPU (4 per core, but at least 8)"
         )
     return ("gpu" if gpus else "cpu"), devices
 
 
-def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
-    """The config with the devices and machines on which an engine has started workers; on one machine as it is.
+def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
+    """Return the config with `devices` and `num_nodes` of the engine; unchanged if there is no engine.
 
     Raises:
-        UserError: others were asked for, or several machines without an engine.
+        UserError: the config has other numbers, or several machines without an engine.
     """
     nodes, devices = raw.get("num_nodes", 1), raw.get("devices", 1)
     workers = external_workers()
@@ -188,19 +196,19 @@ def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
                 f"{_torchrun(nodes, devices)}"
             )
         return dict(raw)
-    there = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
-    for key, count in there.items():
-        asked = raw.get(key, 1)
-        if asked not in (count, "auto", -1) and (asked != 1 or key in given):
+    engine_layout = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
+    for key, count in engine_layout.items():
+        requested = raw.get(key, 1)
+        if requested not in (count, "auto", -1) and (requested != 1 or key in overridden):
             raise UserError(
                 f"{key}={show(raw[key])}: {environment().started_by} has started {plural(workers, 'worker')} on "
-                f"{plural(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"
+                f"{plural(engine_layout['num_nodes'], 'machine')}: give {key}={count}, or leave it out"
             )
-    return {**raw, **there}
+    return {**raw, **engine_layout}
 
 
 def _torchrun(nodes: int, devices: Any) -> str:
-    """The command that starts this run on each of several machines."""
+    """Return the command that starts this run on each of several machines."""
     task = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     rest = [override for override in task if not override.startswith(("devices=", "num_nodes="))]
     if not any(override.startswith("strategy=") for override in rest):
@@ -211,7 +219,7 @@ def _torchrun(nodes: int, devices: Any) -> str:
 
 
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
-    """Refuses what can't go together. Each value is as it is typed, and empty where it is not chosen."""
+    """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
     exact = "exact=true" * keys.exact
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
     no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
@@ -223,36 +231,50 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
-        (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
-        (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto takes what there is"),
-        (precision * (keys.precision not in ("auto", *EXACT)), exact, f"it holds for {', '.join(EXACT)}"),
-        (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
-        (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
-        ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
-        ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
+        (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
+        (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto suits this machine"),
+        (precision * (keys.precision not in ("auto", *EXACT)), exact, f"exact needs one of {', '.join(EXACT)}"),
+        (fused, clipped, "a fused optimizer removes the loss scale only after clipping; give optimizer.fused=false"),
+        (
+            f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True),
+            exact,
+            "exact needs deterministic kernels; leave it out",
+        ),
+        (
+            "debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")),
+            exact,
+            "it may choose other kernels in each run; leave it out",
+        ),
+        (
+            "elastic=true" * keys.elastic,
+            alone,
+            "only ddp on several devices can continue with fewer; give max_restarts=1 instead",
+        ),
         (
             "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
-            "nothing is clipped; gradient_clip_val=0.5, say",
+            "nothing would be clipped; give gradient_clip_val=0.5, say",
         ),
         (
             "speed.resident=true" * (keys.speed.resident is True),
             cpu,
-            "there is no GPU for the data to lie on; resident=auto",
+            "there is no GPU to hold the data; give speed.resident=auto",
         ),
     )
     _refuse(pairs)
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
-    if trains and _in_vain(layout):
-        finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
-        same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
-        raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
+    if trains and _unneeded_settings(layout):
+        right = next(
+            (f"give pieces={each.pieces}" for each in layout.finer() if not _unneeded_settings(each)), "leave them out"
+        )
+        same = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
+        raise UserError(f"strategy.shares={list(layout.shares)}: {same}: {right}")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 
 
-def _in_vain(layout: Layout) -> bool:
-    """Whether devices that differ in their shares get what they would without."""
+def _unneeded_settings(layout: Layout) -> bool:
+    """Check whether unequal shares give each device as many pieces as no shares would."""
     return len(set(layout.shares)) > 1 and layout.counts == replace(layout, shares=()).counts

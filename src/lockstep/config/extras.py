@@ -1,7 +1,8 @@
-"""The seam for extras: what a feature outside of the core may take part in.
+"""The interface for extras: features outside of the core that take part in a run.
 
-An extra is named by `_target_` in conf/extras/, and built once for a run, from its options, while the config is checked
-(so its module must import quickly: torch and Lightning belong into its methods). `extras=[<name>,<name>]` chooses.
+An extra is named by `_target_` in conf/extras/, and chosen by `extras=[<name>,<name>]`. It is created once for a run,
+from its options, while the config is checked. Its module must therefore import quickly: import torch and Lightning
+inside its methods.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a worker's run is made of, for extras.
+    """The parts of a worker's run, for extras.
 
     Attributes:
         config: the checked config.
-        splits: the opened data (`lockstep.data.Splits`).
-        folder: the run's.
-        module: with the weights that a new run begins with; a resumed run's are loaded later, from `resumed`.
-        resumed: the checkpoint that the run continues from; empty: none.
-        rank: of this worker.
+        splits: the open data set (`lockstep.data.Splits`).
+        folder: the run's folder.
+        module: the module with its initial weights. A resumed run loads its weights from `resumed` later.
+        resumed: the content of the checkpoint from which the run continues; empty for a new run.
+        rank: the worker's rank.
     """
 
     config: "Config"
@@ -40,60 +41,103 @@ class RunParts:
 
 
 class CheckpointObserver(Protocol):
-    """Sees each checkpoint on rank zero, in the thread that writes it."""
+    """Takes part in the writing of each checkpoint, on rank zero, in the thread that writes it."""
 
     def before_write(self, checkpoint: dict[str, Any]) -> None:
-        """Before it is written: may add to it."""
+        """Change a checkpoint before it is written.
+
+        Args:
+            checkpoint: the content; entries may be added.
+        """
 
     def after_write(self) -> None:
-        """When it is on the disk."""
+        """React to a checkpoint that is complete on the disk."""
 
 
 class Extra:
-    """A feature that the core does not know by name. Every method does nothing here: override what you need."""
+    """A feature outside of the core. The methods do nothing here: override those that you need.
 
-    own_weights = False  # whether each process steps by a gradient of its own, to weights of its own
-    changes_weights = True  # whether a run has other weights with it
-    can_skip = True  # whether a step may be left out (nonfinite=skip)
-    name = ""  # of its file in conf/extras/, set when it is chosen
+    Attributes:
+        separate_weights: whether each process has its own gradient and its own weights.
+        changes_weights: whether the extra changes the weights of a run.
+        can_skip: whether a step may be skipped (`nonfinite=skip`).
+        name: the name of the extra's file in conf/extras/; set when the extra is chosen.
+    """
+
+    separate_weights = False
+    changes_weights = True
+    can_skip = True
+    name = ""
 
     @property
     def setting(self) -> str:
-        """What a user types for it, for messages: `extras.<name>.<option>=<value>` where an option matters."""
+        """The setting that chooses the extra, as a user types it. Override it to name an option."""
         return f"extras=[{self.name}]"
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
-        """Yield what the extra can't be combined with: the other setting as it is typed, and why."""
+        """Yield settings that can't be combined with this extra.
+
+        Args:
+            config: the checked config.
+
+        Returns:
+            Pairs of the other setting, as a user types it (empty if it is not chosen), and the reason.
+        """
         return ()
 
     def describe(self) -> str:
-        """Return what a run's first lines say of it; may be empty."""
+        """Return a description for the first lines of a run; may be empty."""
         return ""
 
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
-        """Yield lines for the log at a run's start; `resumes`: whether the run continues from a checkpoint."""
+        """Yield lines for the log at the start of a run.
+
+        Args:
+            config: the checked config.
+            resumes: whether the run continues from a checkpoint.
+        """
         return ()
 
     def wrap_deal(self, deal: "Deal") -> "Deal":
-        """Return what deals the pieces of each step to the devices instead. Called first, in each worker."""
+        """Return the assignment of pieces to devices to use. It is called first, in each worker.
+
+        Args:
+            deal: the assignment of the core, or of an earlier extra.
+        """
         return deal
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        """Return the gradient sum to use instead. Called before `step_hooks` and `callbacks`."""
+        """Return the gradient sum to use. It is called before `step_hooks` and `callbacks`.
+
+        Args:
+            gradients: the gradient sum of the core, or of an earlier extra.
+        """
         return gradients
 
     def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
-        """Return what takes part in each step."""
+        """Return the hooks that take part in each step.
+
+        Args:
+            parts: the parts of the worker's run.
+        """
         return ()
 
     def callbacks(self, parts: RunParts) -> "Sequence[Callback]":
-        """Return callbacks of Lightning's Trainer, which are called before those of the core and of conf/."""
+        """Return callbacks for Lightning's Trainer. They are called before those of the core and of conf/.
+
+        Args:
+            parts: the parts of the worker's run.
+        """
         return ()
 
     def checkpoint_observers(self, parts: RunParts) -> Sequence[CheckpointObserver]:
-        """Return what sees each checkpoint that rank zero writes."""
+        """Return the objects that take part in the writing of each checkpoint.
+
+        Args:
+            parts: the parts of the worker's run.
+        """
         return ()
 
     def metrics(self) -> Mapping[str, float]:
-        """Return numbers for the run's summary, at its end."""
+        """Return numbers for the run's summary, at the end of the run, by name."""
         return {}

@@ -1,4 +1,4 @@
-"""Makes what a config names by `_target_`, as Hydra does, with a line that says what is wrong where it can't."""
+"""Creates the object that a config names by `_target_`, as Hydra does, but with one-line errors."""
 
 import importlib
 import inspect
@@ -11,27 +11,29 @@ import hydra.utils
 from hydra.errors import InstantiationException
 from pydantic.errors import PydanticUserError
 
-from lockstep.config.checks import checker, show
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
 from lockstep.config.targets import check_target
+from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 
-LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only
-OF_HYDRA = {"_target_", "_partial_"}
-HOLD = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations can be relied on
+LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
+HYDRA_KEYS = {"_target_", "_partial_"}
+CHECKED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations are reliable
 
 
 def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
-    """The object that a config names, made from its other keys by `hydra.utils.instantiate`: what they name in turn is
-    made first, and with `_partial_: true` the object is what makes it.
+    """Create the object that a config names, from its other keys, with `hydra.utils.instantiate`.
+
+    Nested targets are created first. With `_partial_: true` return a `functools.partial` that creates the object.
 
     Args:
-        key: where the config stands, for messages.
-        offers: further arguments, passed on where the target takes one of that name and the config gives none. Numbers
-            and texts are offered to nested targets too, and are what `later:<name>` stands for.
+        key: the dotted key of the config, for messages.
+        config: it has `_target_`, a dotted path.
+        offers: further arguments. An offer is passed if the target takes an argument of its name and the config has no
+            such key. Numbers and strings are also offered to nested targets, and replace the value `later:<name>`.
 
     Raises:
-        UserError: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
+        UserError: the target is missing, does not take the config's keys, or raises a ValueError or TypeError.
     """
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = _completed(key, config, numbers)
@@ -41,64 +43,85 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
         made = hydra.utils.instantiate({**options, "_convert_": "all"})
     except InstantiationException as error:
         raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
-    if target.__module__.startswith(HOLD):
-        _must_be_of_its_type(key, target, made)
+    if target.__module__.startswith(CHECKED):
+        _check_option_types(key, target, made)
     takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
     return make if makes else call(key, make)
 
 
 def call(key: str, make: partial[Any], *args: Any) -> Any:
-    """`make(*args)`, whose ValueErrors and TypeErrors are about what the config says."""
-    name, given = make.func.__name__, make.keywords
+    """Call `make(*args)` and turn its ValueErrors and TypeErrors into a UserError about the config.
+
+    Args:
+        key: the dotted key of the config, for messages.
+        make: a class or function with the config's keys as arguments.
+        args: further arguments.
+
+    Raises:
+        UserError: `make` raised a ValueError or TypeError.
+    """
+    name, arguments = make.func.__name__, make.keywords
     try:
         return make(*args)
     except TypeError as error:
-        _must_be_of_its_type(key, make.func, given)
+        _check_option_types(key, make.func, arguments)
         shown = ", ".join(
-            f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | dict | None)
+            f"{k}={show(v)}" for k, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)
         )
         raise UserError(f"{key}: {name}({shown}): {error}") from error
     except Exception as error:
-        # Lightning's own kind of ValueError, by its name: its module takes a second to import
+        # Compare the name of Lightning's exception, because importing its module takes a second.
         if not isinstance(error, ValueError) and type(error).__name__ != "MisconfigurationException":
             raise
         option = str(error).partition("=")[0]
-        raise UserError(f"{key}.{error}" if option in given else f"{key}: {error}") from error
+        raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}") from error
 
 
-def _must_be_of_its_type(key: str, target: Any, given: Mapping[str, Any]) -> None:
-    """UserError: an option that is not what its annotation says. What others annotate wrongly may work, so of them it
-    is asked only where something has gone wrong."""
+def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> None:
+    """Check options against the annotations of a class or function.
+
+    An annotation of another library may be wrong while the call works. So options of other libraries are only checked
+    after an error.
+
+    Raises:
+        UserError: an option does not have the annotated type.
+    """
     for maker in _makers(target):
         try:
             kinds = get_type_hints(maker)
-        except Exception:  # names that are there for a type checker only
+        except Exception:  # the annotation uses names that are imported for type checkers only
             continue
-        for name in (name for name in given if name in kinds):
-            with suppress(PydanticUserError):  # of another kind than configs hold
-                checker(kinds[name])(f"{key}.{name}", given[name])
+        for name in (name for name in arguments if name in kinds):
+            with suppress(PydanticUserError):  # pydantic can't validate this type
+                checker(kinds[name])(f"{key}.{name}", arguments[name])
 
 
 def parameters(target: Any) -> set[str]:
-    """Names of the arguments that a class or function takes; a class that passes `**kwargs` on takes its base's too."""
+    """Return the names of the arguments that a class or function takes.
+
+    A class whose constructor has `**kwargs` also takes the arguments of its base class.
+    """
     return {parameter.name for parameter in _parameters(target) if parameter.kind is not parameter.VAR_KEYWORD}
 
 
 def _parameters(target: Any) -> Iterator[inspect.Parameter]:
+    """Yield the parameters that a class or function takes. See `parameters`."""
     makers = _makers(target)
     seen: set[str] = set()
-    before: list[inspect.Parameter] = []  # the `**kwargs` of the class below
+    before: list[inspect.Parameter] = []  # the `**kwargs` of the subclass
     for maker in makers:
-        found = inspect.signature(maker).parameters.values()
+        signature_parameters = inspect.signature(maker).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {each.name: each for each in found if each.kind in kinds and each.name not in seen | {"self"}}
+        named = {
+            each.name: each for each in signature_parameters if each.kind in kinds and each.name not in seen | {"self"}
+        }
         yield from named.values()
-        rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
-        if len(makers) < 2:  # it takes the rest itself
+        rest = [parameter for parameter in signature_parameters if parameter.kind is parameter.VAR_KEYWORD]
+        if len(makers) < 2:  # there is no base class, so `**kwargs` takes any name
             yield from rest
         if not rest:
-            if not named:  # the base takes nothing more, so the class below keeps its `**kwargs`
+            if not named:  # the base class takes no arguments, so the subclass uses its `**kwargs` itself
                 yield from before
             return
         seen |= set(named)
@@ -106,17 +129,21 @@ def _parameters(target: Any) -> Iterator[inspect.Parameter]:
 
 
 def _makers(target: Any) -> list[Any]:
-    """A function; of a class its constructor, and those of its bases."""
+    """Return a list with the function; for a class, with its constructor and those of its base classes."""
     if not inspect.isclass(target):
         return [target]
     return [vars(owner)["__init__"] for owner in inspect.getmro(target)[:-1] if "__init__" in vars(owner)]
 
 
 def locate(key: str, target: str) -> Any:
-    """The class or function that a dotted path names, imported.
+    """Import the class or function that a dotted path names.
+
+    Args:
+        key: the dotted key of the target, for messages.
+        target: the dotted path.
 
     Raises:
-        UserError: there is none, or one without a signature.
+        UserError: it does not exist or has no signature.
     """
     check_target(key, target)
     module, _, attribute = target.rpartition(".")
@@ -128,33 +155,34 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{key}={target}: {module} imports {error.name}, which is not installed") from None
     if not hasattr(holder, attribute):
         raise UserError(f"{key}={target}: {module} has no {attribute}")
-    found = getattr(holder, attribute)
+    located = getattr(holder, attribute)
     try:
-        inspect.signature(found)
+        inspect.signature(located)
     except (TypeError, ValueError):
-        raise UserError(f"{key}={target}: can't be called with the keys of a config") from None
-    return found
+        raise UserError(f"{key}={target}: must be a class or function with a signature") from None
+    return located
 
 
 def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float | str]) -> dict[str, Any]:
-    """A config for Hydra: names checked, what is known later put in, numbers given to nested targets that take them."""
+    """Return a config for Hydra: with checked names, `later:` values replaced, and offers to nested targets added."""
     target = locate(f"{key}._target_", str(config.get("_target_")))
     takes = parameters(target)
     options = {name: _value(f"{key}.{name}", value, numbers) for name, value in config.items()}
-    if "name" not in takes:  # it says which file of the group was chosen
+    if "name" not in takes:  # then the key `name` is that of the chosen file
         options.pop("name", None)
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target))
-    odd = [name for name in options if name not in takes | OF_HYDRA]
-    if odd and not anything:
-        near = unknown(odd[0], sorted(takes - set(numbers))) if len(odd) == 1 else ""
+    unknown = [name for name in options if name not in takes | HYDRA_KEYS]
+    if unknown and not anything:
+        near = unknown_name_message(unknown[0], sorted(takes - set(numbers))) if len(unknown) == 1 else ""
         raise UserError(
-            f"{', '.join(f'{key}.{name}' for name in odd)}: {target.__name__} takes no such option; "
-            f"leave it out ({' '.join(f'~{key}.{name}' for name in odd)}){near and '; ' + near}"
+            f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
+            f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
         )
     return options
 
 
 def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
+    """Return a config's value for Hydra. See `_completed`."""
     if isinstance(value, Mapping):
         if "_target_" not in value:
             return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}
@@ -167,5 +195,5 @@ def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
         return value
     name = value.removeprefix(LATER)
     if name not in numbers:
-        raise UserError(f"{key}={value}: {unknown(name, sorted(numbers))}")
+        raise UserError(f"{key}={value}: {unknown_name_message(name, sorted(numbers))}")
     return numbers[name]

@@ -1,7 +1,7 @@
-"""The schema of conf/: the type and range of every key that is ours. Units and scope stand beside each key in
-conf/train.yaml and conf/evaluate.yaml; a default here is what a front page without the key gets.
+"""The schema of conf/: type and range of every key of Lockstep.
 
-What a group names by `_target_` checks its own options when it is made.
+Units and scope are beside each key in conf/train.yaml and conf/evaluate.yaml. A default here applies to a program whose
+config lacks the key. A class or function that a group names by `_target_` checks its own options when it is called.
 """
 
 from dataclasses import dataclass as plain
@@ -10,30 +10,30 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
-from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12
 
-from lockstep.config.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
+from lockstep.config.value_checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
 
-OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
+OURS = ConfigDict(extra="forbid", defer_build=True)  # built on first use: `--help` and `--cfg` don't need it
 
 
 def filled(value: Any) -> Any:
-    """A group of which nothing is chosen."""
+    """Return {} for None, so that a group without a choice is empty."""
     return {} if value is None else value
 
 
 def device_count(value: Any) -> Any:
-    """All devices as Lightning writes it, and as people do; a choice of them is refused."""
+    """Return `auto` for -1, Lightning's value for all devices. Refuse a list of devices."""
     if isinstance(value, list | tuple):
-        raise ValueError("must be a number of devices, or auto for all; CUDA_VISIBLE_DEVICES=0,1 says which they are")
+        raise ValueError("must be a number of devices, or auto for all; CUDA_VISIBLE_DEVICES=0,1 selects devices")
     return "auto" if value == -1 and not isinstance(value, bool) else value
 
 
 def no_file(value: Any) -> Any:
-    """A group that the command line gives in full; the name of its file stands after a slash."""
+    """Refuse `data.transforms=<name>`: a file of the group is chosen by `data/transforms=<name>`."""
     if isinstance(value, str):
         known = ", ".join(options("data/transforms"))
-        raise ValueError(f"must be lists; a file of them is data/transforms={value}, with a slash; known: {known}")
+        raise ValueError(f"must be lists; to choose a file give data/transforms={value}, with a slash; known: {known}")
     return value
 
 
@@ -46,7 +46,7 @@ PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-t
 
 @with_config(OURS)
 class Augment(TypedDict, total=False):
-    """`data.augment`; `crop` is compared with the images when they are open."""
+    """`data.augment`. `crop` is compared with the image size when the data is opened."""
 
     crop: FromZero
     flip: Flag
@@ -55,7 +55,7 @@ class Augment(TypedDict, total=False):
 
 @with_config(OURS)
 class Transforms(TypedDict, total=False):
-    """`data.transforms`: what is named by `_target_`, in the order in which images pass."""
+    """`data.transforms`: transforms named by `_target_`, in the order in which they are applied."""
 
     train: list[Group] | None
     eval: list[Group] | None
@@ -63,7 +63,7 @@ class Transforms(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow"))
 class Data(TypedDict, total=False):
-    """The keys that every data set has; others are options of its opener."""
+    """The keys that every data set has. Other keys are options of the function that opens it."""
 
     val_fraction: Fraction
     split_seed: FromZero
@@ -76,7 +76,7 @@ class Data(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow"))
 class Optimizer(TypedDict, total=False):
-    """What is no option of the optimizer itself. `lr` is the default of the front page's key."""
+    """The keys that are not passed to the optimizer. `lr` is the default of the key `lr` in conf/train.yaml."""
 
     lr: Positive
     lr_scale: dict[str, Positive] | None
@@ -85,7 +85,7 @@ class Optimizer(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow"))
 class Scheduler(TypedDict, total=False):
-    """Lightning's own keys beside a schedule's options."""
+    """Lightning's own keys. Other keys are options of the schedule."""
 
     interval: Literal["step", "epoch"]
     frequency: Whole
@@ -95,7 +95,7 @@ class Scheduler(TypedDict, total=False):
 
 @with_config(OURS)
 class SpecRecord(TypedDict):
-    """What a checkpoint records of its images."""
+    """A checkpoint's record of the images that it was trained on."""
 
     channels: Whole
     image_size: Whole
@@ -104,7 +104,7 @@ class SpecRecord(TypedDict):
     std: list[float] | tuple[float, ...]
 
 
-# Arguments of Lightning's Trainer that no other key sets: the step, the layout and the run's length have their own.
+# Arguments of Lightning's Trainer that a user may set. Other keys set the step, the layout and the run's length.
 FREE: TypeAlias = Literal[
     "benchmark",
     "deterministic",
@@ -121,7 +121,7 @@ FREE: TypeAlias = Literal[
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
 class Debug:
-    """What a run does so that somebody can look at it."""
+    """`debug`: settings for looking into a run."""
 
     one_batch: Flag = False
     trainer: Annotated[dict[FREE, Any], BeforeValidator(filled)] = Field(default_factory=dict)
@@ -129,7 +129,7 @@ class Debug:
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
 class Speed:
-    """What makes a run fast beside its layout, and changes no promise."""
+    """`speed`: settings that change the speed and not the result."""
 
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     allocator: Literal["auto", "system"] = "auto"
@@ -138,7 +138,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
 class Sweep:
-    """How many runs are made in one."""
+    """`sweep`: settings of a command that makes several runs."""
 
     jobs: Whole = 1
     resume: Text | None = None
@@ -147,12 +147,12 @@ class Sweep:
 
 
 @plain(frozen=True, kw_only=True)
-class Kept:
-    """The keys that a run needs as they are."""
+class RunKeys:
+    """The keys that a run uses unchanged."""
 
     name: Name
     outputs: Folder
-    seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0  # as numpy takes
+    seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0  # numpy's limits
     model: Group = field(default_factory=dict)
     data_dir: Folder
     num_workers: FromZero | None = None
@@ -186,8 +186,8 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
-class Keys(Kept):
-    """All keys, as they are given: those below become the run's layout."""
+class Keys(RunKeys):
+    """All keys as the user gives them. Most of the keys below become the run's layout."""
 
     data: Data
     strategy: Group

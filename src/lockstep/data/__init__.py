@@ -1,4 +1,4 @@
-"""From a data set to a rank's part of a step."""
+"""Data: from a data set to the samples of a piece."""
 
 from lockstep.data.data_module import DataModule
 from lockstep.data.datasets import ArrayDataset, Source, Spec, Splits

@@ -1,7 +1,7 @@
 """Random shifts and flips of a whole batch at once, on its device.
 
-A sample's augmentation is a function of the image and of uniform numbers that are hashes of (seed, epoch, sample id),
-made on the host. So it is the same in whichever batch, piece or process the sample lies, and after a resume.
+A sample's augmentation is a function of the image and of random numbers, which are hashes of (seed, epoch, sample id)
+from the host. So it does not depend on the batch, the piece, the process or a resume.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from lockstep.arithmetic.order import hash64, uniform
 
-DRAWS = 3  # per sample: vertical shift, horizontal shift, flip
+DRAWS = 3  # random numbers per sample: vertical shift, horizontal shift, flip
 
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to training images.
+    """Random shifts and flips of training images.
 
     Attributes:
-        crop: largest shift in pixels, each way; 0 for none. (Pad by `crop`, then crop at random, is the same thing.)
-        flip: mirror left and right, half of the time.
-        fill: what a shift uncovers: `zero` (black) or `reflect`.
+        crop: largest shift in pixels, in each direction; 0: none. It equals padding by `crop` and a random crop.
+        flip: whether to mirror half of the images left to right.
+        fill: fill of the uncovered border: `zero` (black) or `reflect`.
     """
 
     crop: int = 0
@@ -35,15 +35,30 @@ class Augment:
         return self.crop > 0 or self.flip
 
     def draws(self, seed: int, epoch: int | NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor | None:
-        """Uniforms in [0, 1) for the samples `ids`, float32 [n, DRAWS] on the host; None where nothing is augmented.
-        The epoch is one for all, or each sample's own."""
+        """Return the random numbers of samples.
+
+        Args:
+            seed: the run's seed.
+            epoch: one epoch for all samples, or one for each, [n].
+            ids: the samples' ids, [n].
+
+        Returns:
+            Numbers in [0, 1), float32 [n, DRAWS] on the host; None if nothing is augmented.
+        """
         if not self:
             return None
         numbers = uniform(hash64(seed, 0xA06, np.reshape(epoch, (-1, 1)), ids[:, None], np.arange(DRAWS)))
-        return torch.from_numpy((np.floor(numbers * 2**24) * 2**-24).astype(np.float32))  # rounding could give 1.0
+        return torch.from_numpy(
+            (np.floor(numbers * 2**24) * 2**-24).astype(np.float32)
+        )  # to 24 bits first: float32's rounding could give 1.0
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Augmented images, `[n, C, H, W]` of any dtype, by one gather. Cheapest on uint8."""
+        """Return augmented images, with one gather.
+
+        Args:
+            images: [n, C, H, W] of any dtype; uint8 is the fastest.
+            draws: random numbers of the samples, float32 [n, DRAWS].
+        """
         n, channels, height, width = images.shape
         size = height * width
         rows = torch.arange(height, device=images.device).expand(n, height)
@@ -64,5 +79,5 @@ class Augment:
 
 
 def _mirrored(positions: Tensor, size: int) -> Tensor:
-    """Positions beyond an edge, reflected at it (the edge itself is not repeated)."""
+    """Reflect positions beyond an edge at the edge, without repeating the edge itself."""
     return (size - 1) - ((size - 1) - positions.abs()).abs()

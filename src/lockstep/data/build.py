@@ -1,4 +1,4 @@
-"""Opens the data set that a config names: once, in the parent, so that forked workers share its memory."""
+"""Opening the data set of a config: once, in the parent process, so that forked workers share its memory."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,60 +11,62 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.order import hash64
-from lockstep.config.checks import checker
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Data
+from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import image_of, moments, transformed
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_own_thread
+from lockstep.launch.new_thread import in_new_thread
 
 check_data = checker(Data)
 
 
-@in_own_thread  # it calls user code, and the parent forks
+@in_new_thread  # it calls user code, which must not leave threads or CUDA in the parent, since the parent forks
 def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
-    """The splits of a data set, downloaded where that is needed and possible.
+    """Open the data set of a config and return its splits. Download it if it is missing.
 
     Args:
-        config: the `data` group. The keys that every data set has (run/schema.py) are read here, `_target_` names the
-            opener, and every other key is an option of it.
-        data_dir: where downloaded sets lie or go, or the user's own images.
-        seed: the run's seed, for an opener that takes `seed`. Ours don't: runs with other seeds see the same data. One
-            that splits by itself takes `val_fraction` and `split_seed`.
+        config: the `data` group. This function reads the keys that every data set has (config/schema.py). `_target_`
+            names the opener, which gets the other keys as options.
+        data_dir: folder of downloaded data sets, or of the user's own images.
+        seed: the run's seed, for an opener that takes `seed`. Ours do not, so runs with other seeds see the same data.
+            An opener that splits the data itself takes `val_fraction` and `split_seed`.
 
     Raises:
-        UserError: missing, incomplete or damaged data, or an option out of range.
+        UserError: data are missing, incomplete or damaged, or an option is out of range.
     """
     options = dict(check_data("data", config))
-    held, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
+    val_fraction, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
     augment = Augment(**(options.pop("augment", None) or {}))
     listed = options.pop("transforms", None) or {}
     mix, alpha, sampling = (options.pop(name, None) for name in ("mix", "mix_alpha", "sampling"))
-    source = instantiate("data", options, data_dir=data_dir, seed=seed, val_fraction=held, split_seed=split_seed)
+    source = instantiate(
+        "data", options, data_dir=data_dir, seed=seed, val_fraction=val_fraction, split_seed=split_seed
+    )
     if isinstance(source, pl.LightningDataModule):
         source = source_of(source, split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        right = "a lockstep.data.Source or a LightningDataModule"
-        wrong = f"data._target_={config['_target_']}: must return {right}, not {made}"
+        right = "it must return a lockstep.Source or a LightningDataModule (docs/use/own-data.md)"
+        wrong = f"data._target_={config['_target_']} returned a {made}: {right}"
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-            raise UserError(f"{wrong}: docs/own.md shows a function that does")
+            raise UserError(wrong)
         raise UserError(
-            f"{wrong}: name a function of yours (docs/own.md) with the lines: train = {made}(...); test = {made}(...); "
+            f"{wrong}; write a function with the lines: train = {made}(...); test = {made}(...); "
             "return Source(train, test, Spec(channels, image_size, classes))"
         )
     if source.val is not None:
         train, val = source.train, source.val
     else:
-        train, val = hold_out(source.train, held, split_seed, source.held_out)
+        train, val = hold_out(source.train, val_fraction, split_seed, source.val_candidates)
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
-            raise UserError(f"data={config.get('name')}: there is no {name} image")
+            raise UserError(f"data={config.get('name')}: the {name} set is empty: it needs at least one image")
     if sampling:
-        labels_of(train)  # refused here, where it can't say them
+        labels_of(train)  # raises now if the labels are unknown
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
     splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
@@ -72,24 +74,34 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     splits = with_transforms(splits, listed)
     splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:
-        size = f"the images' {splits.spec.image_size} pixels"
-        raise UserError(f"data.augment.crop={augment.crop}: must be less than {size}")
+        raise UserError(f"data.augment.crop={augment.crop}: must be less than the image size, {splits.spec.image_size}")
     return splits
 
 
 def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
-    """What `data.transforms.<part>` names."""
+    """Return the transforms that `data.transforms.<part>` lists.
+
+    Args:
+        part: `train` or `eval`.
+        listed: the `data.transforms` group.
+        spec: gives the transforms' `channels` and `image_size`.
+    """
     numbers = {"channels": spec.channels, "image_size": spec.image_size}
-    found = enumerate(listed.get(part) or [])
-    return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in found]
+    entries = enumerate(listed.get(part) or [])
+    return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
 
 
 def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
-    """The splits whose images pass through transforms, those of evaluation also in validation. Their spec is that of
-    the images that come out.
+    """Return splits with transforms applied to their images, and with the spec of the resulting images.
+
+    Validation and test use the transforms of evaluation.
+
+    Args:
+        splits: the splits without transforms.
+        listed: the `data.transforms` group.
 
     Raises:
-        UserError: one can't be made, or applied; or images that come out differ in their size.
+        UserError: a transform can't be made or applied, or the resulting images do not fit together.
     """
     made = {part: make_transforms(part, listed, splits.spec) for part in ("train", "eval")}
     if not any(made.values()):
@@ -102,79 +114,114 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     for name, image in images.items():
         if image.shape != shape:
             sizes = [" x ".join(map(str, each)) for each in (image.shape, shape)]
-            raise UserError(f"{keys[name]}: gives images of {sizes[0]}, data.transforms.train of {sizes[1]}")
+            raise UserError(f"{keys[name]} gives images of {sizes[0]}: they must be {sizes[1]}, as in training")
     if len(shape) != 3 or shape[1] != shape[2]:
-        raise UserError(f"data.transforms: gives images of {' x '.join(map(str, shape))}; they must be square")
+        raise UserError(f"data.transforms gives images of {' x '.join(map(str, shape))}: they must be square")
     kinds = {image.is_floating_point(): keys[name] for name, image in images.items()}
     if len(kinds) > 1:
         raise UserError(
-            f"{kinds[True]}: gives floats, {kinds[False]} uint8: give both the same ConvertImageDtype, Normalize"
+            f"{kinds[True]} gives float images and {kinds[False]} uint8 images: give both the same ConvertImageDtype "
+            "and Normalize"
         )
     floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
     if len(floats) > 1:
-        raise UserError("data.transforms: training and evaluation must normalise alike")
+        raise UserError("data.transforms.train and data.transforms.eval differ in Normalize: use the same mean and std")
     mean, std = floats.pop() if floats else (splits.spec.mean, splits.spec.std)
     if not {len(mean), len(std)} <= {1, shape[0]}:
-        raise UserError(f"data.transforms: gives {shape[0]} channels, and there are means of {len(mean)}")
+        raise UserError(
+            f"data.transforms gives images of {shape[0]} channels with {len(mean)} means and {len(std)} standard "
+            f"deviations: there must be {shape[0]} of each, or 1"
+        )
     mean, std = mean * (shape[0] // len(mean)), std * (shape[0] // len(std))
     spec = replace(splits.spec, channels=shape[0], image_size=shape[1], mean=mean, std=std)
     return replace(splits, **sets, spec=spec)
 
 
 def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's `data` group without what only training takes from it."""
-    kept = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
+    """Return a checkpoint's `data` group for an evaluation, without the settings that only training uses."""
+    options = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
     listed = (config.get("transforms") or {}).get("eval")
-    return {**kept, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else kept
+    return {**options, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else options
 
 
 def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
-    """Images that are to be predicted, after the transforms of evaluation; `config` is the `data` group."""
+    """Return images to predict with the transforms of evaluation applied.
+
+    Args:
+        images: a data set of images.
+        config: the `data` group.
+        spec: the images that the model takes.
+
+    Raises:
+        UserError: the transforms give images of another size.
+    """
     transforms = make_transforms("eval", config.get("transforms") or {}, spec)
-    found = transformed(images, transforms, "data.transforms.eval")
-    shape, wanted = tuple(found[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
+    processed = transformed(images, transforms, "data.transforms.eval")
+    shape, wanted = tuple(processed[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
     if shape != wanted:
         sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
-        raise UserError(f"data.transforms.eval: gives {sizes[0]} of these images, and the model takes {sizes[1]}")
-    return found
+        raise UserError(f"data.transforms.eval gives images of {sizes[0]}: the model takes {sizes[1]}")
+    return processed
 
 
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
-    """torchvision's MixUp or CutMix for the classes of a data set; None where none is named."""
+    """Return torchvision's MixUp or CutMix for the classes of a data set; None if `name` is None.
+
+    Args:
+        name: `data.mix`: `mixup`, `cutmix` or None.
+        alpha: `data.mix_alpha`, the parameter of the beta distribution; None: 1.
+        splits: the data set.
+
+    Raises:
+        UserError: an option is out of range, or the data set's samples can't be mixed.
+    """
     if name is None:
         if alpha is not None:
-            raise UserError(f"data.mix_alpha={alpha:g}: nothing is mixed; give data.mix=mixup or cutmix too")
+            raise UserError(f"data.mix_alpha={alpha:g} has no effect without data.mix: use data.mix=mixup or cutmix")
         return None
     sample = fetch(splits.train, np.zeros(1, dtype=np.int64))
     image, label = sample if isinstance(sample, tuple | list) and len(sample) == 2 else (None, None)
     if not (isinstance(image, Tensor) and isinstance(label, Tensor) and (image.ndim, label.ndim) == (4, 1)):
-        raise UserError(f"data.mix={name}: mixes images [n, C, H, W] with one label each, and this data set has others")
+        raise UserError(f"data.mix={name}: the data set must give images [C, H, W] with one label each")
     from torchvision.transforms import v2
 
     try:
         return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=alpha or 1.0, num_classes=splits.spec.num_classes)
     except ValueError:
-        raise UserError(f"data.mix_alpha={alpha:g}: there is no beta distribution of it; 0.2, say") from None
+        raise UserError(
+            f"data.mix_alpha={alpha:g} is too small for a beta distribution: use 0.2, for example"
+        ) from None
 
 
 def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None) -> tuple[Any, Any]:
-    """`(train, val)`: the `fraction` of samples whose hash with `seed` is smallest is held out; both keep their order.
-
-    The seed belongs to the data, not to the run: runs with other seeds are compared on the same validation set.
+    """Split a data set into training and validation; both keep the order of samples.
 
     Args:
-        as_evaluated: where `dataset` augments its samples itself, the same without.
+        dataset: the data set.
+        fraction: share of the samples for validation: those whose hashes with `seed` are the smallest.
+        seed: belongs to the data, not to the run, so that runs with other seeds use the same validation set.
+        as_evaluated: if `dataset` augments its samples itself, the same samples without augmentation.
+
+    Returns:
+        `(train, val)`; `val` is None if `fraction` is 0.
+
+    Raises:
+        UserError: no training sample would remain, or `as_evaluated` has another length.
     """
     if not fraction:
         return dataset, None
     samples = len(dataset)
     by_hash = np.argsort(hash64(seed, 0x5B117, np.arange(samples)), kind="stable")
-    held = max(1, round(fraction * samples))
-    if held >= samples:
-        raise UserError(f"data.val_fraction={fraction:g}: of {samples} training images none would be left")
+    val_size = max(1, round(fraction * samples))
+    if val_size >= samples:
+        raise UserError(
+            f"data.val_fraction={fraction:g} leaves no image for training, of {samples}: use a smaller share"
+        )
     if as_evaluated is None:
         as_evaluated = dataset
     if len(as_evaluated) != samples:
-        raise UserError(f"data: the Source's held_out has {len(as_evaluated)} samples, its train {samples}")
-    kept, taken = np.sort(by_hash[held:]), np.sort(by_hash[:held])
-    return Subset(dataset, kept), Subset(as_evaluated, taken)  # type: ignore[arg-type]
+        raise UserError(
+            f"data: the Source's val_candidates has {len(as_evaluated)} samples: it must have {samples}, as its train"
+        )
+    train_ids, val_ids = np.sort(by_hash[val_size:]), np.sort(by_hash[:val_size])
+    return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a data set is to the rest: splits, what their images are, and how a batch is fetched from them."""
+"""Data sets: sources, splits, the description of their images, and the fetching of a batch."""
 
 import hashlib
 import random
@@ -23,15 +23,15 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a model must know of the images.
+    """The description of a data set's images, for the model.
 
     Attributes:
-        channels: 1 (grey) or 3 (RGB), usually.
+        channels: usually 1 (grey) or 3 (RGB).
         image_size: height and width in pixels.
-        classes: names, in the order of the labels.
-        mean: per channel, of pixels in 0..1; uint8 images are normalised with it on the device; float ones, which the
-            data set has normalised itself, are shown by it.
-        std: likewise.
+        classes: names of the classes, in the order of the labels.
+        mean: mean of each channel, of pixels in 0..1. uint8 images are normalised with it on the device. Float images
+            are already normalised; pictures of them use it to show the original colours.
+        std: standard deviation of each channel, used like `mean`.
     """
 
     channels: int
@@ -41,7 +41,7 @@ class Spec:
     std: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        # a checkpoint holds them, and takes no numbers and texts of numpy's
+        # Checkpoints have them, and a safe load refuses numpy's numbers and strings.
         for name in ("channels", "image_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
         for name, kind in (("classes", str), ("mean", float), ("std", float)):
@@ -49,25 +49,33 @@ class Spec:
 
     @property
     def num_classes(self) -> int:
+        """Number of classes."""
         return len(self.classes)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
+    """The result of an opener (`_target_` in conf/data/): map-style data sets of `(image, label)`.
 
-    Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
-    `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
-    `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
-    A run begins with what is said in `about`. `divided` says that the opener has cut all samples into train, val and
-    test by itself: `evaluate.py` tests all of them where they are not those of the training.
+    Images are uint8 `[C, H, W]`, which are normalised on the device, or float `[C, H, W]`, which are used as they are.
+
+    Attributes:
+        train: the training set.
+        test: the test set; None: there is no test.
+        spec: the description of the images.
+        val: the validation set; None: a part of `train` is held out.
+        val_candidates: if `train` augments its samples itself, the same samples in the same order without augmentation.
+            The held-out part is taken from it.
+        about: a line for the log at a run's start.
+        divided: whether the opener has divided one set of samples into train, val and test. `evaluate.py` then tests
+            all samples of another set than the training's.
     """
 
     train: Any
     test: Any
     spec: Spec
     val: Any = None
-    held_out: Any = None
+    val_candidates: Any = None
     about: str = ""
     divided: bool = False
 
@@ -77,11 +85,17 @@ class Splits:
     """An opened data set, ready to be cut into steps.
 
     Attributes:
-        train, val, test: map-style datasets; `val` is None where nothing is held out, `test` where nothing is tested.
+        train: the training set, map-style.
+        val: the validation set, or None.
+        test: the test set, or None.
+        spec: the description of the images.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
+        augment: shifts and flips of training images.
         balanced: whether an epoch has equally many samples of each class.
-        mix: None, or what mixes the samples of a piece: from images and labels to images and labels [n, classes].
-        about, divided: the source's.
+        mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
+            labels [n, classes].
+        about: as of `Source`.
+        divided: as of `Source`.
     """
 
     train: Any
@@ -96,18 +110,21 @@ class Splits:
     divided: bool = False
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
-        """Which training samples make up each step; raises as `labels_of`, where they are balanced."""
+        """Return the order of the training samples for a layout; with `balanced`, raise as `labels_of`."""
         return DataOrder(len(self.train), layout, seed, labels_of(self.train) if self.balanced else None)
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The number of samples of train, val and test; None where there is no such split."""
+        """The number of samples of train, val and test; None if there is no such split."""
         parts = {"train": self.train, "val": self.val, "test": self.test}
         return {name: None if part is None else len(part) for name, part in parts.items()}
 
     def class_counts(self) -> dict[str, int] | None:
-        """The number of training samples of each class, by its name in the order of the labels. None where the data set
-        can't tell its labels without making samples, or has labels that are no numbers of its classes."""
+        """Return the number of training samples of each class, by name, in the order of the labels.
+
+        Returns:
+            The counts; None if the labels are unknown without making samples, or a label is no number of a class.
+        """
         try:
             labels = labels_of(self.train)
         except UserError:
@@ -119,18 +136,26 @@ class Splits:
 
 
 class ArrayDataset:
-    """A data set in memory. A batch is one gather, not a Python call per sample.
+    """A data set in memory. A batch is one gather, without a Python call per sample.
 
     Args:
         images: uint8 [N, C, H, W].
-        labels: [N], kept as int64.
+        labels: integers [N].
+
+    Attributes:
+        images: uint8 tensor [N, C, H, W].
+        labels: int64 tensor [N].
+        draws: False, because fetching a sample draws no random number; see `fetch`.
+
+    Raises:
+        ValueError: there are not as many labels as images.
     """
 
     draws = False
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images and {len(labels)} labels")
+            raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         self.images = torch.from_numpy(np.ascontiguousarray(images))
         self.labels = torch.from_numpy(labels.astype(np.int64))
 
@@ -142,25 +167,26 @@ class ArrayDataset:
 
     def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(ids, dtype=torch.int64)
-        # copies image by image; indexing with [...] copies byte by byte and takes five times as long
+        # `index_select` copies image by image; indexing with [...] copies byte by byte and takes five times as long.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
     def fingerprint(self) -> str:
+        """Return the SHA-256 of the images and labels, in hex."""
         digest = hashlib.sha256(repr(tuple(self.images.shape)).encode())
         for tensor in (self.images, self.labels):
             digest.update(tensor.numpy().reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
 
-def base(dataset: Any) -> Any:
-    """What lies below subsets; a class derived from Subset, which may transform its samples, is none."""
+def innermost_dataset(dataset: Any) -> Any:
+    """Return the data set below all `Subset`s. A class derived from Subset stays, since it may transform samples."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
 
 def fingerprint(dataset: Any) -> str:
-    """SHA-256 of what a dataset holds, where it can tell by a method `fingerprint`; else of its type and length."""
+    """Return a data set's SHA-256, in hex: from its method `fingerprint`, else of its type's name and its length."""
     if type(dataset) is Subset:
         ids = np.asarray(dataset.indices, dtype=np.int64).tobytes()
         return hashlib.sha256(ids + fingerprint(dataset.dataset).encode()).hexdigest()
@@ -170,54 +196,67 @@ def fingerprint(dataset: Any) -> str:
 
 
 def labels_of(dataset: Any) -> Ids:
-    """The labels of all samples, [n], without making one: its `labels` or `targets`.
+    """Return the labels of all samples, int64 [n], from the attribute `labels` or `targets`. Make no sample.
 
     Raises:
-        UserError: it has neither, or they are not one whole number for each sample.
+        UserError: there is no such attribute, or it is not one whole number for each sample.
     """
     if type(dataset) is Subset:
         return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
-    found = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
-    if found.shape != (len(dataset),) or found.dtype.kind not in "iu":
+    labels = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
+    if labels.shape != (len(dataset),) or labels.dtype.kind not in "iu":
         raise UserError(
-            f"data: a {type(dataset).__name__} can't say its labels; give it an attribute labels or targets, a whole "
-            "number for each sample"
+            f"data: the labels of a {type(dataset).__name__} are unknown: give it an attribute labels or targets with "
+            "one whole number for each sample"
         )
-    return found.astype(np.int64)
+    return labels.astype(np.int64)
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
-    """The samples `ids` of a map-style dataset, collated by its own `collate_fn`, if it has one, else by torch's.
+    """Fetch samples of a map-style data set as a batch.
 
-    Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
-    worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
-    Where `__getitems__` returns something else than a list, that is the batch, and draws from its first sample's.
-    A class that says `draws = False` draws nothing, and is spared this; one derived from it must say so itself.
+    Before each sample, the generators of Python, numpy and torch are seeded by (seed, epoch, sample id). So random
+    transforms inside the data set do not depend on the number of loader processes, the layout or a resume. Classes that
+    have `draws = False` draw no random numbers, and are not seeded; a derived class must set it again.
+
+    Args:
+        dataset: it has `__getitem__`, or `__getitems__`, which returns a list of samples or a whole batch. A batch
+            draws from its first sample's seed.
+        ids: the samples' numbers, [n].
+        seed: the run's seed. An evaluation leaves it out, as `epoch`, so that each one gets the same samples.
+        epoch: one epoch for all samples, or one for each, [n].
+
+    Returns:
+        The samples, collated by the data set's `collate_fn` if it has one, else by torch's.
+
+    Raises:
+        UserError: torch can't collate the samples.
     """
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     batched = hasattr(dataset, "__getitems__")
     if not vars(type(dataset)).get("draws", True):
-        found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
-        return _collated(dataset, found) if isinstance(found, list) else found
+        samples = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
+        return _collated(dataset, samples) if isinstance(samples, list) else samples
     items = []
     with isolate_rng(include_cuda=False):
         for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
             random.seed(key)
-            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
+            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms draw from it
             torch.random.default_generator.manual_seed(key >> 1)
-            found = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
-            if not isinstance(found, list):
+            samples = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
+            if not isinstance(samples, list):
                 return dataset.__getitems__(ids)
-            items += found
+            items += samples
     return _collated(dataset, items)
 
 
 def _collated(dataset: Any, items: list[Any]) -> Any:
+    """Return the batch of some samples; raise as `fetch`."""
     collate = getattr(dataset, "collate_fn", default_collate)
     try:
         return collate(items)
-    except TypeError as error:  # torch's line, which names what it can't collate, is long
+    except TypeError as error:  # torch's message is long
         if collate is not default_collate:
             raise
         item = items[0]
@@ -225,5 +264,5 @@ def _collated(dataset: Any, items: list[Any]) -> Any:
         kinds = ", ".join(type(part).__module__.partition(".")[0] + "." + type(part).__name__ for part in parts)
         raise UserError(
             f"data: an item of {type(dataset).__name__} is ({kinds.replace('builtins.', '')}): must be (image, label), "
-            "the image a uint8 or float tensor [C, H, W]; torchvision.transforms.v2.PILToTensor() makes it of a PIL one"
+            "the image a uint8 or float tensor [C, H, W]; torchvision.transforms.v2.PILToTensor() converts a PIL image"
         ) from error

@@ -1,4 +1,4 @@
-"""A LightningDataModule as a source of data: its data sets are taken, and Lockstep's sampler replaces its own."""
+"""LightningDataModules as sources of data: Lockstep takes their data sets and uses its own sampler."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +22,18 @@ from torch.utils.data import (
 from lockstep.data.datasets import Source, Spec, fetch, labels_of
 from lockstep.data.transforms import moments
 from lockstep.errors import UserError
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 
 UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Collated:
-    """A data set whose samples are made into a batch by a function of their own."""
+    """A data set with the `collate_fn` of its loader.
+
+    Args:
+        dataset: a map-style data set. Other attributes are looked up in it.
+        collate_fn: makes a batch of a list of samples.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -39,27 +44,28 @@ class Collated:
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getattr__(self, name: str) -> Any:  # its labels and its fingerprint, say
+    def __getattr__(self, name: str) -> Any:  # for its labels and its fingerprint, for example
         if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
-    """Return the data sets behind the loaders of a LightningDataModule, after `prepare_data` and `setup`.
+    """Return the data sets of a LightningDataModule's loaders, after `prepare_data` and `setup`.
 
     Args:
-        split_seed: seeds what it draws meanwhile, so that each start of a run has the same split.
+        module: the data module.
+        split_seed: seeds the random numbers of its methods, so that each start of a run has the same split.
 
     Raises:
-        UserError: a loader does more than to draw samples of a map-style data set, or the classes are unknown.
+        UserError: a loader does more than drawing samples of a map-style data set, or the classes are unknown.
     """
     name = type(module).__name__
     for hook in UNCALLED:
-        if overrides(module, hook, pl.LightningDataModule):
-            raise UserError(f"data: the {hook} of {name} would not be called: give it to the LightningModule")
-    if not overrides(module, "train_dataloader", pl.LightningDataModule):
-        raise UserError(f"data: {name} has no train_dataloader")
+        if overrides_method(module, hook, pl.LightningDataModule):
+            raise UserError(f"data: the {hook} of {name} would not be called: move it to the LightningModule")
+    if not overrides_method(module, "train_dataloader", pl.LightningDataModule):
+        raise UserError(f"data: {name} has no train_dataloader: it must return a torch DataLoader")
     sets = {"train": None, "val": None, "test": None}
     with isolate_rng(include_cuda=False):
         pl.seed_everything(split_seed, verbose=False)
@@ -73,8 +79,8 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
 
 
 def _dataset(module: pl.LightningDataModule, method: str) -> Any:
-    """The data set behind a loader; None where there is no loader."""
-    loader = getattr(module, method)() if overrides(module, method, pl.LightningDataModule) else None
+    """Return the data set of the loader that a method of `module` returns; None if there is no loader."""
+    loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     if loader is None or (isinstance(loader, list | tuple) and not loader):
         return None
     where = f"data: the {method} of {type(module).__name__}"
@@ -84,34 +90,34 @@ def _dataset(module: pl.LightningDataModule, method: str) -> Any:
         raise UserError(f"{where} returns a {type(loader).__name__}: it must be one torch DataLoader")
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        raise UserError(f"{where} has an IterableDataset, whose samples have no number: it must be map-style")
+        raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
     if loader.batch_size is None:
-        raise UserError(f"{where} has a batch_sampler or no batch_size: Lockstep forms the batches; leave it out")
+        raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
     sampler = loader.sampler
     known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
-    if not known or getattr(sampler, "replacement", False) or len(dataset) != _drawn(sampler):
+    if not known or getattr(sampler, "replacement", False) or len(dataset) != _samples_drawn(sampler):
         kind = type(sampler).__name__
         raise UserError(
-            f"{where} has a {kind} of its own: an epoch has each sample once; data.sampling=balanced weighs"
+            f"{where} has a {kind}: leave it out, since an epoch has each sample once (or use data.sampling=balanced)"
         )
     collate: Any = loader.collate_fn
     return dataset if collate is default_collate else Collated(dataset, collate)
 
 
-def _drawn(sampler: Any) -> int:
-    """Samples of an epoch; of all ranks, where each has its part."""
+def _samples_drawn(sampler: Any) -> int:
+    """Return the number of samples of an epoch, over all ranks."""
     drawn: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
     return len(drawn)
 
 
 def _spec(module: Any, train: Any) -> Spec:
-    """What a model must know of the images, from the first sample and what the sets say."""
+    """Return the description of the images, from the first sample and attributes of the data module and data set."""
     try:
         batch = fetch(train, np.zeros(1, dtype=np.int64))
     except TypeError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"data: samples of {type(module).__name__} make no batch ({reason}): they must be tensors"
+            f"data: samples of {type(module).__name__} can't be collated ({reason}): they must be tensors"
         ) from None
     x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) >= 2 else (None, None)
     images = isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == x.shape[3]
@@ -124,7 +130,7 @@ def _spec(module: Any, train: Any) -> Spec:
 
 
 def _classes(module: Any, train: Any, y: Any) -> tuple[str, ...]:
-    """Names of the classes: the data set's own, else their numbers. What has no classes has one number per sample."""
+    """Return the names of the classes: the data set's `classes`, else their numbers; for regression one, `value`."""
     named, number = getattr(_below(train), "classes", None), getattr(module, "num_classes", None)
     if isinstance(named, list | tuple) and number in (None, len(named)):
         return tuple(map(str, named))
@@ -135,14 +141,12 @@ def _classes(module: Any, train: Any, y: Any) -> tuple[str, ...]:
             number = int(labels_of(train).max()) + 1
         except UserError:
             name = type(module).__name__
-            raise UserError(
-                f"data: how many classes there are is unknown: give {name} an attribute num_classes"
-            ) from None
+            raise UserError(f"data: the number of classes is unknown: give {name} an attribute num_classes") from None
     return tuple(map(str, range(number)))
 
 
 def _below(dataset: Any) -> Any:
-    """The data set below subsets, and the first of those that are joined."""
+    """Return the data set below subsets and wrappers; of a ConcatDataset the first one."""
     while isinstance(dataset, Subset | Collated | ConcatDataset):
         dataset = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset.dataset
     return dataset

@@ -1,4 +1,4 @@
-"""From the order of samples to loaders: which samples a process fetches, and when. Nothing here has a state."""
+"""Loaders: the samples that a process fetches for each step. They keep no position between epochs or runs."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,21 +14,21 @@ from lockstep.arithmetic.deal import Deal
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, base, fetch
+from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.on_device import Resident
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
 Step = tuple[int, int]  # (epoch, step of the epoch)
-GATHERED = 1 << 20  # bytes of images that are gathered at once, of a set in memory
+GATHERED = 1 << 20  # bytes of images that one gather copies from a data set in memory
 
 
 class Loader(DataLoader[Any]):
-    """torch's DataLoader, but a plain loop without loader processes: its iterator would take 0.1 ms a batch more.
+    """torch's DataLoader, but with a plain loop if there are no loader processes, which saves 0.1 ms per batch.
 
     Attributes:
-        checking: whether only the first batch is wanted: it then comes from a loader process of its own, and nothing of
-            this loader changes.
+        checking: a function that returns whether Lightning's sanity check runs. It only needs the first batch, which
+            then comes from a separate loader, so that this one does not change.
     """
 
     checking: Callable[[], bool] | None = None
@@ -53,11 +53,12 @@ class Loader(DataLoader[Any]):
 
 
 class StepSampler(Sampler[Any]):
-    """Yields the epoch's remaining steps.
+    """A sampler that yields the remaining steps of an epoch.
 
     Args:
-        steps_taken: tells how many optimizer steps the run has made. It is asked when iteration begins and not before,
-            so a resumed run goes on where it stopped; Lightning would start its loader at batch 0.
+        order: the order of the training samples.
+        steps_taken: returns the number of optimizer steps that the run has made. It is called when iteration begins,
+            so a resumed run continues at its step. (Lightning would start its loader at batch 0.)
     """
 
     def __init__(self, order: DataOrder, steps_taken: Callable[[], int]) -> None:
@@ -73,10 +74,17 @@ class StepSampler(Sampler[Any]):
 
 
 class StepDataset:
-    """A training set whose items are what one process computes of an optimizer step.
+    """A training set whose items are `StepBatch`es: one process's parts of optimizer steps.
 
-    Of a set in memory, the samples of several steps are gathered at once: between two steps all caches are cold, and
-    getting there takes longer than gathering.
+    From a data set in memory, one gather fetches the samples of several steps, because the caches are cold after each
+    step and the call itself takes longer than the copy.
+
+    Args:
+        dataset: the training set, map-style.
+        order: the order of its samples.
+        rank: the process's number.
+        augment: shifts and flips, for which random numbers are drawn.
+        deal: assigns the pieces of each step to devices. None: as the layout of `order` does.
     """
 
     def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, deal: Deal | None = None) -> None:
@@ -86,14 +94,15 @@ class StepDataset:
         self.deal = deal or Deal(order.layout)
         self.rank = rank
         self._gathered: dict[Step, StepBatch] = {}
-        self._gathered_on: Layout | None = None  # who computes which piece of those
+        self._gathered_on: Layout | None = None  # the layout of the gathered steps
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, at: Step) -> StepBatch:
-        loader_process = get_worker_info() is not None  # they may be many, each has its own memory, and nobody waits
-        if loader_process or type(base(self.dataset)) not in (ArrayDataset, Resident):
+        # A loader process works ahead, and each of them would keep its own gathered steps.
+        loader_process = get_worker_info() is not None
+        if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*at))
         layout = self.deal.layout_at(self._number(*at))
         if at not in self._gathered or layout is not self._gathered_on:
@@ -101,12 +110,13 @@ class StepDataset:
         return self._gathered.pop(at)
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
-        """Fetch one piece of a step alone, for a device that need not be its owner."""
+        """Fetch one piece of a step for a device that need not own it."""
         epoch, index = self.order.position(step_batch.step)
         micro_batch = self._micro_batch(epoch, self.order.pieces(epoch, index)[piece], piece, device)
         return self._fetch(replace(step_batch, micro_batches=[micro_batch]))
 
     def _fetch(self, step_batch: StepBatch) -> StepBatch:
+        """Fetch the samples of a step's micro-batches, one micro-batch at a time."""
         seed = self.order.seed
         for micro_batch in step_batch.micro_batches:
             micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs)
@@ -114,15 +124,17 @@ class StepDataset:
         return step_batch
 
     def _gather(self, epoch: int, index: int) -> dict[Step, StepBatch]:
-        """The step `index`, and those after it that are gathered with it."""
-        order, image = self.order, base(self.dataset).images[0]
+        """Fetch step `index` and the next ones with one gather. Return them by their position."""
+        order, image = self.order, innermost_dataset(self.dataset).images[0]
         samples = -(-order.layout.batch_size // order.layout.replicas)
         together = max(1, GATHERED // (image.nbytes * samples))
         last = min(index + together, order.steps_per_epoch)
-        found = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
-        micro_batches = [micro_batch for step_batch in found.values() for micro_batch in step_batch.micro_batches]
+        step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
+        micro_batches = [
+            micro_batch for step_batch in step_batches.values() for micro_batch in step_batch.micro_batches
+        ]
         if not micro_batches:
-            return found
+            return step_batches
         sizes = [len(micro_batch.ids) for micro_batch in micro_batches]
         ids = np.concatenate([micro_batch.ids for micro_batch in micro_batches])
         parts = (part.split(sizes) for part in fetch(self.dataset, ids))
@@ -131,12 +143,12 @@ class StepDataset:
         epochs = np.concatenate([micro_batch.epochs for micro_batch in micro_batches])
         draws = self.augment.draws(order.seed, epochs, ids)
         if draws is not None:
-            for micro_batch, own in zip(micro_batches, draws.split(sizes), strict=True):
-                micro_batch.draws = own
-        return found
+            for micro_batch, micro_draws in zip(micro_batches, draws.split(sizes), strict=True):
+                micro_batch.draws = micro_draws
+        return step_batches
 
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
-        """Who computes which samples of a step; they are still to be fetched. Pieces without a sample are left out."""
+        """Return a process's part of a step, without its samples. Pieces without a sample are left out."""
         pieces, step = self.order.pieces(epoch, index), self._number(epoch, index)
         layout = self.deal.layout_at(step)
         nonempty = sum(1 for ids in pieces if len(ids))
@@ -144,7 +156,7 @@ class StepDataset:
         def has_data(micro_batches: list[tuple[int, int]]) -> bool:
             return any(len(pieces[piece]) for _, piece in micro_batches)
 
-        own = [
+        local_batches = [
             self._micro_batch(epoch, pieces[piece], piece, device)
             for device, piece in layout.micro_batches(self.rank)
             if len(pieces[piece])
@@ -152,20 +164,23 @@ class StepDataset:
         all_ranks_have_data = nonempty == len(pieces) or all(
             has_data(layout.micro_batches(rank)) for rank in range(layout.replicas)
         )
-        return StepBatch(own, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
+        return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
     def _number(self, epoch: int, index: int) -> int:
-        """The optimizer step since the run began."""
+        """Return the number of a step since the run began, 0-based."""
         return epoch * self.order.steps_per_epoch + index
 
     def _micro_batch(self, epoch: int, taken: Ids, piece: int, device: int) -> MicroBatch:
+        """Return a micro-batch without its samples; `taken` are its elements of `DataOrder.numbers`."""
         repeats, ids = np.divmod(taken, self.order.samples)
         return MicroBatch(ids, device, piece, epoch + (repeats << 32))
 
 
 class ChunkSampler(Sampler[range]):
-    """Yields the sample ids of each chunk. No list, as Lightning's `predict` wraps a sampler, and tells a
-    `BasePredictionWriter` what it yields."""
+    """A sampler that yields the sample ids of each chunk.
+
+    It is no list, because Lightning's `predict` wraps a sampler and gives its ids to a `BasePredictionWriter`.
+    """
 
     def __init__(self, chunks: list[Chunk]) -> None:
         self.chunks = chunks
@@ -190,13 +205,24 @@ class ChunkDataset:
         return fetch(self.dataset, np.arange(ids.start, ids.stop))
 
 
-def own_chunks(samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
-    """The run of neighbouring chunks that a process evaluates; empty where there are fewer chunks than processes.
+def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
+    """Return the chunks of neighbouring samples that a process evaluates.
 
-    Over all processes every sample is in one chunk. A chunk's size is the same on every layout with the same
-    `batch_size` and `pieces`, since kernels may round differently for batches of another size. It is a piece's, and in
-    a run that trains up to 128 samples where that is more: small chunks only cost time. But not more than two pieces,
-    which take about what one does in training (peaks measured: resnet18 half of that, mnist_cnn 1.05 of it).
+    Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
+    same `batch_size` and `pieces`, because kernels may round differently for another size.
+
+    The size is that of a piece. In a training run, a chunk smaller than 128 samples is enlarged to at most two pieces,
+    since small chunks waste time. Two pieces need about as much memory as one in training (peak: half of it with
+    resnet18, 1.05 of it with mnist_cnn).
+
+    Args:
+        samples: samples of the evaluation set.
+        layout: the run's layout.
+        rank: the process's number among `layout.replicas`.
+        trains: whether `batch_size` is that of training. If not, it was chosen for an evaluation.
+
+    Returns:
+        `(start, stop)` of each chunk; empty if there are fewer chunks than processes.
     """
     piece = max(1, layout.batch_size // layout.pieces)
     size = max(piece, min(2 * piece, 128)) if trains else piece
@@ -206,8 +232,11 @@ def own_chunks(samples: int, layout: Layout, rank: int, trains: bool = True) -> 
 
 
 def streams(dataset: Any) -> bool:
-    """Whether loader processes pay: a class says so by `streams`; else where samples are made one by one, and processes
-    are forked, so that they need not find its classes and functions again."""
-    found = base(dataset)
-    in_memory = hasattr(found, "__getitems__") or isinstance(found, Sequence | TensorDataset)
-    return bool(getattr(found, "streams", sys.platform == "linux" and not in_memory))
+    """Check whether loader processes make a data set faster.
+
+    Its class may set `streams`. Otherwise they do if samples are made one by one and processes are forked, because
+    other processes would have to import or unpickle the data set.
+    """
+    innermost = innermost_dataset(dataset)
+    in_memory = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
+    return bool(getattr(innermost, "streams", sys.platform == "linux" and not in_memory))

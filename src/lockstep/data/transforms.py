@@ -1,4 +1,4 @@
-"""torchvision's transforms, sample by sample. What is random in them follows from (seed, epoch, sample), by `fetch`."""
+"""torchvision's transforms, applied sample by sample. `fetch` seeds their random numbers by (seed, epoch, sample)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,20 +12,20 @@ from lockstep.data.datasets import Ids, fetch, fingerprint, labels_of
 from lockstep.errors import UserError
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
-TRIED = 8  # samples, before a run begins
+TRIED = 8  # samples that are made before a run begins
 
 
 class Transformed:
-    """A data set whose images pass through transforms, from `(image, ...)` to `(tensor [C, H, W], ...)`.
+    """A data set with transforms: its samples `(image, ...)` become `(tensor [C, H, W], ...)`.
 
     Args:
-        dataset: map-style. If its class has a method `whole(index)`, that gives the samples, with images as they are
-            stored; `dataset[index]` may have cut them to size already.
+        dataset: map-style. If it has a method `whole(index)`, samples come from it, with images as they are stored;
+            `dataset[index]` may have cropped them.
         transforms: functions of an image.
-        key: where the config names them, for messages.
+        key: the config key that lists them, for messages.
 
     Raises:
-        UserError: a transform fails, or gives images of several sizes; as does asking for such a sample.
+        UserError: a transform fails, or images have different sizes. `dataset[index]` raises it, too.
     """
 
     def __init__(self, dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: str) -> None:
@@ -44,7 +44,7 @@ class Transformed:
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         sample = self._sample(index)
         if not isinstance(sample, tuple | list):
-            raise UserError(f"{self.key}: the data set's samples are no (image, label)")
+            raise UserError(f"{self.key}: a sample is a {type(sample).__name__}: it must be (image, label)")
         image, *rest = sample
         for transform in self.transforms:
             try:
@@ -56,21 +56,23 @@ class Transformed:
         if self._shape not in (None, image.shape):
             sizes = " and ".join(" x ".join(map(str, shape)) for shape in (self._shape, image.shape) if shape)
             raise UserError(
-                f"{self.key}: gives images of {sizes}; one size for all comes from RandomResizedCrop, or Resize and "
+                f"{self.key} gives images of {sizes}: they must have one size; use RandomResizedCrop, or Resize and "
                 "CenterCrop, of torchvision.transforms.v2"
             )
         return (image, *rest)
 
     @property
     def labels(self) -> Ids:
+        """The labels of all samples; raises as `labels_of`."""
         return labels_of(self.dataset)
 
     def fingerprint(self) -> str:
+        """Return the fingerprint of the data set without transforms."""
         return fingerprint(self.dataset)
 
 
 def transformed(dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: str) -> Any:
-    """A data set, or a part of one, whose images pass through transforms, if there are any."""
+    """Return a data set, or a Subset, with transforms. Return it unchanged if there are none, or if it is None."""
     if dataset is None or not transforms:
         return dataset
     if type(dataset) is Subset:
@@ -79,16 +81,16 @@ def transformed(dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: s
 
 
 def image_of(dataset: Any) -> Tensor:
-    """The first image [C, H, W], when some more have been tried."""
+    """Return the first image [C, H, W], after fetching some samples to see that they work."""
     tried = np.unique(np.linspace(0, len(dataset) - 1, TRIED).astype(np.int64))
     image: Tensor = fetch(dataset, tried)[0][0]
     return image
 
 
 def moments(transforms: Sequence[Any]) -> Moments:
-    """What float images have been normalised with: by the last `Normalize`; values from 0 to 1 by none."""
+    """Return mean and standard deviation of the last `Normalize` among transforms; 0 and 1 if there is none."""
     from torchvision.transforms import Normalize, v2
 
     kinds = (Normalize, v2.Normalize)
-    found = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, kinds)]
-    return found[-1] if found else ((0.0,), (1.0,))
+    moments_of_each = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, kinds)]
+    return moments_of_each[-1] if moments_of_each else ((0.0,), (1.0,))

@@ -1,1 +1,1 @@
-"""Processes: the parent that starts workers, how they meet, signals, and who notices a silent one."""
+"""Processes: the parent that starts workers, the process group, signals, and the detection of a hanging worker."""

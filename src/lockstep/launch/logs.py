@@ -1,4 +1,4 @@
-"""Where messages go: rank zero to the console and `train.log`, every other rank to `rank_<n>.log`."""
+"""Logging: rank zero writes to the console and to `train.log`, every other rank to `rank_<n>.log`."""
 
 import faulthandler
 import logging
@@ -16,13 +16,13 @@ from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
-# Messages of libraries about what Lockstep does on purpose, or what nobody here can change: the library, and a part of
-# the text that nothing else has. They are written nowhere; everything else is.
+# Library and unique text of messages that are not logged, because Lockstep does on purpose what they warn about, or
+# because a user can't change it. All other messages are logged.
 HARMLESS = (
     ("lightning", "The `srun` command is available on your system but is not used."),
     ("lightning", "`isinstance(treespec, LeafSpec)` is deprecated"),
-    ("lightning", "is smaller than the logging interval Trainer(log_every_n_steps="),  # Meter measures an epoch's end
-    ("lightning", "does not have many workers which may be a bottleneck"),  # sets in memory need none
+    ("lightning", "is smaller than the logging interval Trainer(log_every_n_steps="),  # Meter logs each epoch's end
+    ("lightning", "does not have many workers which may be a bottleneck"),  # data sets in memory need no loader process
     ("lightning", "The following callbacks returned in `LightningModule.configure_callbacks` will override"),
     ("lightning", "TPU available: False, using: 0 TPU cores"),
     ("lightning", "For seamless cloud logging and experiment tracking, try installing [litlogger]"),
@@ -31,18 +31,19 @@ HARMLESS = (
 )
 
 
-def file_of(rank: int) -> str:
-    """The name of a rank's log in the run folder."""
+def log_file_name(rank: int) -> str:
+    """Return the name of a rank's log in the run folder."""
     return f"rank_{rank}.log" if rank else "train.log"
 
 
-def configure(folder: Path, rank: int) -> None:
-    """Sends this process's messages to its file in the run folder, and rank zero's own to the console too.
+def configure_logging(folder: Path, rank: int) -> None:
+    """Send this process's messages to its log in the run folder, and Lockstep's own on rank zero to the console too.
 
-    Warnings and Lightning's notices go to the file only, without HARMLESS: what a user must know, Lockstep says itself.
+    Warnings and Lightning's messages go to the file only, without those in HARMLESS. Lockstep itself prints what a user
+    must read.
     """
-    path = (folder / file_of(rank)).absolute()
-    if environment().scratch:  # the parent finds the log there
+    path = (folder / log_file_name(rank)).absolute()
+    if environment().scratch:  # the parent opens the log through this link
         with suppress(FileExistsError):
             Path(environment().scratch, f"log_{rank}").symlink_to(path)
     file = logging.FileHandler(path, encoding="utf-8", delay=rank > 0)
@@ -51,7 +52,7 @@ def configure(folder: Path, rank: int) -> None:
     logging.root.handlers = [file]
     logging.root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # a full disk is told once, by who can't go on, not by each message
+    logging.raiseExceptions = False  # a full disk is reported once, by the write that fails the run
     warnings.simplefilter("default")
     threading.excepthook = _thread_failed
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "pytorch_lightning"):
@@ -64,7 +65,7 @@ def configure(folder: Path, rank: int) -> None:
 
 
 def hide_harmless_warnings() -> None:
-    """Keeps the warnings of HARMLESS off the console of a program that has no log."""
+    """Hide the warnings in HARMLESS. Use it in a program that has no log."""
     for _, text in HARMLESS:
         warnings.filterwarnings("ignore", message=f".*{re.escape(text)}")
 
@@ -74,7 +75,10 @@ def _is_harmless(message: str) -> bool:
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer raises again where it is called next: its thread need not say so on the console."""
+    """Log the error of a thread; print it to the console too unless it is an OSError.
+
+    TensorBoard's writer thread raises an OSError on a full disk. The next call of the writer raises it again.
+    """
     if isinstance(args.exc_value, OSError):
         logging.root.error("a thread failed", exc_info=args.exc_value)
     else:
@@ -82,14 +86,14 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
 
 
 @contextmanager
-def failure_told() -> Iterator[None]:
-    """What ends a run by surprise stands in its log, with the whole traceback."""
+def log_failure() -> Iterator[None]:
+    """Write an unexpected error with its traceback to the log, then raise it again."""
     try:
         yield
     except (UserError, Interrupted):
         raise
     except BaseException as error:
-        if logging.root.handlers:  # see configure
+        if logging.root.handlers:  # `configure_logging` was called
             logging.root.error("the run failed", exc_info=error)
         raise
 
@@ -99,7 +103,7 @@ def failure_told() -> Iterator[None]:
 
 @contextmanager
 def stack_on_demand(rank: int) -> Iterator[None]:
-    """While it lasts, SIGQUIT makes this worker write where all its threads are into a file that its parent reads."""
+    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file that the parent reads."""
     with open(Path(environment().scratch, f"stack_{rank}"), "w") as file:
         faulthandler.register(signal.SIGQUIT, file)
         try:
@@ -108,20 +112,21 @@ def stack_on_demand(rank: int) -> Iterator[None]:
             faulthandler.unregister(signal.SIGQUIT)
 
 
-def stack_written(scratch: str, rank: int, seconds: float) -> str:
-    """Return the stack that a worker writes on demand, as soon as it is there, and append it to the worker's log.
+def read_stack(scratch: str, rank: int, seconds: float) -> str:
+    """Wait for the stack that a worker writes on SIGQUIT. Append it to the worker's log and return it.
 
     Args:
-        scratch: the folder of what the run's processes keep for a moment.
-        seconds: how long to wait.
+        scratch: the run's folder for temporary files.
+        rank: the worker's rank.
+        seconds: the time to wait; then return "".
     """
     file, until = Path(scratch, f"stack_{rank}"), time.monotonic() + seconds
     stack = ""
     with suppress(OSError):
         while not (stack := file.read_text(errors="replace")) and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(0.2)  # until all of it is there
+        time.sleep(0.2)  # wait until the file is complete
         stack = file.read_text(errors="replace")
         with open(Path(scratch, f"log_{rank}"), "a", encoding="utf-8") as log:
-            log.write(f"the worker hung, and was ended; its stack:\n{stack}\n")
+            log.write(f"the worker hung and was killed; its stack:\n{stack}\n")
     return stack

@@ -1,4 +1,4 @@
-"""Addresses: at which one this machine is reached, and which of its interfaces leads to another one."""
+"""Network addresses: the one under which others reach this machine, and the interface that leads to another one."""
 
 import socket
 import struct
@@ -9,63 +9,64 @@ from ipaddress import ip_address
 from lockstep.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
+SIOCGIFADDR = 0x8915  # get the address of an interface; from Linux's sockios.h
 
 
-def resolved(host: str, port: int) -> str:
-    """The address that a host's name stands for here.
+def resolve_address(host: str, port: int) -> str:
+    """Return the address of a host that other machines can reach.
 
-    A machine's own name may stand for a loopback address (Debian's /etc/hosts), which is of no use to others: then it
-    is the address that this machine has on the network.
+    A machine's own name may resolve to a loopback address (Debian's /etc/hosts). Then return the machine's address on
+    the network.
 
     Raises:
-        UserError: nobody here knows the name, or the machine has several addresses to choose from.
+        UserError: the name can't be resolved, or resolves to a loopback address and the machine has not exactly one
+            other address.
     """
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
-        raise UserError(f"{host}: no address is known here for it ({error.strerror})") from None
-    meant = host == address or host.startswith("localhost")
-    if meant or not ip_address(address).is_loopback:
-        return address
-    found = sorted({own for _, own in _interfaces() if not ip_address(own).is_loopback})
-    if len(found) != 1:
-        there = f"has {', '.join(found)}" if found else "has none else"
         raise UserError(
-            f"{host}: stands for {address} here, which others can't reach; give an address: this machine {there}"
-        )
-    return found[0]
+            f"{host}: this machine can't resolve the name ({error.strerror}): give a name or an address that every "
+            "machine can reach"
+        ) from None
+    intended = host == address or host.startswith("localhost")
+    if intended or not ip_address(address).is_loopback:
+        return address
+    addresses = sorted({candidate for _, candidate in _interfaces() if not ip_address(candidate).is_loopback})
+    if len(addresses) != 1:
+        right = f"give one of {', '.join(addresses)}" if addresses else "connect this machine to a network"
+        raise UserError(f"{host}: its address {address} can't be reached from other machines: {right}")
+    return addresses[0]
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface that leads to an IPv4 address; None where that can't be told."""
+    """Return the network interface that leads to an IPv4 address; None if it is unknown."""
     with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
-        own = str(probe.getsockname()[0])
-        if ip_address(own).is_loopback:
+        local_address = str(probe.getsockname()[0])
+        if ip_address(local_address).is_loopback:
             return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        return next((name for name, found in _interfaces() if found == own), None)
+        return next((name for name, interface_address in _interfaces() if interface_address == local_address), None)
     return None
 
 
 def _interfaces() -> list[tuple[str, str]]:
-    """Names and IPv4 addresses of this machine's network interfaces (Linux; elsewhere none are known)."""
+    """Return names and IPv4 addresses of this machine's network interfaces. The list is empty except on Linux."""
     if sys.platform != "linux":
         return []
     import fcntl
 
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    interfaces = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
-                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+            with suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                interfaces.append((name, socket.inet_ntoa(reply[20:24])))
+    return interfaces
 
 
-def bound(address: str, port: int = 0) -> socket.socket:
-    """A socket on a port (0: a free one) that hears who connects to this address, and to no other one of this
-    machine."""
+def bind_socket(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at one address of this machine, on a port (0: a free one)."""
     return socket.create_server((address, port), family=_family(address))
 
 

@@ -1,4 +1,4 @@
-"""The default process group of a run's workers, and how its ranks share small values."""
+"""The default process group of a run's workers: how it starts, how lost ranks are named, and small collectives."""
 
 import os
 import platform
@@ -14,37 +14,40 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch.environment import LAUNCHER, environment, export, external_workers
-from lockstep.launch.network import LOOPBACK, bound, interface_towards, resolved
+from lockstep.launch.network import LOOPBACK, bind_socket, interface_towards, resolve_address
 from lockstep.text import join_names
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 T = TypeVar("T")
-JOINING = timedelta(minutes=10)  # in which the workers of an engine must be there
-NAMING = 3.0  # seconds in which ranks that waited in vain say so to each other
-_stores: "list[Store]" = []  # the default group's; torch has no public getter
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all workers that torchrun, SLURM or MPI started to join
+NAMING_SECONDS = 3.0  # after a timeout, for the ranks to exchange who arrived
+_stores: "list[Store]" = []  # the default group's store; torch has no public getter
 
 
-def store_socket() -> socket.socket:
-    """Return a listening socket for the store of one machine's workers; the parent makes it before it forks.
+def open_store_socket() -> socket.socket:
+    """Return a listening socket for the store of one machine's workers. The parent calls it before it forks.
 
     Raises:
-        UserError: nobody can reach it. torch would try for an hour.
+        UserError: the socket can't be reached. Without this check torch would try for an hour.
     """
-    listener = bound(LOOPBACK)
+    listener = bind_socket(LOOPBACK)
     try:
         socket.create_connection(listener.getsockname()[:2], timeout=10).close()
     except OSError as error:
-        raise UserError(f"workers can't meet at {LOOPBACK}: {error.strerror}; is that network interface up?") from None
+        raise UserError(
+            f"workers can't connect to {LOOPBACK} ({error.strerror}): the loopback interface must be up"
+        ) from None
     return listener
 
 
 def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
-    """Start the default process group of workers that our parent has forked. Rank zero serves the store.
+    """Start the default process group in a worker that our parent has forked. Rank zero serves the store.
 
     Args:
-        listener: of `store_socket`, the same in all workers.
+        layout: only its accelerator is used.
+        listener: the socket from `open_store_socket`, the same in all workers.
         timeout: seconds after which a collective that a rank does not join fails.
     """
     import torch
@@ -55,22 +58,23 @@ def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
         torch.cuda.set_device(environment().local_rank)
     wait = timedelta(seconds=timeout)
     if environment().rank == 0:
-        store = _served(listener, wait)
+        store = _serve_store(listener, wait)
     else:
         port = listener.getsockname()[1]
         listener.close()
         store = TCPStore(LOOPBACK, port, environment().world_size, False, timeout=wait, wait_for_workers=False)
     _use_interface(LOOPBACK, several=False)
-    _start(gpu, store, wait)
+    _init_process_group(gpu, store, wait)
 
 
 def join_external() -> None:
-    """Start the default process group of workers that an engine has started, unless it runs: several of them are ranks
-    from here on, until they leave. Lightning would make it without gloo on GPUs, and numbers on the CPU are summed too.
+    """Start the default process group in a worker that an engine has started. Do nothing if the group exists.
 
-    Afterwards each process has its place in torchrun's variables, whichever engine started it: Lightning and others
-    read them. torchrun's own store remembers the ranks of a group that died, and a restarted gloo group that meets it
-    hangs in about half of the trials. So rank zero opens a fresh one, and publishes its port through torchrun's.
+    Lightning would start the group without gloo on GPUs, but values on the CPU are reduced too. Afterwards torchrun's
+    variables are set, whichever engine started the worker, because Lightning and other libraries read them.
+
+    torchrun's own store still holds the ranks of a group that died. A gloo group that restarts on it hangs in about
+    half of the trials. So rank zero opens a new store and publishes its port in torchrun's store.
     """
     if external_workers() <= 1:
         return
@@ -79,34 +83,34 @@ def join_external() -> None:
     from torch.distributed import TCPStore
 
     if dist.is_initialized():
-        if LAUNCHER not in os.environ:  # the group is older than this run
+        if LAUNCHER not in os.environ:  # another program started the group before this run
             hosts = [""] * dist.get_world_size()
             dist.all_gather_object(hosts, platform.node())
-            _take_place(hosts, environment().master_addr or LOOPBACK, environment().master_port)
+            _export_rank_variables(hosts, environment().master_addr or LOOPBACK, environment().master_port)
         return
     here, world = environment(), environment().world_size
     address, port = here.master_addr or _address_of_rank_zero(), here.master_port
-    address = resolved(address, port)
+    address = resolve_address(address, port)
     _use_interface(address, several=here.num_nodes > 1)
-    agent = _agents_store()
+    agent = _connect_to_agent_store()
     if here.rank == 0:
-        store = _served(_listener(address, 0 if agent else port), JOINING)
+        store = _serve_store(_open_store_listener(address, 0 if agent else port), JOIN_TIMEOUT)
         if agent:
             agent.set("port", str(store.port))
     else:
-        port = _port(agent, address) if agent else port
-        store = TCPStore(address, port, world, timeout=JOINING, wait_for_workers=False)
+        port = _wait_for_store_port(agent, address) if agent else port
+        store = TCPStore(address, port, world, timeout=JOIN_TIMEOUT, wait_for_workers=False)
     store.set(f"host/{here.rank}", platform.node())
     hosts = [store.get(f"host/{rank}").decode() for rank in range(world)]
-    _take_place(hosts, address, port)
+    _export_rank_variables(hosts, address, port)
     gpu = torch.cuda.is_available()
-    if gpu and environment().local_rank < torch.cuda.device_count():  # who has none is refused later
+    if gpu and environment().local_rank < torch.cuda.device_count():  # a rank without a GPU is refused later
         torch.cuda.set_device(environment().local_rank)
-    _start(gpu, store, JOINING)
+    _init_process_group(gpu, store, JOIN_TIMEOUT)
 
 
 def use_timeout(seconds: float) -> None:
-    """Let the collectives of external workers fail after so many seconds without one of the ranks."""
+    """Set the seconds after which a collective of external workers fails if a rank does not join it."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -114,7 +118,10 @@ def use_timeout(seconds: float) -> None:
 
 
 def _address_of_rank_zero() -> str:
-    """Where nobody says it: under SLURM the first host of the step, as Lightning has it; MPI on one machine: here."""
+    """Return rank zero's address if MASTER_ADDR is not set.
+
+    Under SLURM it is the first host of the job step, as Lightning resolves it. MPI on one machine uses the loopback.
+    """
     if nodes := environment().slurm_nodes:
         from lightning.fabric.plugins.environments import SLURMEnvironment
 
@@ -122,10 +129,10 @@ def _address_of_rank_zero() -> str:
     return LOOPBACK
 
 
-def _listener(address: str, port: int) -> socket.socket:
-    """A socket for rank zero's store, on this address only, where torch would listen on all that the machine has."""
+def _open_store_listener(address: str, port: int) -> socket.socket:
+    """Return a listening socket for rank zero's store at one address; torch itself would listen at all addresses."""
     try:
-        return bound(address, port)
+        return bind_socket(address, port)
     except OSError as error:
         raise UserError(
             f"rank zero can't listen at {address}:{port} ({error.strerror}): MASTER_ADDR must be an address of its "
@@ -133,7 +140,7 @@ def _listener(address: str, port: int) -> socket.socket:
         ) from None
 
 
-def _served(listener: socket.socket, timeout: timedelta) -> "TCPStore":
+def _serve_store(listener: socket.socket, timeout: timedelta) -> "TCPStore":
     from torch.distributed import TCPStore
 
     address, port, *_ = listener.getsockname()
@@ -142,13 +149,18 @@ def _served(listener: socket.socket, timeout: timedelta) -> "TCPStore":
     )
 
 
-def _take_place(hosts: Sequence[str], address: str, port: int) -> None:
-    """Write this worker's place in torchrun's variables; where the engine does not count the workers of a machine,
-    the names of the ranks' hosts do."""
+def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> None:
+    """Set torchrun's variables to this worker's place.
+
+    Args:
+        hosts: the host name of each rank. They give the local ranks if the engine does not.
+        address: the address of rank zero's store.
+        port: the port of rank zero's store.
+    """
     here = environment()
     same = [rank for rank, host in enumerate(hosts) if host == platform.node()]
     counted_by_engine = here.local_world_size > 0
-    alone = here.own_gpu  # it sees one GPU, so to torch it is a machine
+    alone = here.dedicated_gpu  # it sees one GPU only, so its local rank must be 0
     machine = here.rank if alone else list(dict.fromkeys(hosts)).index(platform.node())
     export(
         RANK=str(here.rank),
@@ -163,7 +175,7 @@ def _take_place(hosts: Sequence[str], address: str, port: int) -> None:
     )
 
 
-def _start(gpu: bool, store: "Store", timeout: timedelta) -> None:
+def _init_process_group(gpu: bool, store: "Store", timeout: timedelta) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
@@ -173,18 +185,22 @@ def _start(gpu: bool, store: "Store", timeout: timedelta) -> None:
 
 
 def _use_interface(address: str, several: bool) -> None:
-    """Makes gloo, and NCCL between machines, talk on the interface that leads to rank zero and on no other. Else gloo
-    takes what this machine's own name stands for, which may be a loopback address."""
+    """Make gloo, and NCCL between machines, use the interface that leads to rank zero.
+
+    Otherwise gloo uses the address of this machine's own name, which may be a loopback address.
+    """
     if device := interface_towards(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
         if several:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
 
 
-def _port(agent: "Store", address: str) -> int:
-    """That of rank zero's store, as soon as somebody listens: what is published first may be the port of a group that
-    died."""
-    deadline = time.monotonic() + JOINING.total_seconds()
+def _wait_for_store_port(agent: "Store", address: str) -> int:
+    """Return the port of rank zero's store as soon as it accepts connections.
+
+    Until rank zero publishes it, the agent's store may hold the port of an earlier group, which has ended.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:
         port = int(agent.get("port"))
         try:
@@ -196,20 +212,19 @@ def _port(agent: "Store", address: str) -> int:
             time.sleep(0.05)
 
 
-def _agents_store() -> "Store | None":
-    """Its workers' part of the store of the agent that started this one, which outlives a group; None where rank zero
-    must keep a store."""
+def _connect_to_agent_store() -> "Store | None":
+    """Return a store inside that of the torchrun agent, which outlives a process group; None without such an agent."""
     from torch.distributed import PrefixStore, TCPStore
 
     here = environment()
     if not here.agent_store:
         return None
-    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOINING)
+    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOIN_TIMEOUT)
     return PrefixStore(f"lockstep/{here.run_id}", store)
 
 
 def leave_group() -> None:
-    """Ends the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -220,8 +235,10 @@ def leave_group() -> None:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether an error of this rank only says that another one is gone, or did not come: torch's own errors, and those
-    of gloo, which are plain RuntimeErrors that name gloo's source."""
+    """Check whether an error means that another rank is lost or did not join a collective.
+
+    These are torch's own errors, and those of gloo: RuntimeErrors that contain the path of gloo's source.
+    """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -230,62 +247,66 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective waited for as long as it may."""
+    """Check whether an error is the timeout of a collective."""
     return re.search(r"[Tt]imed out|[Tt]imeout", str(error)) is not None
 
 
-def ranks_that_hang(timeout: float) -> str:
-    """Return a line that names the ranks which did not arrive at a collective, after one has timed out here.
+def hanging_ranks_message(timeout: float) -> str:
+    """Return a line that names the ranks that did not arrive at a collective. Call it after a timeout.
 
-    Each rank that waited writes a key into the group's store; those without a key did not arrive.
+    Each rank that arrived writes a key into the group's store; ranks without a key did not arrive.
     """
-    found: list[set[int]] = []
-    asking = threading.Thread(target=lambda: found.append(_silent_ranks()), daemon=True)
-    asking.start()
-    asking.join(2 * NAMING)
-    return did_not_arrive(sorted(found[0] if found else {0}), timeout)  # a stopped rank zero serves the store no more
+    missing: list[set[int]] = []
+    search = threading.Thread(target=lambda: missing.append(_find_missing_ranks()), daemon=True)
+    search.start()
+    search.join(2 * NAMING_SECONDS)
+    # If the search does not end, the store does not answer: rank zero, which serves it, is the missing rank.
+    return missing_ranks_message(sorted(missing[0] if missing else {0}), timeout)
 
 
-def did_not_arrive(ranks: Sequence[int], timeout: float, where: str = "") -> str:
-    """Return a line that names ranks which hang; `where` says more, if it is known."""
+def missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
+    """Return a line that names the ranks that hang; `where` is the place where they hang, if it is known."""
     who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
     cause = where or "it hangs or is stopped, or a link is cut"
     return f"{who} did not arrive within {timeout:g} s (hang_timeout): {cause}"
 
 
-def _silent_ranks() -> set[int]:
+def _find_missing_ranks() -> set[int]:
+    """Return the ranks that write no key into the group's store within NAMING_SECONDS."""
     import torch.distributed as dist
 
     missing = set(range(dist.get_world_size()))
-    if not _stores:  # the group existed before us
+    if not _stores:  # another program started the group, and its store is not accessible
         return set()
-    store, until = _stores[0], time.monotonic() + NAMING
+    store, until = _stores[0], time.monotonic() + NAMING_SECONDS
     missing.discard(dist.get_rank())
     try:
-        store.set_timeout(timedelta(seconds=NAMING))
+        store.set_timeout(timedelta(seconds=NAMING_SECONDS))
         store.set(f"arrived/{dist.get_rank()}", "")
         while missing and time.monotonic() < until:
             missing -= {rank for rank in missing if store.check([f"arrived/{rank}"])}
             time.sleep(0.1)
-    except dist.DistError:  # rank zero, which serves it
+    except dist.DistError:  # rank zero serves the store
         return {0}
     return missing
 
 
-def rank_zero_ends_with(line: str) -> bool:
-    """Whether this rank need not print its last line, because rank zero ends with the same one. What all ranks refuse
-    is printed once, and what one of them meets by itself is printed by that one."""
+def rank_zero_prints(line: str) -> bool:
+    """Check whether rank zero ends with the same last line, so that this rank need not print it.
+
+    So an error of all ranks is printed once, and an error of one rank is printed by that rank.
+    """
     if external_workers() <= 1 or not _stores:
         return False
     from torch.distributed import DistError
 
-    store, own, line = _stores[0], environment().rank, line.partition("\n")[0]
+    store, this_rank, line = _stores[0], environment().rank, line.partition("\n")[0]
     others = [f"line/{rank}" for rank in range(1, environment().world_size)]
     try:
-        store.set_timeout(timedelta(seconds=NAMING))
-        if own:
+        store.set_timeout(timedelta(seconds=NAMING_SECONDS))
+        if this_rank:
             same = store.get("line/0").decode() == line
-            store.set(f"line/{own}", "read")
+            store.set(f"line/{this_rank}", "read")
             return same
         store.set("line/0", line)
         store.wait(others)  # rank zero serves the store, so it ends last
@@ -294,11 +315,16 @@ def rank_zero_ends_with(line: str) -> bool:
     return False
 
 
-def all_come(what: str, seconds: float) -> bool:
-    """Whether all ranks call this with the same words within so many seconds. Those that don't are not held up."""
+def barrier_with_timeout(what: str, seconds: float) -> bool:
+    """Wait until all ranks have called this with the same name. Return False if that takes longer than `seconds`.
+
+    Args:
+        what: the barrier's name.
+        seconds: the time to wait.
+    """
     from torch.distributed import DistError
 
-    if not _stores:  # the group was there before us
+    if not _stores:  # another program started the group, and its store is not accessible
         return False
     names = [f"{what} {rank}" for rank in range(environment().world_size)]
     try:
@@ -312,13 +338,20 @@ def all_come(what: str, seconds: float) -> bool:
 # --- values of ranks ---
 
 
-def of_rank_zero(value: T) -> T:
-    """Rank zero's value, in a worker; of a process that is no worker, its own."""
-    return of_ranks(value)[0]
+def broadcast_from_rank_zero(value: T) -> T:
+    """Return rank zero's value; in a process that is not a worker, its own. All ranks must call it."""
+    return gather_objects(value)[0]
 
 
-def of_ranks(value: T) -> list[T]:
-    """All ranks' values, by rank, in a worker; of a process that is no worker, its own."""
+def gather_objects(value: T) -> list[T]:
+    """Return the values of all ranks. All ranks must call it.
+
+    Args:
+        value: this rank's value; it must be picklable.
+
+    Returns:
+        A list with the value of each rank, in the order of ranks. In a process that is not a worker it has one value.
+    """
     import torch.distributed as dist
 
     join_external()
@@ -330,10 +363,12 @@ def of_ranks(value: T) -> list[T]:
 
 
 def broadcast_file(path: Path | None, source: int = 0, group: Any = None) -> memoryview | None:
-    """Return on all ranks of a group the bytes of a file that one of them has; None where it has none.
+    """Send a file from one rank to all ranks of a group. Return its bytes on all of them; None if there is no file.
 
     Args:
-        path: the file, on the rank `source`; else None.
+        path: the file on the rank `source`, or None if it has no file. Other ranks pass None.
+        source: the rank that sends.
+        group: the process group; None: the default group.
     """
     import torch
     import torch.distributed as dist

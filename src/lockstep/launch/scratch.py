@@ -1,4 +1,4 @@
-"""A folder for what a run's processes keep for a moment, gone with them: also when they were killed."""
+"""A temporary folder for a run's processes. It is removed after the run, even if the processes were killed."""
 
 import fcntl
 import os
@@ -13,16 +13,19 @@ from typing import IO
 from lockstep.launch.environment import SCRATCH, export
 
 PREFIX = "lockstep_"
-LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")  # bytes: a socket's path has 107
+# A socket's path has at most 107 bytes, and data loaders put sockets into subfolders.
+LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")
 
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder where temporary files usually lie; where that has so long a name that the data loaders' sockets don't
-    fit (they would hang), in /tmp.
+    """Create a temporary folder, yield its path, and remove it afterwards.
 
-    Its lock is held by this process and its forks, so a folder that nobody holds was left by processes that were
-    killed: the next run on the machine removes it, when it begins or (they may not be gone yet) when it ends.
+    It lies in the default folder for temporary files; in /tmp if that path is too long for the sockets of data loaders,
+    which would hang.
+
+    This process and its forks hold a lock on the folder. A folder without a lock was left by processes that were
+    killed. The next run on the machine removes it: at its start, or at its end if the processes still existed then.
     """
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) > LONGEST:
@@ -41,15 +44,16 @@ def scratch_folder() -> Iterator[str]:
 
 
 def _remove_left(place: str) -> None:
+    """Remove the folders in `place` that killed processes left behind."""
     for lock in Path(place).glob(f"{PREFIX}*/lock"):
-        with suppress(OSError), open(lock, "rb") as file:  # gone meanwhile, or another user's
+        with suppress(OSError), open(lock, "rb") as file:  # it may be removed by now, or belong to another user
             young = time.time() - os.fstat(file.fileno()).st_mtime < 1  # its owner may not have locked it yet
             if not young and _lock(file):
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Takes the lock of a file until all that have it open are gone; False where another holds it."""
+    """Lock a file until every process that has it open exits. Return False if another process has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

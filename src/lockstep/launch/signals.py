@@ -1,5 +1,7 @@
-"""Signals of a run: the parent passes them on, a worker remembers them until an optimizer step is done. No process
-outlives the one that it works for."""
+"""Signals: the parent forwards them, and a worker records them until its optimizer step is done.
+
+No process outlives its parent.
+"""
 
 import ctypes
 import multiprocessing
@@ -16,9 +18,18 @@ from lockstep.launch.environment import environment
 
 
 class Interrupted(BaseException):
-    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job."""
+    """A signal ended the run. It is not an `Exception`, so that it ends a whole sweep and not only one job.
 
-    steps = 0  # optimizer steps that the workers had made, where there were any
+    Args:
+        signum: the number of the signal.
+
+    Attributes:
+        signum: the argument.
+        code: the exit code: 130 for SIGINT, else 143.
+        steps: completed optimizer steps.
+    """
+
+    steps = 0
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -26,36 +37,39 @@ class Interrupted(BaseException):
         self.code = 130 if signum == signal.SIGINT else 143
 
     def __reduce__(self) -> tuple[type["Interrupted"], tuple[int]]:
-        """A launcher of Hydra's that runs jobs in processes of its own pickles what ended one."""
+        """Support pickling: Hydra's launchers that run jobs in other processes pickle the exception of a job."""
         return Interrupted, (self.signum,)
 
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed, or ssh lost
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal or the ssh connection was closed
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = (*ENDING, *USER)
-pending_signals: list[int] = []  # the signals that this worker was sent so far
-_of_program: dict[int, Any] = {}  # the handlers that a program around the run had, when the run put its own there
+pending_signals: list[int] = []  # the signals that this worker has received
+_earlier_handlers: dict[int, Any] = {}  # handlers of an outer program that the run has replaced
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
-    """A worker's signal handler. It only remembers: a collective in a handler would meet other ranks in another one."""
+    """Record a signal; this is a worker's handler. It starts no collective: other ranks may be in a different one."""
     pending_signals.append(signum)
 
 
 def ignores_hangup(signum: int = signal.SIGHUP) -> bool:
-    """Whether this is SIGHUP, and the process ignores it."""
+    """Check whether `signum` is SIGHUP and this process ignores it, as under nohup."""
     return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
-    """While it lasts, signals are this handler's; SIGHUP stays ignored where it is, under nohup. Only a main thread has
-    handlers: in another one (Ray Train runs a worker's function in one) whoever has that thread answers them."""
+def signal_handler(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
+    """Handle signals with `handler` inside the `with` block. SIGHUP stays ignored under nohup.
+
+    Only a main thread can have handlers. In another thread (Ray Train runs a worker's function in one) do nothing: the
+    program that owns the main thread handles the signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
-    _of_program.update(before)
+    _earlier_handlers.update(before)
     try:
         yield
     finally:
@@ -64,78 +78,87 @@ def handling(handler: Callable[[int, FrameType | None], None], *signals: int) ->
 
 
 def ending_signals() -> tuple[int, ...]:
-    """Return the signals that ask a run to save and end. Under SLURM, SIGUSR1 and SIGUSR2 are among them, which say
-    that the job's time is up; elsewhere SIGUSR2 is where the program around the run answers it (submitit does), and
-    SIGUSR1 asks to save and continue."""
+    """Return the signals on which a run saves a checkpoint and ends.
+
+    Under SLURM, SIGUSR1 and SIGUSR2 are included, because they announce the end of the job's time. Elsewhere SIGUSR2 is
+    included if an outer program has a handler for it, as submitit does. On SIGUSR1 a run then saves and continues.
+    """
     if environment().slurm_job:
         return (*ENDING, *USER)
     return (*ENDING, *([signal.SIGUSR2] if callable(signal.getsignal(signal.SIGUSR2)) else []))
 
 
 def call_earlier_handler(signum: int) -> None:
-    """Call the handler that the program around a run has for the signal which ended it, once the run has saved."""
-    handler = _of_program.get(signum)
-    own = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
-    if callable(handler) and not own:
+    """Call the outer program's handler for the signal that ended the run. Call it after the checkpoint is saved."""
+    handler = _earlier_handlers.get(signum)
+    is_ours = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
+    if callable(handler) and not is_ours:
         handler(signum, None)
 
 
 @contextmanager
-def forwarding() -> Iterator[list[int]]:
-    """While workers run, the parent passes signals on: those that end a run ask the workers to save and end, SIGUSR1
-    elsewhere to save and continue; a second Ctrl-C kills them. Yields the list of the ending signals received so
-    far."""
+def forward_signals() -> Iterator[list[int]]:
+    """Forward signals from the parent to its workers inside the `with` block.
+
+    An ending signal reaches them as SIGTERM, on which they save and end; SIGUSR1 as itself, on which they save and
+    continue. A second Ctrl-C kills them. Yield a list that collects the ending signals.
+    """
     received: list[int] = []
     ending = ending_signals()
 
     def handler(signum: int, frame: FrameType | None) -> None:
         if signum in ending:
             if signal.SIGINT in received and signum == signal.SIGINT:
-                tell_children(signal.SIGKILL)
+                signal_children(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
             if signum == signal.SIGINT:
-                say_ending()
-        tell_children(signal.SIGTERM if signum in ending else signal.SIGUSR1)
+                print_ending()
+        signal_children(signal.SIGTERM if signum in ending else signal.SIGUSR1)
 
-    with handling(handler, *{*ending, signal.SIGUSR1}):
+    with signal_handler(handler, *{*ending, signal.SIGUSR1}):
         yield received
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """A process that is started in here gets its signals when it has handlers of its own and calls `let_in`: Python
-    forgets what comes before a fork's first line. To this process they may come all the same, by another thread."""
+def block_signals() -> Iterator[None]:
+    """Block signals inside the `with` block, for processes that are started in it.
+
+    A started process installs its handlers and calls `unblock_signals`. Without the block, a signal that
+    arrives before a fork's first Python line would be lost. Another thread of this process may still receive signals.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
     finally:
-        let_in()
+        unblock_signals()
 
 
-def let_in() -> None:
-    """See `held`."""
+def unblock_signals() -> None:
+    """Unblock the signals that `block_signals` has blocked."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
-def say_ending() -> None:
-    """Answers the first Ctrl-C. Past Python's streams: a signal handler may interrupt them."""
+def print_ending() -> None:
+    """Print the line that follows the first Ctrl-C. Bypass Python's streams, because the handler may interrupt them."""
     with suppress(OSError):
-        newline = "\n" * os.isatty(2)  # after the ^C
-        os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
+        newline = "\n" * os.isatty(2)  # the terminal has printed ^C
+        os.write(2, f"{newline}SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now\n".encode())
 
 
-def tell_children(signum: int) -> None:
-    """Sends a signal to what this process has started with multiprocessing."""
+def signal_children(signum: int) -> None:
+    """Send a signal to the processes that this one has started with multiprocessing."""
     for child in multiprocessing.active_children():
         if child.pid:
-            with suppress(ProcessLookupError):  # the signal came while multiprocessing took note of its end
+            with suppress(ProcessLookupError):  # it may have ended in the meantime
                 os.kill(child.pid, signum)
 
 
 def set_parent_death_signal(parent: int) -> None:
-    """Ends this process when its parent is killed, or was before this call (Linux: prctl(PR_SET_PDEATHSIG); elsewhere
-    nothing notices at once)."""
+    """Kill this process when its parent is killed, or now if that has already happened.
+
+    It uses prctl(PR_SET_PDEATHSIG), and does nothing on systems other than Linux.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:
@@ -143,9 +166,11 @@ def set_parent_death_signal(parent: int) -> None:
 
 
 def end_children() -> None:
-    """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
-    them at exit, and then wait for them for ever."""
-    with handling(lambda *_: None, signal.SIGCHLD):  # torch's handler raises when a loader process is killed
+    """Kill the loader processes of a worker that is done.
+
+    They ignore SIGTERM. multiprocessing would send it to them at exit, and then wait for them forever.
+    """
+    with signal_handler(lambda *_: None, signal.SIGCHLD):  # torch's handler raises when a loader process is killed
         children = [child for child in multiprocessing.active_children() if child.daemon]
         for child in children:
             child.kill()

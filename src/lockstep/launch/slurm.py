@@ -1,4 +1,4 @@
-"""Under SLURM: a job that is told to end asks to be queued again, and goes on in its folder when it starts again."""
+"""SLURM: an interrupted job requeues itself, and continues in the same run folder when SLURM restarts it."""
 
 import hashlib
 import json
@@ -11,23 +11,26 @@ from lockstep.launch.environment import environment
 
 
 def restarted() -> bool:
-    """Whether SLURM has started this job before."""
+    """Check whether SLURM has started this job before."""
     return environment().slurm_job is not None and environment().slurm_restarts > 0
 
 
-def folder(runs: Path, overrides: Iterable[object]) -> Path | None:
-    """The folder in `runs` of this job's run with these overrides: the same one each time that the job is started. None
-    without a job, and where a command that is given twice in one life of the job has been there before."""
+def folder_of_job(runs: Path, overrides: Iterable[object]) -> Path | None:
+    """Return the folder in `runs` for this job's run with these overrides.
+
+    A restarted job gets the same folder. Return None outside of SLURM, and if the job runs the same command a second
+    time without a restart.
+    """
     job = environment().slurm_job
     if job is None:
         return None
     of_command = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
-    own = runs / f"slurm_{job}_{of_command}"
-    return own if restarted() or not own.exists() else None
+    job_folder = runs / f"slurm_{job}_{of_command}"
+    return job_folder if restarted() or not job_folder.exists() else None
 
 
 def worked_on(run: Path) -> bool:
-    """Whether this job, in an earlier life, has made or resumed the run in a folder."""
+    """Check whether this job created or resumed the run in a folder before SLURM restarted it."""
     if not restarted():
         return False
     with suppress(OSError, ValueError):
@@ -36,24 +39,26 @@ def worked_on(run: Path) -> bool:
 
 
 def requeue() -> str | None:
-    """Asks SLURM to queue this job again; what came of it in one line, None where there was nothing to ask.
+    """Requeue this job. Return the result in one line; None if there is nothing to requeue.
 
-    Only a job that is still running is queued again: one that SLURM itself preempts is already, and one that somebody
-    cancelled shall end. Of several tasks the first one asks.
+    Only a job in state RUNNING is requeued: SLURM requeues a preempted job itself, and a cancelled job must end. Only
+    the first task of a job requeues it.
     """
     job = environment().slurm_job
     if job is None or environment().slurm_task != 0:
         return None
-    state, error = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job}")
+    state, error = _run("squeue", "--noheader", "--format=%T", f"--jobs={job}")
     if not error and state != "RUNNING":
         return None
     if not error:
-        _, error = _ask("scontrol", "requeue", job)
-    return f"SLURM job {job} {f'could not be queued again: {error}' if error else 'is queued again'}"
+        _, error = _run("scontrol", "requeue", job)
+    if error:
+        return f"SLURM job {job} could not be requeued ({error}): submit it again with resume=<run folder>"
+    return f"SLURM job {job} is requeued"
 
 
-def _ask(*command: str) -> tuple[str, str]:
-    """What a SLURM command answered, and what was wrong with it."""
+def _run(*command: str) -> tuple[str, str]:
+    """Run a SLURM command. Return its output, and its error message (empty if it succeeded)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""A worker process, from its first function to its last: what a parent starts, and what it hands back."""
+"""The worker process that a parent starts: its entry point, and the result that it sends back."""
 
 import faulthandler
 import signal
@@ -13,48 +13,49 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import LAUNCHER, environment, export
 from lockstep.launch.network import LOOPBACK
-from lockstep.launch.process_group import did_not_arrive, is_lost_rank, is_timeout, join_group, leave_group
-from lockstep.launch.signals import Interrupted, end_children, let_in, record_signal, set_parent_death_signal
+from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, user_code_location
+from lockstep.launch.process_group import is_lost_rank, is_timeout, join_group, leave_group, missing_ranks_message
+from lockstep.launch.signals import Interrupted, end_children, record_signal, set_parent_death_signal, unblock_signals
 
-VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
+VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
 
 
 @dataclass(frozen=True)
-class Place:
-    """A worker's part in a run, from its parent."""
+class WorkerPlace:
+    """A worker's place in a run, as its parent assigns it."""
 
     rank: int
     layout: Layout
     hang_timeout: float  # seconds after which a collective that a rank does not join fails
-    restarts: int  # times that the workers were started before
-    parent: int  # its process id
-    listener: socket.socket  # where rank zero serves the store
-    answers: Connection
+    restarts: int  # how many times the workers were restarted
+    parent: int  # process id of the parent
+    listener: socket.socket  # the listening socket of rank zero's store
+    answers: Connection  # to the parent, for one WorkerResult
 
 
 @dataclass
-class Answer:
-    """What a worker sends to its parent at its end."""
+class WorkerResult:
+    """The message that a worker sends to its parent when it ends."""
 
     outcome: Outcome
-    result: Any = None  # what the work returned
-    trace: str = ""  # the traceback of a failure
+    result: Any = None  # the return value of the work
+    trace: str = ""  # the traceback, if it failed
 
 
-def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
-    """The first function of a worker process."""
+def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
+    """Run `work(*args)` in a worker process and send its WorkerResult to the parent."""
     faulthandler.enable(2)
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # they may reach all processes at once; the parent
-        signal.signal(signum, signal.SIG_IGN)  # passes them on
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # a program around the run may log it
+    # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the parent may have inherited a handler from an outer program
     signal.signal(signal.SIGUSR1, record_signal)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
-    let_in()
+    unblock_signals()
     set_parent_death_signal(place.parent)
-    export(  # as torchrun does
+    export(  # the variables that torchrun sets
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),
         WORLD_SIZE=str(place.layout.world_size),
@@ -66,18 +67,18 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
         **{LAUNCHER: "lockstep"},
     )
-    answer = Answer(Outcome("completed"))
+    answer = WorkerResult(Outcome("completed"))
     try:
         with logs.stack_on_demand(place.rank):
             if place.layout.has_group:
                 join_group(place.layout, place.listener, place.hang_timeout)
             try:
-                with logs.failure_told():
+                with logs.log_failure():
                     answer.result = work(*args)
             except Interrupted as interrupted:
                 answer.outcome = outcome_of(interrupted)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is done but to say so
-            # Not when it fails: the others' lost connections would be reported before the reason is.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done; only the result is still to be sent
+            # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
             leave_group()
     except (Exception, SystemExit) as error:
         answer = _failure(error, place.hang_timeout)
@@ -85,20 +86,21 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
     place.answers.send(answer)
 
 
-def _failure(error: BaseException, hang_timeout: float) -> Answer:
+def _failure(error: BaseException, hang_timeout: float) -> WorkerResult:
+    """Return the result of a worker that an error ended."""
     if isinstance(error, UserError):
-        return Answer(Outcome("refused", own_words(str(error)).removeprefix("UserError: ")))
+        return WorkerResult(Outcome("refused", first_line(str(error)).removeprefix("UserError: ")))
     steps = getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):
-            return Answer(Outcome("waited", did_not_arrive([], hang_timeout), steps=steps))
+            return WorkerResult(Outcome("waited", missing_ranks_message([], hang_timeout), steps=steps))
         time.sleep(VICTIM_SECONDS)
-        return Answer(Outcome("victim", "lost the connection to another worker", steps=steps))
-    if isinstance(error, WorkerFailed):  # which names the worker
-        return Answer(outcome_of(error))
+        return WorkerResult(Outcome("victim", "lost the connection to another worker", steps=steps))
+    if isinstance(error, WorkerFailed):  # its message already names the worker
+        return WorkerResult(outcome_of(error))
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
-        message = f"the worker left with exit code {error.code}"
+        message = f"the worker called exit with code {error.code}"
     trace = traceback.format_exc()
-    where = f"{users_line(trace)}traceback in {logs.file_of(environment().rank)}"
-    return Answer(Outcome("failed", f"failed: {own_words(message)} ({where})", steps=steps), trace=trace)
+    where = f"{user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
+    return WorkerResult(Outcome("failed", f"failed: {first_line(message)} ({where})", steps=steps), trace=trace)

@@ -1,1 +1,1 @@
-"""One run, from a checked config to its summary."""
+"""Run a checked config from its start to its summary."""

@@ -1,5 +1,8 @@
-"""Training from Python: `src/train.py` in a process of its own. That one has computed nothing, so that its workers may
-be forked, and they run neither a script nor a notebook again. Workers that an engine has started train themselves."""
+"""Train from Python.
+
+`train` runs `src/train.py` in a new process. That process has computed nothing, so it may fork its workers, and the
+workers do not run the calling script or notebook again. Inside workers that an engine has started, it trains in place.
+"""
 
 import os
 import signal
@@ -14,23 +17,23 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from lockstep.checkpoint import resume
-from lockstep.config.arguments import keyed, quoted
-from lockstep.config.checks import ROOT, show
+from lockstep.config.arguments import check_arguments, quote_path
+from lockstep.config.value_checks import ROOT, show
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
-from lockstep.launch.signals import ENDING, handling
+from lockstep.launch.parent import WorkerFailed
+from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.run import cli, supervisor
 from lockstep.run.summary import summary_of
 
-FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
+FULL_ERROR = "HYDRA_FULL_ERROR"  # `cli.run_command` sets this variable
 
 
 class Composed(dict[str, Any]):
     """A resolved config as plain containers.
 
     Attributes:
-        overrides: what it was composed from; a run folder records them, so that the run can be resumed.
+        overrides: the overrides that it was composed from. The run folder records them, so the run can be resumed.
     """
 
     overrides: tuple[str, ...]
@@ -40,61 +43,81 @@ class Composed(dict[str, Any]):
         super().__setattr__("overrides", overrides)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise UserError(f'config.{name}: a config does not change after compose(): compose("{name}={show(value)}")')
+        raise UserError(f'config.{name}: a config is fixed after compose(): use compose("{name}={show(value)}")')
 
 
 def compose(*overrides: str) -> Composed:
-    """The config that `python src/train.py <overrides>` trains with.
+    """Compose the config that `python src/train.py <overrides>` trains with.
+
+    Args:
+        overrides: overrides as on the command line, `"model=resnet18"`.
+
+    Returns:
+        The resolved config. Pass it to `train` unchanged.
 
     Raises:
-        UserError: an override that does not fit conf/.
+        UserError: An override does not fit conf/.
     """
-    return Composed(_composed(overrides)[0], overrides)
+    return Composed(_compose_config(overrides)[0], overrides)
 
 
-def _composed(overrides: Sequence[str], for_command: bool = False) -> tuple[Any, list[str], str]:
-    """The config as plain containers; the arguments of the command that trains with it, in which `resume=` is what it
-    stands for; `for_command`, the folder of that run, which they name too."""
+def _compose_config(overrides: Sequence[str], for_command: bool = False) -> tuple[Any, list[str], str]:
+    """Compose a config for the command `src/train.py`.
+
+    Args:
+        for_command: whether to choose the run's folder too and to add it to the arguments.
+
+    Returns:
+        The config as plain containers, the command's arguments with `resume=` expanded, and the run's folder (empty
+        unless `for_command`).
+    """
     try:
         cli.register_folder()
-        task = resume.overrides(keyed(list(overrides)), "train")
+        task = resume.expand_resume(check_arguments(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
         folder = ""
         if for_command:
             folder = str(cfg.hydra.run.dir)
-            task = [*task, f"hydra.run.dir={quoted(folder)}"]
+            task = [*task, f"hydra.run.dir={quote_path(folder)}"]
         with open_dict(cfg):
             del cfg["hydra"]
         return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), task, folder
     except UserError:
         raise
     except cli.BAD_INPUT as error:
-        raise UserError(cli.line(error)) from None
+        raise UserError(cli.error_line(error)) from None
 
 
 def train(config: Composed) -> dict[str, Any]:
-    """Trains and tests in worker processes, as the config's layout needs them; returns the summary that summary.json
-    in the run's folder holds, and `folder`. The calling process may have computed before, on a GPU too.
+    """Train and test in worker processes on the config's layout.
+
+    The calling process may have computed before, also on a GPU.
+
+    Args:
+        config: what `compose` returned.
+
+    Returns:
+        The content of the run's summary.json, and the run's folder as `folder`.
 
     Raises:
-        UserError: bad input; nothing was started, or kept.
-        WorkerFailed: the run failed.
-        KeyboardInterrupt: the run was interrupted; its checkpoint is saved.
+        UserError: The input is bad. Nothing was started, and no folder is left behind.
+        WorkerFailed: The run failed.
+        KeyboardInterrupt: The run was interrupted. Its checkpoint is saved.
     """
-    environment.cache_clear()  # a process group may have been made since
+    environment.cache_clear()  # the caller may have made a process group since
     if not isinstance(config, Composed):
-        raise UserError("train() takes what compose() returns")
+        raise UserError(f"train() got a {type(config).__name__}: pass the config that compose() returned")
     in_place = external_workers() > 0
-    now, arguments, folder = _composed(config.overrides, for_command=not in_place)
+    now, arguments, folder = _compose_config(config.overrides, for_command=not in_place)
     if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
-        raise UserError(f"{changed[0]} was changed after compose(): give it there, as on the command line")
+        raise UserError(f"{changed[0]} was changed after compose(): pass it to compose() as an override")
     return _train_in_place(config) if in_place else _train_in_process(arguments, folder)
 
 
 def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
-    """As `train`, by the command itself, in a process that has computed nothing; what it prints is printed here."""
-    path = os.pathsep.join(filter(None, sys.path))  # what this process can import
+    """Train with the command `src/train.py` in a new process, and copy its output to stderr; otherwise as `train`."""
+    path = os.pathsep.join(filter(None, sys.path))  # the new process can import what this one can
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "src" / "train.py"), *arguments],
         stdin=subprocess.DEVNULL,
@@ -102,10 +125,10 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
         text=True,
         errors="replace",
         env={**os.environ, "PYTHONPATH": path, PARENT: str(os.getpid())},
-        start_new_session=True,  # a Ctrl-C is for this process, which passes it on
+        start_new_session=True,  # Ctrl-C reaches this process only, which forwards it
     )
     ending = ""
-    with handling(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
+    with signal_handler(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
         assert process.stderr is not None
         for line in process.stderr:
             sys.stderr.write(line)
@@ -118,7 +141,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
 
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
-    """As `train`, in a worker that an engine has started (Ray Train): each of them calls it."""
+    """Train in this process, a worker that an engine (Ray Train) has started. Every worker must call it."""
     summary: dict[str, Any] = {}
 
     def job(raw: dict[str, Any], folder: Path) -> None:
@@ -127,7 +150,7 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]
     try:
-        code, line = cli.run(job, "train")
+        code, line = cli.run_command(job, "train")
     finally:
         sys.argv = arguments
         os.environ.pop(FULL_ERROR)
@@ -137,7 +160,7 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
 
 
 def _raise_for(code: int, line: str) -> None:
-    """Raise what an exit code of the command stands for; `line` is the one that it ends with."""
+    """Raise the exception that stands for the command's exit code; `line` is the last line that it printed."""
     if code == cli.REFUSED:
         raise UserError(line.removeprefix("error: "))
     if code > 128:

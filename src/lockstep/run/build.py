@@ -1,4 +1,4 @@
-"""Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
+"""Build what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,46 +18,47 @@ from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run import fast
-from lockstep.run.lines import headline
+from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
+from lockstep.run.report_lines import headline
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 
-# Hooks of a LightningModule for which steps made of pieces have no place.
+# Hooks of a LightningModule that have no meaning where steps are made of pieces.
 REFUSED = {
     **dict.fromkeys(
         ("on_before_batch_transfer", "transfer_batch_to_device"),
-        "would see a whole step instead of a batch; on_after_batch_transfer gets each piece's",
+        "would get a whole step: use on_after_batch_transfer, which gets a piece",
     ),
-    **dict.fromkeys(
-        ("train_dataloader", "val_dataloader", "test_dataloader"), "would not be asked; data=... is trained on"
-    ),
-    "on_after_backward": "would see the gradient of a piece; on_before_optimizer_step sees the step's",
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "would not be called: use data=..."),
+    "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
 }
 
-PRETRAINED = {"pretrained": False, "weights": None}  # a model's keys that ask for weights, and what asks for none
+PRETRAINED = {"pretrained": False, "weights": None}  # keys that load pretrained weights, with the value that does not
 
 
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
-    """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
-    going to bring them, pretrained ones, from a file or the network, are not asked for."""
+    """Return the config's LightningModule, with weights that depend on the seed only.
+
+    A run that loads a checkpoint does not load pretrained weights first, from a file or the network.
+    """
     brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
-    held = (config.checkpoint or config.resume) and brought
-    options = {**config.model, **brought} if held else config.model
+    skips_pretrained = (config.checkpoint or config.resume) and brought
+    options = {**config.model, **brought} if skips_pretrained else config.model
     module = _module(config, splits, options)
-    if held and not module.strict_loading:  # its checkpoints may lack some
+    if skips_pretrained and not module.strict_loading:  # its checkpoints may lack some of the weights
         module = _module(config, splits, config.model)
     return module
 
 
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
+    """Build the module from `options`, check that steps of pieces can train it, and convert its memory."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
     refuse_unused(config)
@@ -67,18 +68,18 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     named = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
         raise UserError(
-            f"{named}: not a LightningModule; a network becomes one as the net of "
-            "model._target_=project.models.ImageClassifier: docs/own.md"
+            f"{named} is not a LightningModule: "
+            "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
         )
     for hook, why in REFUSED.items():
-        if overrides(module, hook, pl.LightningModule):
+        if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
-        raise UserError(f"{named}: with manual optimization a step can't be cut in pieces")
-    module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
+        raise UserError(f"{named}: manual optimization can't cut a step into pieces: use automatic optimization")
+    module.configure_model()  # its layers must exist before their weights are loaded
     if config.precision == "64-true":
-        module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
-    fast.memory_format(module, config.speed.memory_format)
+        module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
+    worker_setup.apply_memory_format(module, config.speed.memory_format)
     if config.trains:
         offers["optimizer"].named = module.named_parameters
     return module
@@ -95,15 +96,15 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
-    """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
+    """Build the config's callbacks. Check the module's own callbacks too, which Lightning adds later."""
     recorded = {
         "config": config.record,
-        "precision": config.precision,  # the config may say auto
+        "precision": config.precision,  # resolved; the config may have auto
         "pieces": config.layout.pieces,
         "fingerprint": splits.fingerprint,
         "samples": len(splits.train),
         "versions": versions(),
-        "spec": asdict(splits.spec),  # with it, the model can be used where the data set is not
+        "spec": asdict(splits.spec),  # lets the model be used without the data set
     }
     offers = {
         "folder": folder,
@@ -117,22 +118,26 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
     made = {key: instantiate(key, options, **offers) for key, options in named.items()}
     brought = module.configure_callbacks()
-    own = brought if isinstance(brought, Sequence) else [brought]
-    for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:
+    module_callbacks = brought if isinstance(brought, Sequence) else [brought]
+    for name, callback in [
+        *made.items(),
+        *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
+    ]:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
             raise UserError(
-                f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
-                "layout's: accumulate_grad_batches; of averages, callbacks=ema leaves it alone"
+                f"{name}: {type(callback).__name__} changes how many batches make a step, which the layout fixes: "
+                "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
             )
-        separate = [extra.setting for extra in config.extras.values() if extra.own_weights]
+        separate = [extra.setting for extra in config.extras.values() if extra.separate_weights]
         if isinstance(callback, WeightAveraging) and separate:
-            raise UserError(f"{name}: under {separate[0]} each device would have an average of its own")
+            raise UserError(f"{name}: with {separate[0]} each device would have its own average: leave one of them out")
         if isinstance(callback, WeightAveraging) and config.layout.staged:
-            raise UserError(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
+            kind = type(callback).__name__
+            raise UserError(f"{name}: {kind} needs the whole network on each device: use strategy=ddp")
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
-            raise UserError(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
-    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in own}
+            raise UserError(f"{name}: {few} has too few digits for an average to move: use precision=bf16-mixed")
+    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks}
     used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
     scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
     return [*made.values(), OptimizerCheck(config), MonitorCheck(followers, scheduler)]
@@ -146,14 +151,16 @@ def make_trainer(
     copies: Sender | None = None,
     parts: RunParts | None = None,
 ) -> StepTrainer:
-    """Lightning's Trainer on the config's layout, with steps made of pieces.
+    """Build Lightning's Trainer on the config's layout, with steps made of pieces.
 
     Args:
-        loaded: what a resumed run continues from.
-        parts: what extras are given; None: there are none, as in an evaluation.
+        folder: the run folder.
+        loaded: the checkpoint that a resumed run continues from.
+        copies: sends each checkpoint to the other machines; None: no copies.
+        parts: the arguments of extras; None: the run has no extras, as in an evaluation.
     """
     layout = config.layout
-    # one piece has no order to depend on
+    # The sum of one piece does not depend on an order.
     kind = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
     gradients = kind(config.strategy.make(layout), layout.replicas)
     hooks: list[StepHook] = [
@@ -172,7 +179,7 @@ def make_trainer(
         first += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
     callbacks = [*first, *callbacks]
-    alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
+    alone = environment().dedicated_gpu and layout.accelerator == "gpu"  # to Lightning, each worker is then a node
     debug = dict(config.debug.trainer)
     if isinstance(debug.get("profiler"), dict):
         debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")
@@ -200,7 +207,7 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        # False, since it outlives a run in place
+        # False, not None: torch keeps the setting of an earlier run in this process.
         **({"deterministic": layout.exact and layout.accelerator == "gpu"} | debug),
     )
-    return call("debug.trainer", make)  # the only arguments that are as the user has given them
+    return call("debug.trainer", make)  # only these arguments come unchecked from the user

@@ -1,4 +1,7 @@
-"""What all programs share: Hydra composes, refusals are one line, exit codes tell how it ended."""
+"""Run a program's job under Hydra: print errors in one line, and exit with a code that means how the run ended.
+
+`src/train.py`, `src/evaluate.py`, `src/predict.py` and the programs in `scripts/` share it.
+"""
 
 import os
 import re
@@ -23,20 +26,20 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, checks
-from lockstep.config.arguments import keyed
-from lockstep.config.checks import ROOT, run_name
+from lockstep.config import arguments, value_checks
+from lockstep.config.arguments import check_arguments
+from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
-from lockstep.launch.agreement import agree, forget_agreed, ranks_with_folder
-from lockstep.launch.endings import users_line
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
-from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.process_group import join_external, rank_zero_ends_with
+from lockstep.launch.outcomes import user_code_location
+from lockstep.launch.process_group import join_external, rank_zero_prints
+from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, forget_decisions, ranks_with_folder
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
-from lockstep.run.summary import conclude, summary_of
-from lockstep.text import typed
+from lockstep.run.summary import summary_of, write_conclusion
+from lockstep.text import shell_override
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
@@ -46,42 +49,42 @@ BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
 
 
 class SweepFailed(Exception):
-    """Jobs of a sweep failed; the others ended well."""
+    """Some jobs of a sweep failed. The others completed."""
 
 
 def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoReturn:
-    """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
+    """Run `job(config, run folder)` under Hydra, once or for every job of a sweep, and exit.
 
-    Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
-    terminated.
+    Exit codes: 0 completed, 1 failed (a run, or any job of a sweep), 2 bad input, 130 interrupted from the keyboard,
+    143 terminated.
 
     Args:
-        pages: the folder of `config_name`, for `--help`. Hydra's search path holds it if it is not conf/.
+        pages: the folder of `config_name`, for `--help`. If it is not conf/, it must be on Hydra's search path.
     """
     if parent := os.environ.pop(PARENT, None):
         set_parent_death_signal(int(parent))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
-    path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # a launcher's jobs run this project's code
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # without workers there is nothing to save
+    path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # jobs of a Hydra launcher import this code
     export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
-    import_quickly()
-    code, said = run(job, config_name, pages)
+    disable_garbage_collector()
+    code, last_line = run_command(job, config_name, pages)
     if code == 0:
-        forget_agreed()
-    for number in ENDING:  # it ends
+        forget_decisions()
+    for number in ENDING:  # nothing may interrupt the exit
         signal.signal(number, signal.SIG_IGN)
-    if said and not rank_zero_ends_with(said):
-        with suppress(OSError):  # of a terminal that was closed
-            print(said, file=sys.stderr, flush=True)
-    leave(code)
+    if last_line and not rank_zero_prints(last_line):
+        with suppress(OSError):  # the terminal may be closed
+            print(last_line, file=sys.stderr, flush=True)
+    exit_process(code)
 
 
-def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, str]:
-    """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
+def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, str]:
+    """Run the job with the arguments in `sys.argv`, as `command` does. Return the exit code and the last line."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
     register_folder()
-    slurm_job = environment().slurm_job  # other than a job's, where Hydra's launcher is submitit's
-    raised: list[Exception] = []  # by the job: kept from Hydra, which would print it its own way
+    slurm_job = environment().slurm_job  # submitit's launcher runs jobs of a sweep in SLURM jobs of their own
+    raised: list[Exception] = []  # the job's error; Hydra would print it in another form
 
     def saved(folder: Path) -> bool:
         return config_name == "train" and paths.last(folder).exists()
@@ -90,26 +93,26 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
         folder = Path(HydraConfig.get().runtime.output_dir)
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
         if sweeping and not external_workers() and summary_of(folder).get("status") == "completed":
-            return  # by an earlier start of the sweep
+            return  # an earlier start of the sweep completed this job
         if sweeping:
             export(**{STARTED: str(time.time())})
         keeps = environment().rank in ranks_with_folder(folder)
         try:
-            with lock.locked(folder, keeps):
+            with lock.lock_folder(folder, keeps):
                 raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-                if keeps and not (folder / ".hydra").exists():  # else train writes it anew when all checks have passed
+                if keeps and not (folder / ".hydra").exists():  # otherwise train rewrites it after its checks
                     resume.write_record(folder, resume.record_of(raw))
                 job(raw, folder)
             if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
-                conclude(folder, "completed")  # the program writes none
-        except lock.FolderBusy as busy:  # nothing in there is this run's
+                write_conclusion(folder, "completed")  # the program wrote no summary
+        except lock.FolderBusy as busy:  # the folder belongs to another run
             if sweeping:
                 raise
             raised.append(busy)
         except Interrupted as interrupted:
             if saved(folder) and not sweeping and environment().rank == 0:
-                interrupted.add_note(f"to go on: {typed('resume', folder)}")
-            if environment().slurm_job != slurm_job:  # as `run` would, which is not around this job
+                interrupted.add_note(f"to continue: {shell_override('resume', folder)}")
+            if environment().slurm_job != slurm_job:  # no `run_command` runs around this job, so requeue here
                 if requeued := slurm.requeue():
                     print(requeued, file=sys.stderr, flush=True)
                 sys.exit(interrupted.code)
@@ -118,42 +121,43 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
             if not sweeping:
                 raised.append(error)
                 if isinstance(error, BAD_INPUT) and keeps:
-                    forget(folder)
+                    remove_refused_folder(folder)
                 elif saved(folder) and keeps and environment().rank == 0:
-                    error.add_note(f"to go on from its last checkpoint: {typed('resume', folder)}")
-            elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
-                sys.exit(f"error: {line(error)}")
-            elif environment().rank == 0:  # the sweep tells of it, from its own process
-                conclude(folder, "failed", line(error))
+                    error.add_note(f"to continue from its last checkpoint: {shell_override('resume', folder)}")
+            elif external_workers() > 1 and not ends_all_ranks(error):  # other ranks would wait for this one
+                sys.exit(f"error: {error_line(error)}")
+            elif environment().rank == 0:  # the sweep prints it
+                write_conclusion(folder, "failed", error_line(error))
                 if full:
                     traceback.print_exception(error)
 
     ran = False
     try:
-        if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.at_once":  # the imports are done
+        # The imports are done, so the handler for the time of the imports goes.
+        if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.exit_on_signal":
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if {"--help", "-h"} & set(sys.argv):
-            page = arguments.page(config_name, keyed(sys.argv[1:]), pages)
-            with suppress(BrokenPipeError):  # piped into head, say
+            page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), pages)
+            with suppress(BrokenPipeError):  # the output may be piped into head
                 print(page, flush=True)
             return 0, ""
         refuse_unread(os.environ)
         join_external()
-        sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
+        sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
-        told = slurm.requeue() if code == 143 else None
-        how = told or "\n".join(getattr(interrupted, "__notes__", ()))
+        requeue_line = slurm.requeue() if code == 143 else None
+        how = requeue_line or "\n".join(getattr(interrupted, "__notes__", ()))
         return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", how]))
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
-    except Exception as refused:  # by Hydra, or for a whole sweep, before any job
+    except Exception as refused:  # Hydra, or the check of a sweep, refused before any job
         raised[:] = [refused]
         sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         ours = isinstance(refused, BAD_INPUT) and not isinstance(refused, lock.FolderBusy)
         if sweeping and ours and environment().rank == 0:
-            forget(Path(HydraConfig.get().sweep.dir))
+            remove_refused_folder(Path(HydraConfig.get().sweep.dir))
     else:
         ran = True
     if not raised:
@@ -161,77 +165,83 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
     (error,) = raised
     if full:
         traceback.print_exception(error)
-    notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to go on")]
+    notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to continue")]
     code = FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED
-    return code, "\n".join([f"error: {line(error)}", *notes])
+    return code, "\n".join([f"error: {error_line(error)}", *notes])
 
 
-def all_know(error: Exception) -> bool:
-    """Whether what ended a run ended it on all ranks alike."""
+def ends_all_ranks(error: Exception) -> bool:
+    """Check whether all ranks raise this error, and not this rank only."""
     from lockstep.step.finite import NonFinite
 
     return isinstance(error, UserError | NonFinite)
 
 
-def line(error: BaseException) -> str:
-    """An error as one line for people: with its type and place where it is none of Lockstep's or the program's own."""
+def error_line(error: BaseException) -> str:
+    """Return an error as one line. Errors of other libraries and of user code get their type and place."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, UserError):  # a resolver's, which OmegaConf wraps in words
+    while cause is not None and not isinstance(cause, UserError):  # OmegaConf wraps the UserError of a resolver
         cause = cause.__cause__ or cause.__context__
     message = _message(cause or error)
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split()))
 
 
 def _message(error: BaseException) -> str:
-    said = str(error)
+    text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
-        return arguments.no_option(*error.missing_cfg_file.rsplit("/", 1))
-    if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
-        return arguments.no_key(match[1], error.__cause__)
-    if match := re.match(r"Interpolation key '(\w+)\.name' not found", said):
-        return arguments.no_name(match[1], sys.argv[1:])
+        return arguments.no_option_message(*error.missing_cfg_file.rsplit("/", 1))
+    if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", text)):
+        return arguments.no_key_message(match[1], error.__cause__)
+    if match := re.match(r"Interpolation key '(\w+)\.name' not found", text):
+        return arguments.no_name_message(match[1], sys.argv[1:])
     if isinstance(error, OverrideParseException):
-        return arguments.unreadable(error.override)
+        return arguments.unreadable_override_message(error.override)
     if isinstance(error, yaml.MarkedYAMLError) and (at := error.problem_mark):
-        return f"{at.name}:{at.line + 1}: no YAML: {error.problem}"
+        return f"{at.name}:{at.line + 1}: not valid YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    if said.startswith("Error merging override") and error.__cause__:
-        return f"{said}: {error.__cause__}"
+    if text.startswith("Error merging override") and error.__cause__:
+        return f"{text}: {error.__cause__}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
-        return said or type(error).__name__
-    where = users_line("".join(traceback.format_exception(error)))
-    return f"{type(error).__name__}{f': {said}' * bool(said)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
+        return text or type(error).__name__
+    where = user_code_location("".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}{f': {text}' * bool(text)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
 
 
-def forget(folder: Path) -> None:
-    """Removes the folder of a run or a sweep that was refused, unless it has made a step, or holds a checkpoint or
-    anything not ours."""
+def remove_refused_folder(folder: Path) -> None:
+    """Remove the folder of a refused run or sweep.
+
+    The folder stays if the run has made a step, or if it holds a checkpoint or a file that Lockstep does not write.
+    """
     ours = folder.is_dir() and all(
         path.name in BEGUN or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
     )
     if ours and not summary_of(folder).get("steps"):
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # other runs are there
+        with suppress(OSError):  # the parent folder may hold other runs
             folder.parent.rmdir()
             if folder.parent.name == "sweeps":
                 folder.parent.parent.rmdir()
 
 
 def register_folder() -> None:
-    """Register the resolver that names the folder of a new run: conf/hydra/default.yaml's."""
+    """Register the resolver `folder` of conf/hydra/default.yaml, which names the folder of a new run."""
     OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)
 
 
 def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
-    """The folder of a new run or sweep, named by its start time, or by the SLURM job that finds it again; the same for
-    all processes that start it together."""
-    runs = Path(checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else []))
+    """Return the folder of a new run or sweep, the same on all ranks.
+
+    Its name is the start time, or follows from the SLURM job, so that a requeued job continues in the same folder.
+    """
+    runs = Path(
+        value_checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else [])
+    )
 
     def named() -> str:
-        own = slurm.folder(runs, overrides)
-        return own.name if own else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+        job_folder = slurm.folder_of_job(runs, overrides)
+        return job_folder.name if job_folder else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
-    return str(runs / agree(kind, named))
+    return str(runs / decide_on_rank_zero(kind, named))

@@ -1,4 +1,4 @@
-"""Tests a checkpoint on any layout, as a run of its own."""
+"""Test a checkpoint on any layout, as a run with its own folder."""
 
 import json
 import logging
@@ -15,115 +15,125 @@ from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.config import checks
+from lockstep.config import value_checks
 from lockstep.config.check import Config, check
-from lockstep.config.checks import checker, show
 from lockstep.config.schema import OptionalGroup, SpecRecord
-from lockstep.config.targets import must_be_named
+from lockstep.config.targets import check_targets_named
+from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
 from lockstep.errors import UserError
-from lockstep.launch.agreement import agree
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import RunRecord
+from lockstep.run.worker_setup import set_up_worker
 
-DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
+DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys whose values the checkpoint fixes
 SPLITS = ("train", "val", "test")
-NAMED = 5  # classes or files that a message names
-CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
-VALUES = ("seed", "lr", "data_dir")
+NAMED = 5  # most classes or files that a message names
+CARRIED = ("model", "data", "optimizer", "scheduler")  # config groups that come from the checkpoint
+VALUES = ("seed", "lr", "data_dir")  # single keys that come from the checkpoint
 
 LOG = logging.getLogger("lockstep")
 check_group, check_spec = checker(OptionalGroup), checker(SpecRecord)
 
 
 def find_checkpoint(raw: Mapping[str, Any]) -> Path:
-    """What `checkpoint` means: a file; of a run folder the best checkpoint, else the last; `last`: that of the newest
-    run in `outputs`.
+    """Return the file that `checkpoint=` names.
+
+    The value is a file; a run folder, which stands for its best checkpoint, or its last one if it has no best one; or
+    `last`, which stands for the newest run in `outputs`.
 
     Raises:
-        CheckpointError: there is none.
-        UserError: it is neither, or no run has one.
+        CheckpointError: The folder has no checkpoint.
+        UserError: The value is none of these, or no run has a checkpoint.
     """
-    path = checks.as_text(raw["checkpoint"])  # a file may be named 5
+    path = value_checks.as_text(raw["checkpoint"])  # a file may have the name 5
     if not isinstance(path, str) or not path:
         raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
-        outputs = Path(checks.folder("outputs", raw["outputs"]))
-        path = str(resume.newest("checkpoint", outputs))
-    found = Path(path).expanduser()
-    if not found.is_dir():
-        return found
-    if inside := paths.best_in(found):
+        outputs = Path(value_checks.folder("outputs", raw["outputs"]))
+        path = str(resume.newest_run_folder("checkpoint", outputs))
+    location = Path(path).expanduser()
+    if not location.is_dir():
+        return location
+    if inside := paths.best_in(location):
         return inside
-    raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
+    raise CheckpointError(f"{path}: this folder has no checkpoint: it must hold checkpoints/best.ckpt or last.ckpt")
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint.
+    """Return what Lockstep has recorded in a checkpoint: config, spec, fingerprint.
 
     Raises:
-        CheckpointError: the file can't be used, or was not written by Lockstep.
+        CheckpointError: The file can't be read, or Lockstep did not write it.
     """
     recorded = checkpoint_io.load(path).get("lockstep")
     if not isinstance(recorded, dict) or not {"config", "spec"} <= recorded.keys():
-        raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
+        raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
     return recorded
 
 
-def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint that `checkpoint` means, and what is recorded in it, where the run is kept: other machines, or
-    ranks, need no such file. Raises as `find_checkpoint` and `record_of`."""
+def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint that `checkpoint=` names, and its record.
 
-    def found() -> list[Any]:
+    Rank zero reads the file and sends the record to the other ranks, so other machines need no copy of the file.
+
+    Raises:
+        CheckpointError, UserError: see `find_checkpoint` and `record_of`.
+    """
+
+    def read_record() -> list[Any]:
         path = find_checkpoint(raw)
         whole = record_of(path)
         record = {"config": whole["config"], "spec": whole["spec"], "fingerprint": whole.get("fingerprint")}
         try:
-            json.dumps(record)  # as other machines get it
+            json.dumps(record)  # as it is sent to other machines
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: the Lockstep config inside it can't be read ({error})") from None
         return [str(path), record]
 
-    asked = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
-    path, record = agree(asked, found)
+    decision_name = f"checkpoint={raw['checkpoint']}"  # jobs of a sweep may test different checkpoints
+    path, record = decide_on_rank_zero(decision_name, read_record)
     return Path(path), record
 
 
 def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:
-    """The config of an evaluation: model and data set from the checkpoint's record, its options and the data's folder
-    too unless `raw` has others, everything else from `raw`.
+    """Return the config of an evaluation.
+
+    The checkpoint's record gives the model and the data set. It also gives the data's options and folder where `raw`
+    has none. Everything else comes from `raw`.
 
     Raises:
-        CheckpointError: the record lacks something.
-        UserError: a value in `raw`, or a key there that the record decides; or the record names what the user's own
-            config doesn't, see `must_be_named`.
+        CheckpointError: The record lacks a key.
+        UserError: A value in `raw` is bad, or `raw` has a key that the record fixes; or the record names a target that
+            the user's config does not name, see `check_targets_named`.
     """
     for key in DECIDED:
-        if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):  # which says that it is wanted
-            raise UserError(f"{key}: the checkpoint decides it, and holds all weights; leave it out")
+        # `model._target_` alone names the class that the checkpoint needs, see `check_targets_named`.
+        if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):
+            raise UserError(f"{key} comes from the checkpoint, with all weights: leave it out")
     trained = record["config"] if isinstance(record["config"], Mapping) else {}
     if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
-        raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")
-    raw = {key: value for key, value in raw.items() if key != "split"}  # which images, not which model
-    kept = {key: trained[key] for key in VALUES}
+        raise CheckpointError(f"{path}: its config lacks {', '.join(missing)}: use a checkpoint of this version")
+    raw = {key: value for key, value in raw.items() if key != "split"}  # `split` chooses images, not the model
+    merged = {key: trained[key] for key in VALUES}
     if raw.get("data_dir") is not None:
-        kept["data_dir"] = raw["data_dir"]
+        merged["data_dir"] = raw["data_dir"]
     for group in CARRIED:
-        carried, given = (check_group(group, source.get(group)) for source in (trained, raw))
+        carried, requested = (check_group(group, source.get(group)) for source in (trained, raw))
         if group == "data":
-            carried, given = for_evaluation(carried), for_evaluation(given)
-        if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
-            must_be_named(path, group, carried, given)
-            given = {**carried, **given}
-        kept[group] = given
-    return check({**raw, **kept, "checkpoint": str(path)}, trains=False)
+            carried, requested = for_evaluation(carried), for_evaluation(requested)
+        if requested.get("_target_") in (None, carried.get("_target_")):  # another target has other options
+            check_targets_named(path, group, carried, requested)
+            requested = {**carried, **requested}
+        merged[group] = requested
+    return check({**raw, **merged, "checkpoint": str(path)}, trains=False)
 
 
 @contextmanager
 def weights_must_fit(config: Config) -> Iterator[None]:
-    """Refuses in one line what torch refuses on many: weights that are not those of the model."""
+    """Turn torch's error of many lines about weights that do not fit the model into a UserError of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -131,15 +141,15 @@ def weights_must_fit(config: Config) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})"
+            f"{config.checkpoint}: its weights do not fit {config.model['name']} on these images ({reason})"
         ) from error
 
 
 def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
-    """What the images were that a checkpoint was trained on.
+    """Return the spec of the images that a checkpoint was trained on.
 
     Raises:
-        CheckpointError: no images are like that.
+        CheckpointError: The recorded spec is not valid.
     """
     try:
         return Spec(**check_spec("spec", record["spec"]))
@@ -147,32 +157,33 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
         raise CheckpointError(f"{path}: {str(refusal)[:200]}") from None
 
 
-def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
-    """Compares the images that are to be tested on with those that a checkpoint was trained on.
+def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
+    """Check that the images to be tested have the channels and classes that a checkpoint was trained on.
 
     Raises:
-        UserError: other channels, other classes, or these in another order.
+        UserError: The channels, the classes or the order of the classes differ.
     """
     before = spec_of(path, record)
     if before.channels != spec.channels:
-        raise UserError(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
+        raise UserError(f"data: images have channels={spec.channels}, but {path} was trained on {before.channels}")
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
         odd = [f"only {one} has {some(sorted(classes))}" for one, classes in only.items() if classes]
-        raise UserError(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
+        raise UserError(f"data: other classes than in training: {', '.join(odd) or 'their order differs'}")
 
 
 def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
-    """The splits, with what shall be tested in the place of the test set, and `about` saying so.
+    """Return the splits with the images to be tested in place of the test set, and a line about them in `about`.
 
-    Images that are not those of the training belong to no split: where `raw` names their folder or data set, and the
-    opener has cut them into splits by itself, all of them are tested.
+    If `raw` names other images than those of the training, and the opener itself has cut them into splits, these
+    splits have no meaning, so the default is to test all images.
 
     Args:
-        split: train, val, test or all; None: `test`, or `all` for such images.
+        split: train, val, test or all; None: `all` for such other images, else `test`.
+        record: the checkpoint's, with the fingerprint of the training's data.
 
     Raises:
-        UserError: another name, or the data set has no such split.
+        UserError: `split` has another value, or the data set has no such split.
     """
     parts = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
     names_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
@@ -183,7 +194,7 @@ def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapp
         raise UserError(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
     if split != "all" and split not in parts:
         others = " or ".join(f"split={name}" for name in parts)
-        raise UserError(f"split={split}: this data set has no such images; {others}")
+        raise UserError(f"split={split}: this data set has no such images: use {others}")
     tested = ConcatDataset(parts.values()) if split == "all" else parts[split]
     count, total = len(tested), sum(map(len, parts.values()))
     which = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
@@ -191,19 +202,19 @@ def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapp
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are, as text."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Tests in this worker; returns the summary. Every worker of the layout calls it.
+    """Test in this worker and return the summary. Every worker of the layout must call it.
 
     Raises:
-        UserError: the data set has no test images.
+        UserError: The data set has no test images.
     """
     if splits.test is None:
-        raise UserError(f"data={config.data.get('name')}: its Source has no test set")
+        raise UserError(f"data={config.data.get('name')}: its Source has no test set: use split=train, val or all")
     started = time.perf_counter()
     rank = set_up_worker(config, folder)
     module = make_module(config, splits)

@@ -1,12 +1,12 @@
-"""One process at a time writes a run's folder, or a sweep's: it holds a lock on a file in there.
+"""Lock the folder of a run or a sweep, so that one process at a time writes it.
 
-The lock is POSIX's (`fcntl.lockf`). The kernel takes it back when the process ends, however it ends, so what a killed
-run leaves behind is a file that means nothing. It belongs to one process: workers, which are forked, neither hold it
-nor release it when they close what they inherited (with `flock` a worker that outlives its parent for a moment would
-hold it on). NFS passes it on to its server, so it counts on all machines that share the folder. There, the server
-gives back the lock of a machine that has died only after a while, which is one reason why a restarted run waits.
+The lock is a POSIX lock (`fcntl.lockf`) on a file in the folder. The kernel releases it when the process ends, however
+it ends, so the file that a killed run leaves behind has no effect. Forked workers do not inherit it, and do not release
+it when they close the inherited descriptor. (A `flock` would stay locked while a worker outlives its parent.) NFS sends
+the lock to its server, so it works on all machines that share the folder. The server releases the lock of a dead
+machine only after a while, which is one reason why a restarted run waits.
 
-A process loses the lock when it closes the file by any other descriptor, so nothing else opens it.
+A process loses the lock when it closes any other descriptor of the file, so nothing else opens the file.
 """
 
 import errno
@@ -22,31 +22,32 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.process_group import of_rank_zero
+from lockstep.launch.process_group import broadcast_from_rank_zero
 
 NAME = ".lock"
-WAIT_SECONDS = 2.0  # for a run that is just ending
-RESTART_WAIT_SECONDS = 120.0  # for a run that an engine has started again; NFS gives a dead client 90
+WAIT_SECONDS = 2.0  # time for another run to end
+RESTART_WAIT_SECONDS = 120.0  # after a restart by an engine; NFS waits 90 s for a dead client
 
-_locked: set[str] = set()  # folders of this process
+_locked: set[str] = set()  # folders that this process has locked
 os.register_at_fork(after_in_child=_locked.clear)
 
 
 class FolderBusy(UserError):
-    """Another process works in the folder, so nothing in it may be touched."""
+    """Another process writes the folder, so this one must not change it."""
 
 
 @contextmanager
-def locked(folder: Path, writes: bool = True) -> Iterator[None]:
-    """Hold the lock of a folder, which is made where it does not exist.
+def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder. Make the folder if it does not exist.
+
+    Among the workers of an engine all must call this. Rank zero takes the lock, and all raise its error.
 
     Args:
-        folder: of a run or a sweep.
-        writes: whether this process is the one that writes the folder; others hold nothing. Of workers that exist
-            already all call this, and get rank zero's refusal.
+        folder: the folder of a run or a sweep.
+        writes: whether this process writes the folder; other processes take no lock.
 
     Raises:
-        FolderBusy: another process holds it; the message says which.
+        FolderBusy: Another process holds the lock. The message names it.
     """
     descriptors: list[int] = []
 
@@ -62,7 +63,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
                 take()
         except UserError as refusal:
             refused = str(refusal)
-        if refused := of_rank_zero(refused):
+        if refused := broadcast_from_rank_zero(refused):
             raise FolderBusy(refused)
     elif writes:
         take()
@@ -75,7 +76,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
 
 
 def _acquire(folder: Path) -> int:
-    """Return the open lock file, once this process has the lock."""
+    """Wait for the lock. Return the descriptor of the lock file."""
     path = folder / NAME
     restarted = environment().restarts or environment().slurm_restarts
     until = time.monotonic() + (RESTART_WAIT_SECONDS if restarted else WAIT_SECONDS)
@@ -85,24 +86,25 @@ def _acquire(folder: Path) -> int:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(descriptor)
+            holder = _read_owner(descriptor)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"{path}: can't be locked ({error.strerror}): a second run here is not refused", file=sys.stderr)
+                why = f"can't be locked ({error.strerror})"
+                print(f"{path}: {why}: do not start a second run in this folder", file=sys.stderr)
                 return descriptor
             os.close(descriptor)
             if time.monotonic() > until:
-                raise FolderBusy(f"{folder}: {holder} works in this folder: wait for its end, or end it") from None
+                raise FolderBusy(f"{folder}: {holder} works in this folder: wait until it ends, or stop it") from None
             time.sleep(0.2)
             continue
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                _sign(descriptor)
+                _write_owner(descriptor)
                 return descriptor
-        os.close(descriptor)  # who held it has removed the folder
+        os.close(descriptor)  # the last owner has removed the folder
 
 
-def _sign(descriptor: int) -> None:
-    """Write who holds the lock, for the message of those who don't get it."""
+def _write_owner(descriptor: int) -> None:
+    """Write the owner of the lock into the file, for the message of processes that do not get the lock."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = json.dumps({"host": platform.node(), "process": os.getpid(), "since": since})
     with suppress(OSError):  # a full disk
@@ -110,8 +112,9 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, text.encode(), 0)
 
 
-def _holder(descriptor: int) -> str:
+def _read_owner(descriptor: int) -> str:
+    """Return the owner of the lock as text."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(os.pread(descriptor, 1000, 0))
-        return f"process {int(told['process'])} on {told['host']} (since {told['since']})"
+        record = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(record['process'])} on {record['host']} (since {record['since']})"
     return "another process"

@@ -1,4 +1,4 @@
-"""The loggers that a config names: rank zero opens them, a run that goes on goes on in the same ones."""
+"""Open the loggers that a config names, on rank zero. A resumed run continues in the same ones."""
 
 import csv
 import fcntl
@@ -23,75 +23,79 @@ from lockstep.files import replacing
 from lockstep.launch.environment import environment
 
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
-# What no run is called by, beside what is no hyper-parameter.
+# Keys that do not appear in the title of a run.
 NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep"}
-KEPT = "loggers.json"  # in the run's folder: its title, and by which id each tracker knows the run
-# How long a server may stay away: by default MLflow would wait for minutes, at each line that it is sent.
+LOGGERS_FILE = "loggers.json"  # in the run's folder: the run's title, and its id in each tracker
+# By default MLflow waits for minutes, each time it sends something, if the server does not answer.
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 MLFLOW = {"completed": "FINISHED", "interrupted": "KILLED"}
 
 
 def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
-    """What the config names; `step` optimizer steps are logged already.
+    """Return the config's loggers.
 
-    In a logger's file, `later:title` stands for what sets the run apart from others, and `later:sweep` for the sweep
-    that it is a job of (empty where it is none).
+    In a logger's yaml file, `later:title` stands for the run's title, see `title`, and `later:sweep` for the name of
+    its sweep (empty if the run is no job of a sweep).
+
+    Args:
+        step: optimizer steps that are logged already.
 
     Raises:
-        UserError: one can't be made, or opened.
+        UserError: A logger can't be made or opened.
     """
-    path = folder / KEPT
-    kept = {"title": title(folder)}
+    path = folder / LOGGERS_FILE
+    stored = {"title": title(folder)}
     try:
-        kept |= json.loads(path.read_text()) if path.exists() else {}
+        stored |= json.loads(path.read_text()) if path.exists() else {}
     except (TypeError, ValueError):
-        raise UserError(f"{path}: damaged; without it trackers begin a run of their own") from None
+        raise UserError(f"{path}: damaged: remove it, and trackers begin a new run") from None
     sweep = folder.parent.name if (folder.parent / "multirun.yaml").exists() else ""
-    known = {"folder": folder, "save_dir": folder, "title": kept["title"], "sweep": sweep}
+    known = {"folder": folder, "save_dir": folder, "title": stored["title"], "sweep": sweep}
     loggers = [
-        _logger(f"logger.{name}", options, known, kept, step) for name, options in config.logger.items() if options
+        _logger(f"logger.{name}", options, known, stored, step) for name, options in config.logger.items() if options
     ]
     if loggers and environment().rank == 0:
         with replacing(path) as file:
-            file.write(json.dumps(kept).encode())
+            file.write(json.dumps(stored).encode())
     return loggers
 
 
-def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dict[str, str], step: int) -> Logger:
+def _logger(name: str, options: dict[str, Any], known: dict[str, Any], stored: dict[str, str], step: int) -> Logger:
     make: partial[Any] = instantiate(name, {**options, "_partial_": True}, **known)
     kind = make.func if isinstance(make.func, type) else Logger
     if issubclass(kind, TensorBoardLogger):
-        # At the first start too: of those that it finds, TensorBoard takes only the ones after it for a restart.
+        # Set at the first start too: TensorBoard takes only the second and later start events for restarts.
         return call(name, partial(make, purge_step=step + 1))
     if environment().rank:
-        return DummyLogger()  # some would open what they write to
+        return DummyLogger()  # some loggers open their files or connections at once
     os.environ.update({name: seconds for name, seconds in PATIENCE.items() if name not in os.environ})
     tracker = {"id", "run_id"} & parameters(kind)
-    make = partial(make, **{option: kept[name] for option in tracker if name in kept})
+    make = partial(make, **{option: stored[name] for option in tracker if name in stored})
     try:
         with _alone(Path(known["folder"]).parent):
             logger: Logger = call(name, make)
             if tracker:
-                before = kept.get(name)
+                before = stored.get(name)
                 _ = logger.experiment  # type: ignore[attr-defined]  # opens it
-                kept[name] = str(logger.version)
+                stored[name] = str(logger.version)
                 if before and isinstance(logger, MLFlowLogger):
                     logger.experiment.update_run(before, "RUNNING")
     except UserError:
         raise
-    except Exception as error:  # a tracker's own, of whatever kind
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        right = f"; {name}.offline=true writes files, for later" * issubclass(kind, WandbLogger)
-        if name in kept:
-            right += f"; without {Path(known['folder'], KEPT)} a run of its own is begun"
-        raise UserError(f"{name}: can't be opened: {said}{right}") from error
+    except Exception as error:  # trackers raise errors of many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedies = [f"use {name}.offline=true to upload later"] * issubclass(kind, WandbLogger)
+        if name in stored:
+            remedies.append(f"remove {Path(known['folder'], LOGGERS_FILE)} to begin a new run there")
+        remedy = f": {', or '.join(remedies)}" * bool(remedies)
+        raise UserError(f"{name}: can't be opened ({reason}){remedy}") from error
     if isinstance(logger, CSVLogger) and step:
         _keep_rows(logger, step)
     return logger
 
 
-def end(loggers: list[Logger], status: str) -> None:
-    """Tells those that want to know how the run has ended; rank zero calls it."""
+def end_loggers(loggers: list[Logger], status: str) -> None:
+    """Send the run's status to trackers that show it. Rank zero calls this."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.finish(exit_code=int(status != "completed"))
@@ -100,7 +104,15 @@ def end(loggers: list[Logger], status: str) -> None:
 
 
 def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, bool | int | float | str]]:
-    """The plain leaves of a config by dotted key, without what is null or no hyper-parameter."""
+    """Yield the hyper-parameters of a config: its leaves by dotted key, without null values.
+
+    Values that are not bool, int, float or str become their text. Keys of `LEFT_OUT`, such as `outputs` and
+    `callbacks`, and keys that begin with an underscore are left out.
+
+    Args:
+        config: a resolved config as plain containers.
+        above: prefix of the keys, ending with a dot; used by the recursion.
+    """
     for name, value in config.items():
         if value is None or name.startswith("_") or (not above and name in LEFT_OUT):
             continue
@@ -111,28 +123,31 @@ def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tup
 
 
 def title(folder: Path) -> str:
-    """What sets a run apart, fit to be a file's name: what it was given on the command line, of a sweep's job what the
-    other jobs were not given."""
-    given, common = (
+    """Return the title of a run, valid as a file name: its overrides.
+
+    The title of a sweep's job has only the overrides that other jobs do not have.
+    """
+    task_overrides, common = (
         list(map(_as_typed, OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task"))) if file.exists() else []
         for file in (folder / ".hydra" / "hydra.yaml", folder.parent / "multirun.yaml")
     )
-    told = [each for each in given if key(each).partition(".")[0] not in NO_TITLE]
-    told = [each for each in told if each not in common] or told  # of a sweep's only job all is common
-    return re.sub(r"[^\w.=,+ -]+", "_", " ".join(told))[:100].strip("_") or "defaults"
+    distinguishing = [each for each in task_overrides if key(each).partition(".")[0] not in NO_TITLE]
+    # All overrides of a sweep's only job are common to all jobs.
+    distinguishing = [each for each in distinguishing if each not in common] or distinguishing
+    return re.sub(r"[^\w.=,+ -]+", "_", " ".join(distinguishing))[:100].strip("_") or "defaults"
 
 
 def _as_typed(override: str) -> str:
-    """Of a sweep's job Hydra writes `exact=True` where `exact=true` was given."""
+    """Return an override as the user typed it: Hydra records `exact=True` for a sweep's job with `exact=true`."""
     return re.sub("=(True|False)$", lambda match: match[0].lower(), override)
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One run of a folder at a time: jobs of a sweep would make one experiment, or one database, twice."""
+    """Hold a lock on a folder: jobs of a sweep would create the same experiment or database at the same time."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # not every file system can
+        with suppress(OSError):  # not every file system has locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -140,9 +155,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _keep_rows(logger: CSVLogger, step: int) -> None:
-    """Lightning's would remove the rows of the run that goes on: those of its `step` steps stay."""
+    """Keep the CSV rows of the first `step` steps, which Lightning's logger would remove when a run is resumed."""
     path = Path(logger.log_dir, "metrics.csv")
-    before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
+    before = path.with_name("metrics.before.csv")  # keeps the rows if the run is killed here
     if path.exists() and not before.exists():
         path.rename(before)
     if before.exists():

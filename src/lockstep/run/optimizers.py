@@ -1,4 +1,4 @@
-"""The optimizer and the schedule that a config names, as a module gets them: what makes them, `functools.partial`s."""
+"""Make the factories with which a module builds the optimizer and the schedule that a config names."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,39 +16,45 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.length import length_of
+from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
-# Keys of the front page that do nothing where a module's constructor takes none of these arguments.
+# A key of train.yaml -> the constructor arguments of a module that it reaches. It has no effect without them.
 OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
 }
 ONE = (
-    "a step has one; what is trained otherwise is a parameter group of it, what is not trained is frozen by "
+    "return one, with a parameter group for each part that is trained differently; freeze parameters with "
     "requires_grad_(False)"
 )
 
 
 class ParameterGroups(Protocol):
-    """What `optimizer.param_groups` names. Its constructor gets `lr_scale`; it is made where that is given."""
+    """The class that `optimizer.param_groups` names. It is built, with `lr_scale`, if the config gives `lr_scale`."""
 
     def divide(
         self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, Any]]:
-        """Return the groups that an optimizer trains with, from its own and the module's `named_parameters()`."""
+        """Return an optimizer's new groups, made from its groups and the module's `named_parameters()`."""
 
     def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return those of a schedule's options that differ between such groups."""
+        """Return the options of a schedule that differ between these groups, each as a list."""
 
 
 class Factory:
-    """Makes an optimizer, or Lightning's `lr_scheduler` dict where there are keys `beside`, from a config's options.
+    """Makes an optimizer, or Lightning's `lr_scheduler` dict, from a config's options.
+
+    Args:
+        key: the config group, for error messages.
+        make: the optimizer's or schedule's class with its options.
+        beside: the keys of the `lr_scheduler` dict beside `scheduler`; None: this makes an optimizer.
+        groups: divides the optimizer's parameter groups.
 
     Attributes:
-        settings: all options with their values in this run, plain: what a checkpoint records.
-        called: whether the module has made something with it.
-        named: the module's `named_parameters`, which `groups` divides.
+        settings: all options with their values in this run, as plain data for checkpoints.
+        called: whether the module has called it.
+        named: the module's `named_parameters`, which `groups` needs.
     """
 
     def __init__(
@@ -78,27 +84,33 @@ class Factory:
 
 
 def steps_per_epoch(config: Config, samples: int) -> int:
-    """Optimizer steps of one pass over the training set."""
+    """Return the optimizer steps of one pass over the training set."""
     return DataOrder(samples, config.layout, config.seed).steps_per_epoch
 
 
 def total_steps(config: Config, samples: int) -> int:
-    """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
+    """Return the optimizer steps of the whole run; of an evaluation, more than any warm-up has."""
     if not config.trains:
         return sys.maxsize
-    return length_of(config, samples).steps
+    return run_length(config, samples).steps
 
 
 def smallest_piece(config: Config, samples: int) -> int:
-    """Samples of the smallest piece that a run trains on: a short last step's, where it comes to one."""
+    """Return the samples of the smallest piece that a run trains on; a short last step has smaller ones."""
     size, pieces = config.layout.batch_size, config.layout.pieces
     tail = samples % size if config.trains and total_steps(config, samples) >= steps_per_epoch(config, samples) else 0
     return min(max(1, step // pieces) for step in (size, tail or size))
 
 
 def optimization(config: Config, samples: int) -> dict[str, Any]:
-    """What a module is offered to train with: `lr`, `optimizer`, `scheduler`, `total_steps`, `steps_per_epoch`.
-    An evaluation has neither optimizer nor scheduler."""
+    """Return the arguments about training that a module's constructor may take.
+
+    These are `lr`, `optimizer`, `scheduler`, `total_steps` and `steps_per_epoch`. In an evaluation `optimizer` and
+    `scheduler` are None.
+
+    Raises:
+        UserError: The optimizer or the schedule can't be made with these options.
+    """
     numbers: dict[str, Any] = {
         "lr": config.step_lr,
         "total_steps": total_steps(config, samples),
@@ -110,11 +122,11 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     maker, scale, groups = named.pop("param_groups", None), named.pop("lr_scale", None), None
     if scale:
         if not maker:
-            raise UserError("optimizer.lr_scale: nothing divides parameters by it: give optimizer.param_groups too")
+            raise UserError("optimizer.lr_scale has no effect without optimizer.param_groups: give both")
         groups = instantiate("optimizer.param_groups", maker, lr_scale=scale)
     optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), groups=groups)
     optimizer.settings |= {"lr_scale": scale} if scale else {}
-    trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuses values before any work
+    trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early
     scheduler = None
     if config.scheduler:
         beside = {name: value for name, value in config.scheduler.items() if name in Scheduler.__annotations__}
@@ -122,70 +134,81 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
         make = instantiate("scheduler", {**options, "_partial_": True}, **numbers)
         scheduler = Factory("scheduler", make, beside, groups)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
-            _must_be_known(beside, config.val_every, numbers["steps_per_epoch"])
+            _check_options_known(beside, config.val_every, numbers["steps_per_epoch"])
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def _must_be_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
-    """UserError: a schedule follows no metric, or one that is not known yet when it does."""
+def _check_options_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
+    """Check that ReduceLROnPlateau has a metric, and that the metric exists whenever the schedule reads it.
+
+    Args:
+        beside: the keys of Lightning's `lr_scheduler` dict.
+        epoch: optimizer steps of an epoch.
+
+    Raises:
+        UserError: There is no metric, or validation is rarer than the schedule.
+    """
     monitor, interval = str(beside.get("monitor", "")), beside.get("interval", "epoch")
     if not monitor:
-        raise UserError("scheduler: ReduceLROnPlateau follows a metric: give +scheduler.monitor=val/loss, say")
+        raise UserError("scheduler: ReduceLROnPlateau needs a metric: give +scheduler.monitor=val/loss, for example")
     if monitor.startswith("train/") and interval == "step":
-        raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end: scheduler.interval=epoch")
+        raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end only: use scheduler.interval=epoch")
     follows, known = beside.get("frequency", 1) * (epoch if interval == "epoch" else 1), val_every or epoch
     if monitor.startswith("val") and follows < known:
         every = plural(follows, "step")
         raise UserError(
-            f"scheduler.interval={interval}: {monitor} would be followed every {every}, and is known every {known} "
-            f"only; give {'scheduler.interval=epoch or ' * (follows < epoch)}val_every={follows}"
+            f"scheduler.interval={interval} reads {monitor} every {every}, but it changes every {known} steps: "
+            f"use {'scheduler.interval=epoch or ' * (follows < epoch)}val_every={follows}"
         )
 
 
 def settings(config: Config, samples: int) -> dict[str, Any]:
-    """What a module's optimizer and schedule follow from, plain: of what it is offered, the part that it takes."""
+    """Return the settings of the optimizer and the schedule that the module takes, as plain data."""
     takes = parameters(locate("model._target_", config.model["_target_"])) - {"steps_per_epoch"}
     offers = {name: offer for name, offer in optimization(config, samples).items() if name in takes}
     return {name: offer.settings if isinstance(offer, Factory) else offer for name, offer in offers.items()}
 
 
 def refuse_unused(config: Config) -> None:
-    """UserError: a key was given that the module's constructor has no argument for, or whose argument the model's file
-    gives."""
+    """Refuse keys on the command line that have no effect.
+
+    Raises:
+        UserError: The module's constructor has no argument for a key, or the model's yaml file already sets it.
+    """
     target = config.model["_target_"]
     takes = parameters(locate("model._target_", target))
-    for key in config.given:
+    for key in config.overridden:
         group = key.partition(".")[0]
         if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
             continue
-        if own := [name for name in OFFERED[group] if name in takes]:
+        if model_arguments := [name for name in OFFERED[group] if name in takes]:
             raise UserError(
-                f"{key}: the model has its own {own[0]}, so this would change nothing: model.{own[0]} changes it"
+                f"{key} has no effect, since the model has its own {model_arguments[0]}: use model.{model_arguments[0]}"
             )
         raise UserError(
-            f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
+            f"{key} has no effect, since {target} takes no {OFFERED[group][0]}: leave it out, or give "
             f"its constructor a parameter {OFFERED[group][0]}"
         )
 
 
 class OptimizerCheck(pl.Callback):
-    """Refuses, before the first step, a module without an optimizer or with several, and keys that none follows."""
+    """Refuses, before the first step, a module without an optimizer or with several, and keys without effect."""
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
-        self.given = config.given
+        self.overridden = config.overridden
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
             raise UserError(f"configure_optimizers returned no optimizer: {ONE}")
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
-        for key in self.given:
+        for key in self.overridden:
             if key.partition(".")[0] in ignored:
                 raise UserError(
-                    f"{key}: the configure_optimizers of {self.target} does not use self.{key.partition('.')[0]}, so "
-                    "this would change nothing; leave it out"
+                    f"{key} has no effect, since the configure_optimizers of {self.target} does not use "
+                    f"self.{key.partition('.')[0]}: leave it out"
                 )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
+        if "multiple optimizers" in str(exception):  # Lightning's own message advises manual optimization
             raise UserError(f"configure_optimizers returned several optimizers: {ONE}") from exception

@@ -1,5 +1,8 @@
-"""What made a run: versions, commit, machine, in `provenance.json`; and what was changed since the commit, in
-`git.diff`. Of it, config, code, data and versions must be the same wherever a run computes: its card."""
+"""Record where a run comes from.
+
+`provenance.json` has the command, the config, the versions, the commit and the machine. `git.diff` has the changes
+since the commit.
+"""
 
 import hashlib
 import json
@@ -7,49 +10,49 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.check import Config
-from lockstep.config.checks import ROOT
-from lockstep.errors import UserError
+from lockstep.config.value_checks import ROOT
 from lockstep.files import replacing
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import of_ranks
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
-SECONDS = 10.0  # that git may take
+SECONDS = 10.0  # timeout of a git command
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide about the numbers, read without importing them."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that affect results, without importing them."""
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def git_info(folder: Path = ROOT) -> dict[str, Any]:
-    """Commit of the code, and whether it is not all of it: tracked files were changed since, or files in `src/` and
-    `conf/` are not tracked. Both None outside a repository. Never fails."""
+    """Return the commit of the code, and whether it is `dirty`. It never raises.
+
+    The code is dirty if a tracked file has changed, or if `src/` or `conf/` has an untracked file. Outside of a
+    repository both values are None.
+    """
     described = _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     commit, _, dirty = described.decode().strip().partition("-")
     return {"commit": commit, "dirty": bool(dirty or untracked(folder))} if commit else {"commit": None, "dirty": None}
 
 
 def untracked(folder: Path = ROOT) -> list[str]:
-    """Files in the project's `src/` and `conf/` that git neither tracks nor ignores."""
+    """Return the files in the project's `src/` and `conf/` that git neither tracks nor ignores."""
     names = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "src", "conf")
     return [os.fsdecode(name) for name in names.split(b"\0") if name]
 
 
 def _git(folder: Path, *command: str) -> bytes:
-    """What git says; nothing where it can't, or takes too long."""
+    """Return the output of a git command; empty if it fails or takes too long."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *command],
@@ -64,7 +67,7 @@ def _git(folder: Path, *command: str) -> bytes:
 
 
 def record(config: Config, fingerprint: str, folder: Path) -> None:
-    """Writes them; rank zero calls it when a run starts or goes on."""
+    """Write `provenance.json` and `git.diff`. Rank zero calls this when a run starts or continues."""
     content = {
         "command": sys.argv,
         "slurm_job": environment().slurm_job,
@@ -77,12 +80,13 @@ def record(config: Config, fingerprint: str, folder: Path) -> None:
     }
     with replacing(folder / "provenance.json") as file:
         file.write(json.dumps(content, indent=2, default=str).encode() + b"\n")
-    (folder / "git.diff").unlink(missing_ok=True)  # of an earlier start
+    (folder / "git.diff").unlink(missing_ok=True)  # from an earlier start
     if changes := _git(ROOT, "diff", "--no-ext-diff", "HEAD"):
         (folder / "git.diff").write_bytes(changes)
 
 
 def _machine(config: Config) -> dict[str, Any]:
+    """Return the facts about this machine that affect speed and rounding."""
     import torch
 
     gpus = range(torch.cuda.device_count()) if config.layout.accelerator == "gpu" else ()
@@ -96,47 +100,9 @@ def _machine(config: Config) -> dict[str, Any]:
     }
 
 
-# --- wherever it computes ---
-
-# Keys that each machine may have its own way.
-OWN = ("outputs", "data_dir", "resume", "threads", "num_workers")
-
-
-def card(config: Config, splits: Any) -> dict[str, str]:
-    """What must be the same, as text by name."""
-    record = {key: value for key, value in config.record.items() if key not in OWN}
-    record |= {"accelerator": config.layout.accelerator}  # what `auto` came to
-    found = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
-    return found | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
-
-
 def code_sha256() -> str:
-    """Over names and contents of all Python files in src/."""
+    """Return the SHA-256 over the names and contents of all Python files in src/."""
     code = hashlib.sha256()
     for file in sorted((ROOT / "src").rglob("*.py")):
         code.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     return code.hexdigest()
-
-
-def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": str(value)}
-    return found
-
-
-def difference(first: Mapping[str, str], other: Mapping[str, str], name: str, first_name: str) -> str:
-    """What two machines don't have alike, as a line; empty: nothing."""
-    for key in sorted(first.keys() | other.keys()):
-        here, there = first.get(key, "missing"), other.get(key, "missing")
-        if here != there:
-            return f"machines differ: {key} is {there} on {name}, {here} on {first_name}"
-    return ""
-
-
-def must_be_alike(own: Mapping[str, str]) -> None:
-    """Refuses, on all ranks of workers that exist already, one that differs from rank zero. Each of them calls it."""
-    found = of_ranks((platform.node(), dict(own)))
-    for rank, (name, theirs) in enumerate(found):
-        if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):
-            raise UserError(odd)

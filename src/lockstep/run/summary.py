@@ -1,4 +1,7 @@
-"""What a run says about itself when it ends: summary.json. For a parent too, which must not import torch."""
+"""Write summary.json, the record of a run's end.
+
+The parent writes it too and must not import torch, so imports of torch and Lightning stand in functions.
+"""
 
 import hashlib
 import json
@@ -28,33 +31,44 @@ LAYOUT = ("strategy", "accelerator", "devices", "num_nodes", "pieces", "piece_si
 
 @dataclass
 class RunRecord:
-    """What a run has come to, from which rank zero writes summary.json."""
+    """The results of a run, from which rank zero writes summary.json.
+
+    Attributes:
+        started: `time.perf_counter()` when the run began.
+        sha: SHA-256 of the weights after training.
+        tested_step: the optimizer step at which the tested weights were saved.
+    """
 
     config: Config
     splits: "Splits"
     folder: Path
     trainer: "pl.Trainer"
-    started: float  # time.perf_counter()
+    started: float
     metrics: dict[str, float] = field(default_factory=dict)
     sha: str | None = None
-    tested_step: int | None = None  # after which the tested weights were saved
+    tested_step: int | None = None
 
     def fitted(self) -> None:
-        """Takes down what testing would overwrite."""
-        self.metrics.update(logged(self.trainer))
+        """Store the metrics and the hash of the weights after training. The test would overwrite them."""
+        self.metrics.update(logged_metrics(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
 
     def tested(self) -> None:
-        """Takes down what the test has found, and of which weights."""
+        """Store the metrics of the test, and the step of the tested weights."""
         from lockstep.checkpoint.io import weights_in_use
 
-        self.metrics.update(logged(self.trainer))
+        self.metrics.update(logged_metrics(self.trainer))
         self.tested_step = weights_in_use(self.trainer)[1]
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
-        """Writes the summary and returns it."""
+        """Write the summary on rank zero, and return it.
+
+        Args:
+            status: completed, interrupted or failed.
+            error: the message of the error that ended the run; None: no error.
+        """
         from lockstep.callbacks import Checkpoint
-        from lockstep.run.loggers import end
+        from lockstep.run.loggers import end_loggers
 
         trainer = self.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -62,7 +76,7 @@ class RunRecord:
         checkpoint = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
         summary = {
             **summarise(self.config, self.folder, status, error),
-            **progress(self.config, len(self.splits.train), trainer.global_step),
+            **progress_counts(self.config, len(self.splits.train), trainer.global_step),
             "epochs": trainer.current_epoch,
             "metrics": self.metrics,
             "throughput": {
@@ -76,25 +90,25 @@ class RunRecord:
         }
         if trainer.is_global_zero:
             write_summary(self.folder / "summary.json", summary)
-            end(trainer.loggers, status)
+            end_loggers(trainer.loggers, status)
         return summary
 
 
-def logged(trainer: "pl.Trainer") -> dict[str, float]:
-    """What was logged, as plain numbers; counts are whole."""
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in found.items()}
+def logged_metrics(trainer: "pl.Trainer") -> dict[str, float]:
+    """Return the logged metrics as plain numbers; counts are int."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in metrics.items()}
 
 
-def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
-    """What a summary says of `steps` optimizer steps on `samples` training samples."""
+def progress_counts(config: Config, samples: int, steps: int) -> dict[str, int]:
+    """Return steps, epochs and samples seen after `steps` optimizer steps on `samples` training samples."""
     order = DataOrder(samples, config.layout, config.seed)
     epochs, step = order.position(steps)
     return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}
 
 
 def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:
-    """The part of a summary that is known without a worker; the rest is empty."""
+    """Return a summary without the results of workers: their values are empty."""
     layout = config.layout
     best, last = (
         str(path.relative_to(folder)) if path.exists() else None for path in (paths.best(folder), paths.last(folder))
@@ -123,9 +137,10 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
 
 
 def weights_sha256(state_dict: Mapping[str, Any]) -> str:
-    """SHA-256 over the names and contiguous bytes of all tensors, by sorted name: equal exactly when the bits are.
+    """Return the SHA-256 over the names and contiguous bytes of all tensors, sorted by name.
 
-    It does not depend on memory format, device or insertion order. Extra state that is no tensor is left out.
+    Two hashes are equal exactly when all bits are equal. The hash does not depend on memory format, device or insertion
+    order. Values that are no tensors are left out.
     """
     import torch
 
@@ -136,7 +151,7 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
             continue
         sha256.update(name.encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
-        sha256.update(flat.view(torch.uint8).numpy().data)  # through bytes, since numpy knows no bfloat16
+        sha256.update(flat.view(torch.uint8).numpy().data)  # as bytes, since numpy has no bfloat16
     return sha256.hexdigest()
 
 
@@ -144,30 +159,32 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """A run's summary; empty where there is none that can be read."""
+    """Return a run's summary; empty if there is none that can be read."""
     try:
-        found = json.loads((folder / "summary.json").read_text())
+        content = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def conclude(folder: Path, status: str, error: str | None = None, known: Mapping[str, Any] | None = None) -> None:
-    """Says in a run's summary how it ended, and what else is `known`; the rest stays. On a full disk all does: what
-    ended the run is the error to be told."""
-    with suppress(OSError):
+def write_conclusion(
+    folder: Path, status: str, error: str | None = None, known: Mapping[str, Any] | None = None
+) -> None:
+    """Update a run's summary with its status, its error and the entries of `known`."""
+    with suppress(OSError):  # on a full disk, the error that ended the run must be reported instead
         summary = {**summary_of(folder), **(known or {}), "status": status, "error": error}
         write_summary(folder / "summary.json", summary)
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Write a summary atomically as JSON; what is not finite becomes null, since JSON has no word for it."""
+    """Write a summary atomically as JSON. Numbers that are not finite become null, since JSON has none."""
     text = json.dumps(_plain(summary), indent=2, allow_nan=False)
     with replacing(path) as file:
         file.write(text.encode() + b"\n")
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON data."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

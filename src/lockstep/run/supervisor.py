@@ -1,4 +1,4 @@
-"""A run as the parent sees it: workers are launched, and a summary is left behind whatever happens to them."""
+"""Run a job as the parent process: launch the workers, restart them, and make sure that a summary is written."""
 
 import signal
 import sys
@@ -10,61 +10,62 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.resume import record_of, saved
-from lockstep.config.arguments import given
+from lockstep.checkpoint.resume import last_checkpoint_id, record_of
+from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
-from lockstep.launch.agent import launch
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
-from lockstep.run.provenance import card, must_be_alike
-from lockstep.run.summary import conclude, progress, summarise, summary_of
+from lockstep.run.machine_check import check_same_on_all_ranks, machine_fingerprint
+from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
-    """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
-    config = check(raw, given=given())
+    """Train one run in its folder: check, open the data, launch the workers. Return the run's summary."""
+    config = check(raw, overridden=overridden_keys())
 
     from lockstep.checkpoint.io import refuse_broken
     from lockstep.checkpoint.weights import refuse_broken_weights
     from lockstep.data.build import open_data
-    from lockstep.run.training import train as work
+    from lockstep.run.training import fit_and_test as work
 
-    # Before the data are opened; workers read all of the file, and check all of it.
+    # A quick check before the data is opened. Workers check the whole file.
     if config.resume:
-        if Path(config.resume).exists():  # else another machine has it
+        if Path(config.resume).exists():  # it may be on another machine
             refuse_broken(Path(config.resume))
-    elif config.init_from and config.layout.num_nodes == 1 and saved(folder) is None:
+    elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
     return run_in_workers(partial(work, record=record_of(raw)), config, splits, folder)
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
-    """Launches `work(config, splits, folder)` on the config's layout; returns rank zero's result.
+    """Launch `work(config, splits, folder)` on the config's layout. Return rank zero's result.
 
     Raises:
-        UserError, WorkerFailed, Interrupted: as `launch`; summary.json then says what ended the run.
+        UserError, WorkerFailed, Interrupted: see `launch`. summary.json then has the error.
     """
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
-        raise UserError(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
+        raise UserError(f"{wish}: an engine restarts its workers itself: use its option, as torchrun --max-restarts=3")
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
-            f"precision={config.precision}: this processor has no bf16 instructions and emulates them, at up to seven "
-            "times float32's time; precision=auto takes 32-true here",
+            f"precision={config.precision}: this processor emulates bf16, which takes up to seven times as long as "
+            "float32: use precision=auto, which is 32-true here",
             file=sys.stderr,
         )
     if external_workers() > 1:
-        must_be_alike(card(config, splits))
-    before, begun = summary_of(folder), saved(folder)
+        check_same_on_all_ranks(machine_fingerprint(config, splits))
+    before, begun = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
     except BaseException as error:
-        if not isinstance(error, UserError) or saved(folder) != begun:  # one refused at once leaves the summary alone
+        # A run that was refused before its first checkpoint keeps the summary of an earlier start.
+        if not isinstance(error, UserError) or last_checkpoint_id(folder) != begun:
             _conclude(config, splits, folder, before, error)
         if isinstance(error, Interrupted):
             call_earlier_handler(error.signum)
@@ -72,8 +73,11 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
 
 
 def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
-    """Start the workers; after one was lost, `max_restarts` times again, then, under `elastic`, with one fewer, at once
-    without a device that has computed wrong. `pieces` stay, so every layout takes the same steps."""
+    """Start the workers, and restart them when one was lost.
+
+    They are restarted `max_restarts` times. After that, with `elastic=true`, they are restarted with one device fewer;
+    a device that computed wrong is left out at once. `pieces` stays, so every layout takes the same steps.
+    """
     now, left, restarts = config, config.max_restarts, 0
     while True:
         try:
@@ -81,51 +85,54 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             return launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, restarts=restarts)
         except WorkerFailed as failed:
             restarts += 1
-            continues = saved(folder) is not None
+            continues = last_checkpoint_id(folder) is not None
             if failed.without and continues:
-                from lockstep.checkpoint.start import go_back
+                from lockstep.checkpoint.start import restore_good_checkpoint
 
-                go_back(folder, failed)
+                restore_good_checkpoint(folder, failed)
             shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
             if left and not (failed.without and shrinks):
                 left -= 1
-                print(f"{failed}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
+                print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
             elif shrinks:
                 now = _with_devices(config, now.layout.devices - 1)
                 hide_gpu(failed.without[0] if failed.without else failed.local_rank)
                 workers = f"{now.layout.devices} of {config.layout.devices} workers"
-                print(f"{failed}; going on with {workers}", file=sys.stderr)
+                print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:
                 raise
 
 
 def _with_devices(config: Config, devices: int) -> Config:
-    """The config on fewer devices; shares are those of the devices that were asked for."""
+    """Return the config with fewer devices and without shares, which belong to the original devices."""
     return replace(config, layout=replace(config.layout, devices=devices, shares=()))
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
-    """Writes the summary of a run whose workers could not, or names the root cause in the one that they wrote; `before`
-    is that of the run which this one goes on with."""
+    """Write the summary of a run whose workers have not, or put the root cause into the one that they wrote.
+
+    Args:
+        before: the summary that the folder had when this run started.
+    """
     rank = environment().rank
-    if rank and isinstance(error, Interrupted):  # rank zero ends with it too, and two must not write one file at once
+    if rank and isinstance(error, Interrupted):  # rank zero writes it, and two ranks must not write one file at once
         return
     if isinstance(error, WorkerFailed) and error.victim:
-        time.sleep(VICTIM_SECONDS + rank / 4)  # the first rank of those that are left
+        time.sleep(VICTIM_SECONDS + rank / 4)  # so that the first remaining rank writes first
         if (written := summary_of(folder)) != before and written.get("status") == "failed":
-            return  # the rank that was lost has written why
-    if isinstance(error, KeyboardInterrupt):  # before the workers, or after them
+            return  # the lost rank has written its error
+    if isinstance(error, KeyboardInterrupt):  # it came while no worker ran
         error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
     written, steps = summary_of(folder), getattr(error, "steps", 0) or _steps_saved(folder)
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
-        known = summarise(config, folder, status, str(error)) | progress(config, len(splits.train), steps)
-    conclude(folder, status, str(error), known)
+        known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)
+    write_conclusion(folder, status, str(error), known)
 
 
 def _steps_saved(folder: Path) -> int:
-    """Optimizer steps in a run's last checkpoint; 0: there is none that can be used."""
+    """Return the optimizer steps in a run's last checkpoint; 0 if there is none that can be read."""
     from lockstep.checkpoint.io import step_of
 
     return max(0, step_of(paths.last(folder)))

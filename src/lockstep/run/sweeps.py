@@ -1,6 +1,9 @@
-"""A sweep: Hydra's sweeper lists its jobs, which are checked before the first begins; the default launcher deals GPUs
-and cores to jobs that run side by side, each in a process of its own, so that whatever happens to one, the others
-continue. `hydra_plugins/lockstep_sweeps.py` names both to Hydra."""
+"""Check and run the jobs of a sweep.
+
+Hydra's sweeper lists the jobs. All are checked before the first one begins. The default launcher then runs them,
+several at a time, and gives each its GPUs and cores. Each job has its own process, so the others continue if one fails.
+`hydra_plugins/lockstep_sweeps.py` registers sweeper and launcher.
+"""
 
 import multiprocessing
 import os
@@ -23,19 +26,26 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import check
-from lockstep.config.checks import checker
 from lockstep.config.schema import Sweep
+from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
-from lockstep.launch.agent import start_method
 from lockstep.launch.environment import environment, export, external_workers
-from lockstep.launch.interpreter import imported
 from lockstep.launch.machine import gpu_count
-from lockstep.launch.process_group import of_rank_zero
-from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangup, let_in, set_parent_death_signal
+from lockstep.launch.parent import start_method
+from lockstep.launch.process_group import broadcast_from_rank_zero
+from lockstep.launch.process_lifetime import freeze_imports
+from lockstep.launch.signals import (
+    Interrupted,
+    block_signals,
+    forward_signals,
+    ignores_hangup,
+    set_parent_death_signal,
+    unblock_signals,
+)
 from lockstep.run.cli import SweepFailed
-from lockstep.run.lock import FolderBusy, locked
-from lockstep.run.summary import conclude, summary_of
-from lockstep.text import duration, plural, short_path, typed
+from lockstep.run.lock import FolderBusy, lock_folder
+from lockstep.run.summary import summary_of, write_conclusion
+from lockstep.text import duration, plural, shell_override, short_path
 
 
 @dataclass
@@ -45,7 +55,7 @@ class Job:
     number: int
     folder: Path
     overrides: list[str]
-    label: str = ""  # its own overrides, which other jobs don't have
+    label: str = ""  # the overrides that only this job has
     started: float = 0.0  # time.monotonic()
 
     @property
@@ -54,7 +64,7 @@ class Job:
 
 
 def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0) -> list[Job]:
-    """Return the jobs of a sweep whose overrides Hydra has listed; `first` is the number of the first one."""
+    """Return the jobs of a sweep from the overrides that Hydra has listed; `first` is the first job's number."""
     common = set.intersection(*map(set, listed)) if len(listed) > 1 else set()
     jobs = []
     for number, overrides in enumerate(listed, first):
@@ -67,16 +77,16 @@ def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0)
 # --- before the first job, whichever launcher runs them ---
 
 
-def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
-    """Check all jobs of a sweep that are not complete, as each would be checked when it begins, hours later perhaps.
+def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
+    """Check all jobs of a sweep before the first one begins, since the last one may begin hours later.
 
     Returns:
-        The sweep's overrides. Where `threads` is not given and the jobs' layouts would have different numbers of CPU
-        threads, the smallest of them is added: sums over another number of threads are rounded differently, and a
-        comparison of layouts would show that instead.
+        The sweep's overrides. If `threads` is not given and the jobs' layouts would have different numbers of CPU
+        threads, the smallest number is added: the number of threads changes rounding, and a comparison of layouts
+        would show this difference.
 
     Raises:
-        UserError: naming the job that can't be run.
+        UserError: A job can't be run. The message names it.
     """
     if config.hydra.job.config_name != "train":
         return list(arguments)
@@ -86,7 +96,7 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
     threads: set[int] = set()
     for job in jobs_of(config, listed):
         try:
-            settings = check(_composed(config, context, job.overrides))
+            settings = check(_compose_job(config, context, job.overrides))
         except UserError as refusal:
             if job.completed:
                 continue
@@ -96,16 +106,16 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
 
 
 def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
-    """Hold the lock of a sweep's folder, before anything is written there."""
-    return locked(Path(config.hydra.sweep.dir), environment().rank == 0)
+    """Return a context manager that holds the lock of a sweep's folder."""
+    return lock_folder(Path(config.hydra.sweep.dir), environment().rank == 0)
 
 
 @contextmanager
-def failed_jobs(folder: Path) -> Iterator[None]:
-    """While a launcher, of whatever kind, runs the jobs of a sweep: say in one line how many failed.
+def report_failed_jobs(folder: Path) -> Iterator[None]:
+    """Run a launcher of any kind inside, then print how to continue if some jobs of the sweep have failed.
 
     Raises:
-        SweepFailed: jobs have not completed.
+        SweepFailed: Some jobs have not completed.
     """
     reason = ""
     try:
@@ -121,8 +131,8 @@ def failed_jobs(folder: Path) -> Iterator[None]:
         raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
 
 
-def _composed(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
-    """A job's config as plain containers."""
+def _compose_job(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
+    """Compose a job's config as plain containers."""
     composed = context.config_loader.load_sweep_config(config, overrides)
     with open_dict(composed):
         del composed["hydra"]
@@ -133,20 +143,20 @@ def _composed(config: DictConfig, context: HydraContext, overrides: list[str]) -
 
 
 def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) -> None:
-    """Run the jobs that are not complete, as devices come free; print a line when one ends.
+    """Run the jobs that are not complete, as devices become free. Print a line when a job ends.
 
     Args:
-        run: the job itself, in its own process.
+        run: runs a job; called in the job's own process.
 
     Raises:
-        UserError: there are too few devices for as many jobs at once.
-        SweepFailed: a job failed; the others were run.
-        Interrupted: a signal ended the sweep; its jobs have saved and ended.
+        UserError: There are too few devices for this number of jobs at once.
+        SweepFailed: Some jobs failed. The others have completed.
+        Interrupted: A signal ended the sweep. Its jobs have saved and ended.
     """
     sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     slots = _slots(sweep.jobs, config)
     progress = Progress(len(jobs), sweep.metric, sweep.mode, len(slots))
-    done = of_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
+    done = broadcast_from_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
     missing = [job for job in jobs if job.number not in done]
     for number, summary in done.items():
         progress.add(number, summary)
@@ -156,7 +166,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
     def start(job: Job) -> None:
         if not paths.last(job.folder).exists():
-            for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
+            for drawn in ("tensorboard", "csv"):  # the job starts again, so old curves go
                 shutil.rmtree(job.folder / drawn, ignore_errors=True)
         run(job)
 
@@ -170,24 +180,24 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 
 def to_continue(folder: Path) -> str:
-    """The line that says how to run the jobs of a sweep that are missing."""
-    return f"to run what is missing: python {short_path(sys.argv[0])} {typed('sweep.resume', folder)}"
+    """Return the line with the command that runs the missing jobs of a sweep."""
+    return f"to run the missing jobs: python {short_path(sys.argv[0])} {shell_override('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The devices of one job at a time. Empty: all that there are."""
+    """The devices of one job at a time. Empty: the job may use all."""
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
 
 
 def _slots(count: int, config: DictConfig) -> list[Slot]:
-    """The devices of each job that runs at once."""
+    """Return a slot for each of `count` jobs that run at the same time."""
     if count == 1:
         return [Slot()]
     if in_place():
-        raise UserError(f"sweep.jobs={count}: needs fork, without an engine's workers; else jobs run one by one")
+        raise UserError(f"sweep.jobs={count}: jobs run one by one on this system and under an engine: use sweep.jobs=1")
     gpus = gpu_count() if config.get("accelerator", "cpu") != "cpu" else 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
@@ -195,22 +205,26 @@ def _slots(count: int, config: DictConfig) -> list[Slot]:
 
 
 def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
-    """Devices dealt to `jobs` jobs that run at once: runs of neighbours. Fewer GPUs than jobs, or, without any, fewer
-    cores, are a UserError."""
+    """Divide the devices among `jobs` jobs that run at the same time. Each gets neighbouring devices.
+
+    Raises:
+        UserError: There are fewer GPUs than jobs; or, without GPUs, fewer cores.
+    """
     kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
     if jobs > count:
         are = "is" if count == 1 else "are"
-        raise UserError(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {plural(count, kind)}")
-    cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
-    return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
+        few = f"each job needs its own {kind}, and there {are} {count}"
+        raise UserError(f"sweep.jobs={jobs}: {few}: use sweep.jobs={count} or less")
+    cut = [_split_evenly(gpus, jobs), _split_evenly(cores, jobs) if jobs <= len(cores) else [()] * jobs]
+    return [Slot(tuple(job_gpus), tuple(job_cores)) for job_gpus, job_cores in zip(*cut, strict=True)]
 
 
-def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+def _split_evenly(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
 
 
 def in_place() -> bool:
-    """Whether jobs run in this very process, one after the other: an engine's workers, or where there is no fork."""
+    """Check whether jobs must run in this process, one by one: in an engine's workers, or without fork."""
     return bool(external_workers()) or start_method() != "fork"
 
 
@@ -220,39 +234,40 @@ def run_jobs(
     ended: Callable[[Job, dict[str, Any]], None],
     places: Sequence[Slot],
 ) -> None:
-    """Run jobs as places come free.
+    """Run jobs as places become free.
 
     Args:
-        start: the run itself, in the job's process.
-        ended: called at each end, with the job's summary.
+        start: runs a job; called in the job's own process.
+        ended: called in this process when a job has ended, with the job's summary.
+        places: the devices of the jobs that run at the same time.
 
     Raises:
-        Interrupted: a signal ended the sweep; the jobs were asked to save, and have ended.
+        Interrupted: A signal ended the sweep. The jobs have saved and ended.
     """
     if in_place():
         for job in jobs:
             job.started = time.monotonic()
             start(job)
-            ended(job, of_rank_zero(summary_of(job.folder)))
+            ended(job, broadcast_from_rank_zero(summary_of(job.folder)))
         return
-    import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
+    import lockstep.run.evaluation  # noqa: F401  import what a run needs once for all jobs
 
-    imported()
+    freeze_imports()
     fork = multiprocessing.get_context("fork")
-    running: dict[int, tuple[Any, Job, Slot]] = {}  # the processes, by what becomes ready when one ends
+    running: dict[int, tuple[Any, Job, Slot]] = {}  # by the sentinel of the process
     waiting, free = list(jobs), list(places)
-    with forwarding() as received:
+    with forward_signals() as received:
         while True:
             while free and waiting:
-                with held():
+                with block_signals():
                     if received:
                         break
                     job, place = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
-                    process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process = fork.Process(target=_run_job, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
                     running[process.sentinel] = process, job, place
-                    if received:  # before it was known
+                    if received:  # the signal came before this process could forward it
                         process.terminate()
             if not running:
                 break
@@ -265,67 +280,67 @@ def run_jobs(
             raise Interrupted(received[0])
 
 
-def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
-    """The first function of a job's process."""
-    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
+def _run_job(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
+    """Run a job. This is the first function of its process."""
+    os.setpgid(0, 0)  # Ctrl-C reaches the sweep only, which forwards it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not ignores_hangup():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
-    let_in()
+    unblock_signals()
     set_parent_death_signal(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     if place.gpus:
         export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
     try:
-        if together:  # their lines would be mixed on the console
+        if together:  # the lines of several jobs would mix on the console
             job.folder.mkdir(parents=True, exist_ok=True)
             with open(job.folder / "output.log", "ab") as file:
                 for stream in (1, 2):
                     os.dup2(file.fileno(), stream)
         start(job)
     except (Interrupted, KeyboardInterrupt) as interrupted:
-        if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
-            conclude(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
+        if summary_of(job.folder).get("status") != "interrupted":  # no worker has run yet
+            write_conclusion(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
         sys.exit(getattr(interrupted, "code", 130))
-    except FolderBusy as busy:  # the summary there is another run's
+    except FolderBusy as busy:  # the folder's summary belongs to another run
         print(f"error: {busy}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        conclude(job.folder, "failed", f"{type(error).__name__}: {error}")
+        write_conclusion(job.folder, "failed", f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
 def _result(job: Job, code: int) -> dict[str, Any]:
-    """The job's summary; where its process died without one, written for it."""
+    """Return the job's summary. Write one if the job's process was killed."""
     if code == 0 and (summary := summary_of(job.folder)):
         return summary
     if code < 0:
-        conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
-    return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
+        write_conclusion(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
+    return {"status": "failed", "error": f"exit code {code}, and no summary"} | summary_of(job.folder)
 
 
-# --- a line at each job's end ---
+# --- a line at the end of each job ---
 
 
 @dataclass
 class Progress:
-    """What a sweep prints while it runs."""
+    """Prints the progress of a sweep."""
 
     total: int  # jobs of the whole sweep
     metric: str  # name in a summary's `metrics` by which the best is chosen
     mode: str  # max or min
     at_once: int = 1  # jobs that run at the same time
-    done: int = 0  # jobs that are over, of an earlier start too
-    failed: int = 0  # those of this start that did not end well
+    done: int = 0  # jobs that have ended, also in earlier starts
+    failed: int = 0  # jobs of this start that did not complete
     best: tuple[float, int] | None = None  # value, job number
-    seconds: list[float] = field(default_factory=list)  # that each job of this start took
+    seconds: list[float] = field(default_factory=list)  # duration of each job of this start
 
     def add(self, number: int, summary: dict[str, Any]) -> float | None:
-        """Count a job that is over, and return its result; only a completed run can be the best."""
+        """Count a job that has ended, and return its metric. Only a completed run can be the best."""
         self.done += 1
         value = (summary.get("metrics") or {}).get(self.metric)
         if value is not None and summary.get("status") == "completed":
@@ -335,7 +350,7 @@ class Progress:
         return value
 
     def ended(self, job: Job, summary: dict[str, Any]) -> None:
-        """Print how a job of this start went."""
+        """Print the result of a job of this start, and the time that is left."""
         status, took = summary.get("status"), time.monotonic() - job.started
         value = self.add(job.number, summary)
         self.failed += status != "completed"
@@ -345,7 +360,7 @@ class Progress:
             parts.append(f"{self.metric} {value:.4g}")
         elif status == "completed" and "metrics" in summary:
             logged = ", ".join(name for name in summary["metrics"] if name.startswith("val/"))
-            parts.append(f"no {self.metric} to choose by; validation logged: {logged or 'nothing'}")
+            parts.append(f"no {self.metric} to compare: validation logged {logged or 'nothing'}")
         if self.best:
             parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")
         if left := self.total - self.done:

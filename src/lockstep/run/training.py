@@ -1,4 +1,4 @@
-"""What a worker does: builds, goes on from a checkpoint where there is one, fits, tests, and says how it went."""
+"""Fit and test in a worker: build the parts, continue from a checkpoint if there is one, train, test, summarise."""
 
 import errno
 import logging
@@ -16,49 +16,55 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.compatible import must_be_same_data, must_fit, told
+from lockstep.checkpoint.compatible import check_checkpoint_fits, check_same_data, resume_messages
 from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
-from lockstep.checkpoint.start import TakeFolder, load_start
-from lockstep.checkpoint.state import ResumeState
+from lockstep.checkpoint.resume_state import ResumeState
+from lockstep.checkpoint.start import ClaimFolder, load_start
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.agreement import ranks_with_folder
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import is_lost_rank, of_rank_zero
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
+from lockstep.launch.rank_zero_decisions import ranks_with_folder
 from lockstep.launch.signals import Interrupted
-from lockstep.run import fast, provenance
+from lockstep.run import provenance, worker_setup
+from lockstep.run.batch_norm_check import OF_TORCH, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.length import length_of
-from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
-from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
+from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
+from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it.
+def fit_and_test(
+    config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Fit and test in this worker, and return the run's summary. Every worker of the layout must call it.
 
     Args:
-        record: the texts of the files in `.hydra/`, by name.
+        record: the texts of the files in `.hydra/`, by file name.
+
+    Raises:
+        UserError: The input is bad, or the run can't continue from its checkpoint.
+        Interrupted: A signal ended the run. Its checkpoint is saved.
     """
     started = time.perf_counter()
-    rank = fast.set_up_worker(config, folder)
+    rank = worker_setup.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
@@ -69,34 +75,34 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    begins: list[str] = [splits.about]
+    messages: list[str] = [splits.about]
     fresh: Sequence[str] = ()
     if config.init_from and not checkpoint:
-        filled = weights.begin("init_from", module, config.init_from, True)
-        begins.append(filled.message)
+        filled = weights.load_weights("init_from", module, config.init_from, True)
+        messages.append(filled.message)
         freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
         weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
         fresh = filled.fresh
     check_batch_norms(config, splits, module)
-    begins += told(config, splits, resumed)
-    begins += config.strategy.notes(resumes=bool(resumed))
+    messages += resume_messages(config, splits, resumed)
+    messages += config.strategy.notes(resumes=bool(resumed))
     for extra in config.extras.values():
-        begins += extra.notes(config, resumes=bool(resumed))
+        messages += extra.notes(config, resumes=bool(resumed))
     if odd := not_plain(module.hparams):
-        begins.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
+        messages.append(f"hyperparameters {join_names(odd)}: they are no plain data, so checkpoints leave them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
-    config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
+    config = replace(config, max_epochs=run_length(config, samples).epochs)  # for Lightning and the console
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    chosen = fast.describe(module, config.compile)
+    chosen = worker_setup.describe_choices(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
-    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
-    callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
+    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
+    callbacks += [Preemption(folder), starts, ClaimFolder(folder, record, checkpoint, environment().rank in ranks)]
     if checkpoint:
-        must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
-        must_fit(checkpoint, resumed, module.state_dict(), config, steps)
+        check_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
+        check_checkpoint_fits(checkpoint, resumed, module.state_dict(), config, steps)
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
     parts = RunParts(config, splits, folder, module, resumed, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
@@ -105,20 +111,20 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)
-    run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
-    del loaded, resumed, parts  # Lightning gets it from the trainer's CheckpointIO, and drops it when all is restored
+    run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # needed if nothing is left to train
+    del loaded, resumed, parts  # free the memory: the trainer's CheckpointIO holds the checkpoint until it is restored
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         run.fitted()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
-            reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
+            reason = next(filter(None, map(stop_reason, callbacks)), "a callback stopped it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
-        if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
-            # an average would bring back, from the checkpoint, the weights that it was made of
+        if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
+            # WeightAveraging would load the weights before averaging from the checkpoint.
             tests: Any = trainer
-            tests.profiler = PassThroughProfiler()  # Lightning's fail where a schedule leaves nothing to report
+            tests.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
             tests.callbacks = [each for each in tests.callbacks if not isinstance(each, WeightAveraging)]
             trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
             run.tested()
@@ -127,30 +133,30 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
-        error.steps = trainer.global_step  # type: ignore[attr-defined]  # for a parent whose rank zero was killed
+        error.steps = trainer.global_step  # type: ignore[attr-defined]  # the parent needs it if rank zero was killed
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
-            error.filename = str(folder)  # TensorBoard's, which name no file
-        ours = not isinstance(error, OSError | NonFinite | Damaged | WorkerFailed) and not is_lost_rank(error)
+            error.filename = str(folder)  # errors of TensorBoard name no file
+        ours = not isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) and not is_lost_rank(error)
         trained = trainer.global_step > first or environment().restarts
-        if checkpoint and ours and not trained:  # the run stays what it was
-            raise _cannot_go_on(checkpoint, error, rank) from error
-        if not is_lost_rank(error):  # else the one that was lost tells why, or the parent
-            with suppress(OSError):  # a full disk, say
+        if checkpoint and ours and not trained:  # this start has changed nothing, so the summary stays
+            raise _cannot_continue(checkpoint, error, rank) from error
+        if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
+            with suppress(OSError):  # the disk may be full
                 run.finish("failed", f"{type(error).__name__}: {error}")
         if OF_TORCH in str(error):
-            raise refusal(config, samples) from error
+            raise single_value_error(config, samples) from error
         raise
     summary = run.finish("completed", None)
     if rank == 0:
-        trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance is what to expect
-        chance = at_chance(run.metrics, splits, starts.lr) if trained else None
+        trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance level is no surprise
+        chance = chance_level_line(run.metrics, splits, starts.lr) if trained else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary
 
 
 def unfrozen_later(config: Config) -> list[str]:
-    """Patterns of the names of parameters that `callbacks.unfreeze` trains from some epoch on."""
+    """Return the patterns of the parameter names that `callbacks.unfreeze` trains from some epoch on."""
     options = config.callbacks.get("unfreeze")
     if not options:
         return []
@@ -159,16 +165,20 @@ def unfrozen_later(config: Config) -> list[str]:
 
 
 def check_sizes(config: Config, samples: int) -> None:
-    """Refuses steps that a training set of so many samples does not fill."""
+    """Check that a training set of `samples` samples fills a step.
+
+    Raises:
+        UserError: The batch size is larger, or the strategy needs more samples.
+    """
     size = config.layout.batch_size
     if size > samples:
-        there = plural(samples, "sample")
-        raise UserError(f"batch_size={size}: a step has {there} at most, as many as the training set")
+        most = f"the {plural(samples, 'sample')} of the training set"
+        raise UserError(f"batch_size={size} is more than {most}: use batch_size={samples} or less")
     config.strategy.check_samples(config.layout, samples)
 
 
-def stopped_by(callback: Any) -> str | None:
-    """Why a callback has ended the run, where it is Lightning's EarlyStopping."""
+def stop_reason(callback: Any) -> str | None:
+    """Return why a callback has stopped the run, if the callback is Lightning's EarlyStopping."""
     if not isinstance(callback, EarlyStopping) or not callback.stopping_reason_message:
         return None
     if callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
@@ -177,21 +187,22 @@ def stopped_by(callback: Any) -> str | None:
     return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.").rstrip(".")
 
 
-def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> UserError:
+def _cannot_continue(checkpoint: str, error: Exception, rank: int) -> UserError:
+    """Return the error of a run that can't continue from its checkpoint. The log gets the traceback."""
     if isinstance(error, UserError):
         return error
-    logging.root.error("the run can't go on", exc_info=error)
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UserError(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
+    logging.root.error("the run can't continue", exc_info=error)
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    return UserError(f"{checkpoint}: can't continue from it: {cause} (traceback in {logs.log_file_name(rank)})")
 
 
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
-    """The run's first batch as the training set: every step then has these samples, whatever the position."""
+    """Return splits whose training set is the run's first batch, so that every step has these samples."""
     first = splits.order(layout, seed).step(0, 0)
     return replace(splits, train=Subset(splits.train, first), balanced=False)  # type: ignore[arg-type]
 
 
 def _best(callbacks: list[pl.Callback]) -> str | None:
-    """The best checkpoint, which only rank zero may have."""
+    """Return the path of the best checkpoint on all ranks. Only rank zero may see the file."""
     paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
-    return of_rank_zero(paths[0] if paths else None)
+    return broadcast_from_rank_zero(paths[0] if paths else None)

@@ -1,1 +1,1 @@
-"""One optimizer step from its pieces: micro-batches, the loop, gradients, BatchNorm, strategies."""
+"""One optimizer step from its pieces: micro-batches, passes, gradients, BatchNorm, and the loop."""

@@ -1,7 +1,7 @@
-"""BatchNorm's running statistics of a step: the mean over its pieces, each started from the step's beginning.
+"""BatchNorm's running statistics of a step: the mean over its pieces, each from the values before the step.
 
-Left alone, a layer would apply its momentum once per piece on one device and once per step on many, and ranks would
-drift apart. The mean over the pieces is the same on every layout, and for one piece it is what torch does.
+Without this, a layer would apply its momentum once per piece on one device but once per step on many devices, and the
+ranks would drift apart. The mean over the pieces is the same on every layout. For one piece it equals torch's update.
 """
 
 from collections.abc import Sequence
@@ -12,28 +12,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lockstep.arithmetic.exact_sum import ExactSum, alone
+from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.step.gradients import GradientSum, all_reduce
-from lockstep.step.parts import runs
+from lockstep.step.network_parts import segment_ids
 
 
 def statistics(module: nn.Module) -> dict[str, Any]:
-    """A module's normalisation layers with running statistics, by name."""
+    """Return the normalisation layers of a module that have running statistics, by name."""
     return {
         name: layer
         for name, layer in module.named_modules()
         if isinstance(getattr(layer, "running_mean", None), Tensor)
-        and hasattr(layer, "num_batches_tracked")  # FrozenBatchNorm2d counts nothing
+        and hasattr(layer, "num_batches_tracked")  # FrozenBatchNorm2d has no counter and is never updated
     }
 
 
 class BatchNormStats:
-    """Keeps the running statistics of all normalisation layers of a module in step.
+    """Average the running statistics of a module's normalisation layers over the pieces of each step.
 
     Args:
-        gradients: how those of the pieces are summed: where they are exact, the mean does not depend on the order of
-            the pieces either.
-        exponents: the grids of the exact sums before, of a run that goes on.
+        gradients: the gradient sum. If it is exact, the statistics are summed exactly, too.
+        exponents: the exponents of the exact sums' grids, from a checkpoint; empty for a new run.
     """
 
     def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:
@@ -45,23 +44,23 @@ class BatchNormStats:
         self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
         self.active = False
-        self.start: list[Tensor] = []  # the buffers where the step begins, and the counters
+        self.start: list[Tensor] = []  # the buffers before the step, and the counters
         self.start_counts: list[Tensor] = []
         self.total: list[Tensor] = []
         self.counts: list[Tensor] = []  # after the step
-        # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
+        # Statistics have the order of 1 and start at exactly 0, so the grid need not be finer than 2**-45.
         self.exact: ExactSum | None = None
         if gradients.exact:
             owners = [layer for layer in self.layers for _ in kinds]
-            held, names = (
+            summed_here, names = (
                 [self.strategy.holds(layer) for layer in owners],
                 self.names if gradients.options.check_messages else (),
             )
-            self.exact = ExactSum(self.buffers, 0, runs(module, owners), held, names)
+            self.exact = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
             self.exact.exponents = list(exponents) or self.exact.exponents
 
     def begin(self, step_batch: Any) -> None:
-        """Remembers where the step starts. One piece on one process needs none of this."""
+        """Save the statistics before a step. A step with one piece on one process is left to torch."""
         one = step_batch.num_nonempty == 1 and self.world_size == 1
         self.active = bool(self.buffers) and not one
         if self.active:
@@ -74,37 +73,37 @@ class BatchNormStats:
                 self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
 
     def before(self) -> None:
-        """Puts the step's beginning back before a micro-batch."""
+        """Restore the statistics before the step, for the next micro-batch."""
         if self.active:
-            # backward passes may be still to come; autograd keeps these for them, and need not know
+            # `.data` hides the change from autograd, which may still need these tensors for a backward pass.
             torch._foreach_copy_([buffer.data for buffer in self.buffers], self.start)
-            torch._foreach_copy_(self.counters, self.start_counts)  # `momentum=None` weighs a piece by them
+            torch._foreach_copy_(self.counters, self.start_counts)  # with `momentum=None` they set the weight
 
     def after(self) -> None:
-        """Add what a micro-batch left."""
+        """Add the statistics after a micro-batch to the step's sum."""
         if self.active and self.exact is not None:
             self.exact.add(self.buffers)
         elif self.active:
             torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
 
     def finish(self, step_batch: Any) -> None:
-        """The mean over the step's pieces, on every process."""
+        """Set the statistics to the mean over the step's pieces. Every process calls this."""
         if not self.active:
             return
         if self.exact is not None:
-            self.total = self.exact.total(all_reduce if self.world_size > 1 else alone, step_batch.num_nonempty)
+            self.total = self.exact.total(all_reduce if self.world_size > 1 else reduce_alone, step_batch.num_nonempty)
         else:
             if self.world_size > 1:
                 dist.all_reduce(flat := parameters_to_vector(self.total))
                 vector_to_parameters(flat, self.total)
             torch._foreach_div_(self.total, step_batch.num_nonempty)
         for at, layer in enumerate(self.layers):
-            if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round
+            if not layer.training:  # frozen by `eval()`: keep the values, since a mean of equal numbers may round
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
         torch._foreach_copy_(self.counters, self.counts)
 
 
 def _wide(buffer: Tensor) -> torch.dtype:
-    """What statistics are summed in: half precision would round at each piece."""
+    """Return the dtype in which a buffer is summed: at least float32, because half precision would round each time."""
     return torch.promote_types(buffer.dtype, torch.float32)

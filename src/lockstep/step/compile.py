@@ -1,8 +1,8 @@
-"""`compile`: a module's networks are compiled by torch for training, in place; evaluation runs them as they are.
+"""`compile=true`: torch compiles a module's networks in place, for training only. Evaluation runs them uncompiled.
 
-So one shape is compiled, the piece's (and that of an epoch's short tail), and what is tested or exported is the network
-that the checkpoint names: names of weights, checkpoints and `exact` stay. Shapes are never dynamic: which kernel runs
-would depend on what came before. Dropout draws what it draws uncompiled.
+So torch compiles for the shape of a piece (and of the pieces of an epoch's short last step), and the names of weights
+do not change. Shapes are never dynamic: the choice of a kernel would then depend on the shapes before. Dropout draws
+the same numbers as without compilation.
 """
 
 import logging
@@ -15,35 +15,41 @@ from torch import nn
 
 from lockstep.errors import UserError
 
-SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
+SHAPES = 64  # compiled per network; torch's limit is 8 for all, and a ninth would run uncompiled, with other bits
 
 
 def compile_networks(module: pl.LightningModule, exact: bool) -> None:
-    """Compiles the networks of a module, each in its first pass in training. The kernels are kept for later runs.
+    """Compile the networks of a module in place. The compilation happens in each network's first training pass.
+
+    torch caches the kernels on disk for later runs.
 
     Args:
-        exact: no choice is made by timing.
+        module: the module; see `networks`.
+        exact: whether torch must not choose kernels by timing, since they may round differently.
 
     Raises:
-        UserError: there is no network.
+        UserError: the module has no network.
     """
-    found = list(networks(module))
-    if not found:
-        raise UserError(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
+    nets = list(networks(module))
+    if not nets:
+        raise UserError(f"compile=true: {type(module).__name__} has no layer with parameters: use compile=false")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a warning about CUDA without a GPU
     import torch._dynamo
 
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
-        most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # each counts over all networks
+        most = max(SHAPES * len(nets), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
-    torch._dynamo.config.optimize_ddp = False  # it cuts a network where DDP's buckets end: no gain, where pieces add up
+    torch._dynamo.config.optimize_ddp = False  # it splits a network at DDP's buckets, without a gain here
     options = {"fallback_random": True, "deterministic": exact}
-    for network in found:
+    for network in nets:
         network.compile(options=options, dynamic=False)
 
 
 def networks(module: nn.Module) -> Iterator[nn.Module]:
-    """The children that have parameters; of a list or dict of modules, which is never called itself, its members."""
+    """Yield the children of a module that have parameters.
+
+    An nn.ModuleList or nn.ModuleDict is never called itself, so its members are yielded instead.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from networks(child)
@@ -52,12 +58,14 @@ def networks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class EagerEvaluation(pl.Callback):
-    """Runs compiled networks as they are while they are evaluated."""
+    """Run compiled networks uncompiled during validation and test."""
 
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+        """Switch compiled code off."""
         torch.compiler.set_stance("force_eager")
 
     def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
+        """Switch compiled code on again."""
         torch.compiler.set_stance("default")
 
     on_test_start = on_validation_start

@@ -1,6 +1,6 @@
-"""What `self.log` gets in an evaluation, reduced over the ranks, so that every sample counts once on any layout.
+"""Reduction of the values that `self.log` gets in an evaluation, so that every sample counts once on any layout.
 
-Builds on Lightning's private `_ResultCollection`, which keeps what was logged: its `log`, and the `value`,
+This builds on Lightning's private `_ResultCollection`, which stores logged values: on its `log`, and on `value`,
 `cumulated_batch_size` and `_computed` of its entries. tests/test_promise_5_evaluation.py fails when they change.
 """
 
@@ -13,22 +13,24 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 LOG = logging.getLogger("lockstep")
-NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}  # by reduction: what changes nothing
+NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}  # the neutral element of each reduction
 SENT = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
 class Logged(NamedTuple):
-    """What one rank has logged under a name.
+    """The values that one rank has logged under one name.
 
     Attributes:
-        value: the sum of what was logged, each times its batch's samples, where the reduction is `mean`; else the sum,
-            minimum or maximum.
-        weight: samples that `value` counts; 1 where the reduction is another one.
+        fx: the hook that logged them.
+        name: the name that they were logged under.
+        value: for `mean` the sum of the values, each times the samples of its batch; else the sum, minimum or maximum.
+        weight: for `mean` the samples in `value`; else 1.
         reduction: `mean`, `sum`, `min` or `max`.
-        by_batch: whether `weight` counts samples; else the value was logged once, at the evaluation's start or end.
-        sync_dist: whether the module asks for a reduction over ranks itself.
-        dtype: of the result.
-        options: of `log`, so that a rank that has not logged it can show it too.
+        by_batch: whether the values were logged for batches. If not, one value was logged for the whole evaluation, at
+            its start or end.
+        sync_dist: whether the module asked for a reduction over ranks.
+        dtype: dtype of the result.
+        options: options of `log`. A rank that has not logged this name needs them to add it.
     """
 
     fx: str
@@ -43,10 +45,10 @@ class Logged(NamedTuple):
 
 
 class EvaluationLogs(_ResultCollection):
-    """Keeps what an evaluation logs, in float64, and reduces it over the ranks when the evaluation ends.
+    """Store the logged values of an evaluation in float64 and reduce them over the ranks at its end.
 
-    A metric of torchmetrics reduces itself. What is logged with `rank_zero_only` or `sync_dist_group` is left to
-    Lightning; so are values shown step by step (`on_step=True`), which are those of rank zero's batches.
+    torchmetrics objects reduce themselves. Lightning handles values with `rank_zero_only` or `sync_dist_group`, and
+    values per step (`on_step=True`), which come from rank zero's batches.
     """
 
     def __init__(self) -> None:
@@ -55,8 +57,9 @@ class EvaluationLogs(_ResultCollection):
         self._noticed: set[str] = set()
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        lightnings = options.get("rank_zero_only") or options.get("sync_dist_group") is not None
-        if isinstance(value, Tensor) and options.get("on_epoch", True) and not lightnings:
+        """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
+        by_lightning = options.get("rank_zero_only") or options.get("sync_dist_group") is not None
+        if isinstance(value, Tensor) and options.get("on_epoch", True) and not by_lightning:
             by_batch = "_batch_" in fx or not fx.startswith("on_") or options.get("batch_size") is not None
             dtype = torch.promote_types(value.dtype, torch.promote_types(torch.get_default_dtype(), torch.float32))
             sent = {option: options[option] for option in SENT if option in options}
@@ -65,14 +68,14 @@ class EvaluationLogs(_ResultCollection):
         super().log(fx, name, value, **options)
 
     def reduce(self, gather: Callable[[Any], list[Any]], samples: int, sync_dist_fn: Any) -> None:
-        """Replace what this rank has logged by what all ranks have. Every rank calls it.
+        """Replace the values of this rank by the reduction over all ranks. Every rank calls this.
 
         Args:
-            gather: returns the argument of every rank, in the order of the ranks.
-            samples: how many this rank has evaluated.
+            gather: takes an object and returns the objects of all ranks, in rank order.
+            samples: number of samples that this rank has evaluated.
             sync_dist_fn: as of `log`.
         """
-        ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._own()))
+        ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._local_logs()))
         for key, one in {key: one for _, logged in reversed(ranks) for key, one in logged.items()}.items():
             if key not in self or self[key].has_reset:
                 neutral = torch.tensor(NEUTRAL[one.reduction], dtype=torch.float64)
@@ -85,34 +88,38 @@ class EvaluationLogs(_ResultCollection):
             if not exact and key not in self._noticed:
                 self._noticed.add(key)
                 LOG.warning(
-                    "%s: logged in %s, and not the same on all ranks: shown is the %s over ranks%s, which one device "
-                    "need not give; log it in %s, or log a torchmetrics metric",
+                    "%s, logged in %s, differs between ranks and is reported as their %s%s: to get the value of one "
+                    "device, log it in %s, or log a torchmetrics metric",
                     *(one.name, one.fx, one.reduction, ", weighted by samples" * (one.reduction == "mean")),
                     "test_step" if "test" in one.fx else "validation_step",
                 )
 
-    def _own(self) -> dict[str, Logged]:
-        found = {}
+    def _local_logs(self) -> dict[str, Logged]:
+        """Return the logged values of this rank, by key."""
+        logs = {}
         for key, item in self.valid_items():
             if key in self._logged and item.is_tensor:
                 by_batch, sync_dist, dtype, options = self._logged[key]
                 weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
                 about = item.meta.reduce_fx.__name__, by_batch, sync_dist, dtype, options
-                found[key] = Logged(item.meta.fx, item.meta.name, float(item.value), weight, *about)
-        return found
+                logs[key] = Logged(item.meta.fx, item.meta.name, float(item.value), weight, *about)
+        return logs
 
 
 def reduced(logged: Sequence[tuple[int, Logged]]) -> tuple[float, bool]:
-    """Return what ranks have logged under one name as one device would show it, and whether that is certain.
+    """Reduce the values of several ranks under one name.
 
     Args:
-        logged: by rank, how many samples it has evaluated, and what it has logged.
+        logged: for each rank, the number of samples that it has evaluated, and its values.
+
+    Returns:
+        The result, and whether one device would certainly get the same.
     """
     one = logged[0][1]
     numbers = torch.tensor([each.value for _, each in logged], dtype=torch.float64)
     weights = torch.tensor([each.weight for _, each in logged], dtype=torch.float64)
     certain = True
-    if not one.by_batch:  # one value of each rank; that of a rank without a sample says nothing
+    if not one.by_batch:  # one value per rank; ranks without a sample are left out
         samples = torch.tensor([count for count, _ in logged], dtype=torch.float64)
         counts = samples > 0 if samples.any() else samples == 0
         numbers, weights, samples = (numbers / weights)[counts], weights[counts], samples[counts].clamp(min=1)

@@ -1,4 +1,4 @@
-"""A gradient that is not finite: named with its step and samples, and stopped or skipped on all ranks alike."""
+"""The check for gradients that are not finite. All ranks stop, or skip the step, together."""
 
 import logging
 from typing import Any
@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
-LEAST_SCALE = 2.0**-14  # of a loss: below, what a scaler halves it for is no overflow
+LEAST_SCALE = 2.0**-14  # loss scale below which a gradient that is not finite is no overflow
 
 
 class NonFinite(Exception):
@@ -21,47 +21,50 @@ class NonFinite(Exception):
 
 
 class FiniteGradientCheck(StepHook):
-    """Look at each step's gradient after all sums: every rank holds the same one, so all decide alike.
+    """Check each step's gradient after its sum. All ranks have the same gradient, so all decide alike.
 
-    To skip a step, the host must know before the weights change. To stop, it may know a step later, so that nobody
-    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`settle`).
+    With `skip`, the host needs the result before the weights change. With `stop`, it may get the result one step later,
+    so that it need not wait for the GPU: the result is copied during the next step, and `flush` waits for it before a
+    checkpoint.
 
     Args:
-        policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
-        later: whether, under `stop`, to know a step later: on a GPU.
-        can_skip: whether `skip` could be chosen.
+        policy: `stop` raises `NonFinite`; `skip` leaves weights, buffers and optimizer unchanged and continues.
+        later: whether `stop` may get the result one step later; for GPUs.
+        can_skip: whether the run could use `skip`. An error message then suggests it.
     """
 
     def __init__(self, policy: str, later: bool = False, can_skip: bool = True) -> None:
         self.policy = policy
         self.can_skip = can_skip
         self.later = later and policy == "stop"
-        self._buffers: dict[str, Tensor] = {}  # as the step began: running statistics, say
-        self._asked: Any = None  # whether a step is finite, the event after which that is known, and the step
+        self._buffers: dict[str, Tensor] = {}  # their values before the step
+        self._pending: Any = None  # a step's result, the event after which it can be read, and the step
 
     def before_step(self, step: Step) -> None:
+        """Save the buffers (running statistics, for example), in case the step is skipped."""
         if self.policy == "skip":
-            self._buffers = copied(step.module)
+            self._buffers = copy_buffers(step.module)
 
     def before_optimizer_step(self, step: Step) -> None:
+        """Check the gradient. If the step is skipped, restore the buffers and mark the step."""
         if self._skips_step(step):
-            put_back(step.module, self._buffers)
+            restore_buffers(step.module, self._buffers)
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:
-        """Whether a step of which the parameters have the gradient is skipped.
+        """Check the gradients in `.grad`. Return True if this step must be skipped.
 
         Raises:
-            NonFinite: under `stop`, for this step or the one before.
+            NonFinite: with `stop`, because of this step or the step before.
         """
         module, strategy = step.module, step.strategy
-        staged = strategy.staged  # each process has another part of the gradient, so all must be asked
+        staged = strategy.staged  # each process has another part of the gradient, so all results are combined
         groups = strategy.optimizers[0].param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if not gradients and not staged:
             return False
-        self.settle()
-        wide = torch.float64 if self.later else None  # nobody looks again whether only the sum has overflowed
+        self.flush()
+        wide = torch.float64 if self.later else None  # a float32 sum may overflow, and `later` has no second check
         sums = [gradient.sum(dtype=wide) for gradient in gradients] or [next(module.parameters()).new_zeros(())]
         finite = torch.stack(sums).isfinite().all()
         if staged:
@@ -69,73 +72,80 @@ class FiniteGradientCheck(StepHook):
         if self.later:
             answer = finite.to("cpu", non_blocking=True)
             event = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
-            self._asked = answer, event, step
+            self._pending = answer, event, step
             return False
         if bool(finite):
             return False
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if staged:
-            names = [name for part in reversed(of_ranks(names)) for name in part]  # rank zero's come last
+            # Backward passes begin in the last stage, so its names come first.
+            names = [name for part in reversed(gather_objects(names)) for name in part]
         if not names:
             return False
         skips = self._skips(step, f" ({join_names(names, 1)})")
-        if skips and _scaler(step) is None:  # which looks itself, and needs something to look at
+        if skips and _scaler(step) is None:  # a scaler checks the gradients itself, so it needs them
             for parameter in module.parameters():
                 parameter.grad = None
         return skips
 
-    def settle(self) -> None:
-        """Wait for what is known later.
+    def flush(self) -> None:
+        """Wait for the result of the last step.
 
         Raises:
             NonFinite: the last step's gradient was not finite.
         """
-        if self._asked is not None:
-            (finite, event, step), self._asked = self._asked, None
+        if self._pending is not None:
+            (finite, event, step), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
             if not bool(finite):
                 self._skips(step)
 
     def _skips(self, step: Step, at: str = "") -> bool:
-        """Whether a step whose gradient is not finite, `at` some parameter, is skipped: not where a loss scaler will
-        find a scale at which nothing is wrong.
+        """Handle a step whose gradient is not finite. Return True if the step must be skipped.
+
+        With a loss scaler and finite losses, the scaler handles the step: it lowers its scale.
+
+        Args:
+            step: the step.
+            at: the parameter whose gradient is not finite, for the message.
 
         Raises:
-            NonFinite: under `stop`; or the scaler has found none, so that no step trains anything any more.
+            NonFinite: with `stop`; or the loss scale is so small that the scaler can't help.
         """
-        samples, scaler = self._samples(step), _scaler(step)
-        wrong = f"step {step.number + 1}: the gradient is not finite{at}; {samples or 'every loss was finite'}"
+        samples, scaler = self._bad_samples(step), _scaler(step)
+        wrong = f"step {step.number + 1}: the gradient is not finite{at}, {samples or 'though every loss is finite'}"
         if scaler is not None and not samples:
             if scaler.get_scale() < LEAST_SCALE:
-                raise NonFinite(f"{wrong}, at a loss scale of {scaler.get_scale():.1g} too; precision=bf16-mixed")
+                raise NonFinite(f"{wrong} and the loss scale is {scaler.get_scale():.1g}: use precision=bf16-mixed")
             return False
         if self.policy == "stop":
-            advice = "; nonfinite=skip would leave such steps out" * self.can_skip
+            advice = ": nonfinite=skip skips such steps" * self.can_skip
             raise NonFinite(f"{wrong}{advice}")
-        LOG.warning("%s; skipped", wrong)
+        LOG.warning("%s: the step is skipped", wrong)
         return True
 
-    def _samples(self, step: Step) -> str:
+    def _bad_samples(self, step: Step) -> str:
+        """Return text that names the samples, on all ranks, of pieces whose loss is not finite; empty if none."""
         pairs = zip(step.batch.micro_batches, step.losses, strict=True)
         ids = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
         if step.passes.gradients.processes > 1:
-            ids = [sample for part in of_ranks(ids) for sample in part]
-        return f"loss of the samples {join_names(ids, 8)} of the training set" if ids else ""
+            ids = [sample for part in gather_objects(ids) for sample in part]
+        return f"nor is the loss of samples {join_names(ids, 8)} of the training set" if ids else ""
 
 
-def copied(module: torch.nn.Module) -> dict[str, Tensor]:
+def copy_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return a copy of a module's buffers, by name."""
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def put_back(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
-    """Give a module's buffers the values that `copied` returned."""
+def restore_buffers(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
+    """Set a module's buffers to the values that `copy_buffers` returned."""
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.resize_(values[name].shape).copy_(values[name])
 
 
 def _scaler(step: Step) -> torch.amp.GradScaler | None:
-    """The loss scaler of a run: it finds its scale by infinities, and skips those steps."""
+    """Return the loss scaler of a run, if it has one. It lowers its scale after infinities and skips those steps."""
     return getattr(step.trainer.precision_plugin, "scaler", None)

@@ -1,7 +1,7 @@
-"""The gradient of a step: the sum over its pieces, on this process and over all.
+"""The gradient of a step: the sum over its pieces, on this process and over all processes.
 
-The result is the gradient of the mean loss over the step's samples, also when its tail is short or pieces differ in
-size: each micro-batch's mean loss is weighted by its samples over the step's samples.
+The result is the gradient of the mean loss over the step's samples, also if the step is short or its pieces differ in
+size: the mean loss of each micro-batch is weighted by its samples, divided by the step's samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,45 +13,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import ExactSum, alone
+from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.parts import runs
+from lockstep.step.network_parts import segment_ids
 from lockstep.step.protocols import Gradients, StepStrategy
 from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lockstep.step.passes import Step
 
-Result = tuple[Gradients, list[float]]  # gradients, and under exact the largest elements, which the next grids follow
+Result = tuple[Gradients, list[float]]  # the gradients; with exact=true also their largest elements, for the next grids
 
 
-def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that are trained now, in the module's order."""
+def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that require a gradient, in the module's order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 @dataclass(eq=False)
 class StartedSum:
-    """A gradient whose sum over all processes may be under way: for each of the `parameters`, None where no process
-    has one. All processes read `result` in the same order."""
+    """A sum over all processes that may still be running.
+
+    Attributes:
+        parameters: the parameters that are trained in this step.
+        wait: waits for the sum and returns it. Use `result` instead, which calls it once.
+    """
 
     parameters: list[torch.nn.Parameter]
     wait: Callable[[], Result]
 
     @cached_property
     def result(self) -> Result:
+        """Wait for the sum. Every process must read the results of its sums in the same order.
+
+        Returns:
+            For each of the `parameters` its gradient, or None if no process has one; and with exact=true the largest
+            elements of the sum's groups, else an empty list.
+        """
         return self.wait()
 
 
 @dataclass
 class SumOptions:
-    """What extras ask of a gradient sum, before the first step.
+    """Options of a gradient sum. Extras set them before the first step.
 
     Attributes:
-        uses_reducer: whether DDP may send gradients in the last backward pass. False: `reduce` does.
-        sums_at_once: how many steps' sums may be under way at one time.
-        check_messages: whether exact sums compare what arrives with what was sent.
+        uses_reducer: whether DDP may send gradients during the last backward pass. False: `reduce` sends them.
+        sums_at_once: number of steps whose sums may run at the same time.
+        check_messages: whether exact sums carry checksums, so that a damaged message is detected.
     """
 
     uses_reducer: bool = True
@@ -60,16 +70,17 @@ class SumOptions:
 
 
 class GradientSum:
-    """Sum the gradients of a step's pieces in whatever order the layout computes them: autograd accumulates, and DDP
-    averages in the step's last backward pass.
+    """Sum the gradients of a step's pieces, up to rounding.
+
+    Autograd accumulates the gradients of this process, and DDP averages over processes in the last backward pass.
 
     Args:
         strategy: the trainer's strategy.
-        world_size: worker processes over all nodes that share out the pieces.
+        world_size: number of worker processes that share the pieces, over all nodes.
 
     Attributes:
-        exact: whether the sum is the same in any order.
-        options: what extras ask of it.
+        exact: whether the sum has the same bits in any order.
+        options: options that extras set.
     """
 
     exact = False
@@ -82,43 +93,54 @@ class GradientSum:
 
     @property
     def processes(self) -> int:
-        """Processes over which the gradient is summed."""
+        """Number of processes over which the gradient is summed."""
         return self.world_size
 
     def begin(self, step_batch: StepBatch) -> None:
-        """Start a step. DDP waits for every process, so each must have a sample; and where what is trained has changed
-        since DDP was made, DDP would leave that out."""
+        """Start a step. Choose whether DDP's reducer sends its gradients.
+
+        It can't if a process has no sample, because DDP waits for every process. It can't if other parameters are
+        trained than when the module was wrapped, because DDP would leave them out.
+
+        Args:
+            step_batch: the part of the step that this process computes.
+        """
         by_ddp = self.world_size > 1 and self.options.uses_reducer
         self._by_reducer = by_ddp and step_batch.all_ranks_have_data and not self.strategy.outdated
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
-        """Return what a micro-batch's mean loss counts for. DDP divides by the world size, so it is multiplied in."""
+        """Return the weight of a micro-batch's mean loss.
+
+        It includes the factor `world_size`, because DDP divides by it.
+        """
         return micro_batch.size / step_batch.samples * self.world_size
 
     def before_piece(self, number: int, step_batch: StepBatch) -> None:
-        """Before a micro-batch's forward pass: in the last one, DDP's reducer may send gradients."""
+        """Prepare the forward pass of micro-batch `number`: start DDP's reducer before the last one."""
         if self._by_reducer and number == len(step_batch.micro_batches) - 1:
             self.strategy.start_reducer(first=number == 0)
 
     def collect(self, number: int, step_batch: StepBatch) -> None:
-        """After a micro-batch's backward pass."""
+        """Collect the gradient after the backward pass of micro-batch `number`."""
         if self._by_reducer and number == len(step_batch.micro_batches) - 1:
             self.strategy.finish_reducer()
 
     def reduce(self, step: "Step") -> "Step | None":
-        """After the last pass: sum over all processes, where DDP had no part in it. A parameter that no gradient has
-        reached on any process keeps none, as on one device: an optimizer would decay a weight whose gradient is 0.
+        """Sum over all processes after the last pass, unless DDP did.
+
+        If no process has a gradient for a parameter, its gradient stays None, as on one device: with a gradient of 0,
+        an optimizer would apply weight decay.
 
         Returns:
-            The step of which the parameters have the gradient now; None: none is due.
+            The step whose gradient the parameters now have; None if no optimizer step is due.
         """
         if not self._by_reducer and self.world_size > 1:
             self.apply(self.start(step.batch))
         return step
 
     def start(self, step_batch: StepBatch) -> StartedSum:
-        """Take the gradients of this process out of the parameters, and start their sum over all processes."""
-        parameters = trained(self.strategy.lightning_module)
+        """Move this process's gradients out of the parameters and start their sum over all processes."""
+        parameters = trained_parameters(self.strategy.lightning_module)
         mine = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -141,57 +163,61 @@ class GradientSum:
         return StartedSum(parameters, wait)
 
     def apply(self, started: StartedSum) -> None:
-        """Give the parameters the gradients of a sum."""
+        """Wait for a sum and set the parameters' gradients to it."""
         for parameter, gradient in zip(started.parameters, started.result[0], strict=True):
             parameter.grad = gradient
 
     @property
     def waiting(self) -> int:
-        """Gradients that are summed, or under way, and not applied yet."""
+        """Number of gradients whose sum is done or running but which are not applied yet."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step's gradient follows from; every process calls it. Plain data."""
+        """Return the state on which later gradients depend, as plain data. Every process calls this."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint of any layout holds; an empty dict where the run before was of another kind.
+        """Restore the state from a checkpoint of any layout.
+
+        Args:
+            state: the result of `state_dict`; empty if the checkpoint's run used another kind of sum.
 
         Raises:
-            UserError: it holds gradients that are not applied yet.
+            UserError: the state has gradients that are not applied yet, which only an extra can apply.
         """
         if waiting := state.get("waiting"):
             raise UserError(
-                f"the checkpoint holds {plural(len(waiting), 'gradient')} that its run would apply later: go on with "
-                "the extras that it was made with"
+                f"the checkpoint has {plural(len(waiting), 'gradient')} that its run had not applied yet: resume it "
+                "with the extras of that run"
             )
 
 
 class ExactGradientSum(GradientSum):
-    """Sum without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact_sum`).
+    """Sum independently of the order, so that every layout gets the same bits (see `lockstep.arithmetic.exact_sum`).
 
-    Each piece's gradient is taken by itself and never sent: after the last micro-batch, one all-reduce of integers. A
-    piece's mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by the
-    step's samples comes last.
+    The gradient of each piece is rounded and added as integers. One all-reduce of integers follows the last
+    micro-batch. A piece's mean loss is weighted by its samples, which undoes the division of the mean, and the division
+    by the step's samples comes last.
     """
 
     exact = True
 
     def __init__(self, strategy: StepStrategy, world_size: int) -> None:
         super().__init__(strategy, world_size)
-        self.sums: list[ExactSum] = []  # one for each step that may be under way
-        self.sum: Any = None  # the present step's
+        self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
+        self.sum: Any = None  # the sum of the current step
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
-        self.exponents: list[int | None] = []  # the grids, which follow from the steps before: checkpoints hold them
+        self.exponents: list[int | None] = []  # the grids; they depend on earlier steps, so checkpoints have them
 
     def begin(self, step_batch: StepBatch) -> None:
+        """Start a step. Make new sums if other parameters are trained than before."""
         module = self.strategy.lightning_module
         if not self.everything:
             self.everything = list(module.parameters())
         parameters = [p for p in self.everything if p.requires_grad]
-        if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:  # unfrozen, say
-            borders, mine = runs(module, parameters), [self.strategy.holds(p) for p in parameters]
+        if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:  # after unfreezing
+            borders, mine = segment_ids(module, parameters), [self.strategy.holds(p) for p in parameters]
             self.parameters = parameters
             names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
             checked = [names[id(p)] for p in parameters] if self.options.check_messages else ()
@@ -206,57 +232,68 @@ class ExactGradientSum(GradientSum):
         self._reset()
 
     def _reset(self) -> None:
-        for parameter in self.parameters:  # also what no optimizer steps, nor resets
+        """Drop the gradients, also of parameters that belong to no optimizer and that `zero_grad` does not reach."""
+        for parameter in self.parameters:
             parameter.grad = None
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
+        """Return the micro-batch's number of samples. The step's samples divide the sum at the end."""
         return float(micro_batch.size)
 
     def before_piece(self, number: int, step_batch: StepBatch) -> None:
-        """Nothing: DDP's reducer has no part in exact sums."""
+        """Do nothing: exact sums do not use DDP's reducer."""
 
     def collect(self, number: int, step_batch: StepBatch) -> None:
+        """Add the gradient of a piece to the sum and drop it."""
         self.sum.add([parameter.grad for parameter in self.parameters])
         self._reset()
 
     def reduce(self, step: "Step") -> "Step | None":
+        """Sum over all processes and set the parameters' gradients. Return the same step."""
         self.apply(self.start(step.batch))
         return step
 
     def start(self, step_batch: StepBatch) -> StartedSum:
-        total, units = self.sum, self.sum.send()
+        """Start the sum of this step's collected gradients over all processes."""
+        total, units = self.sum, self.sum.pack()
         work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
 
         def wait() -> Result:
             if work is not None:
                 work.wait()
-            sums, bounds = total.receive(all_reduce if self.world_size > 1 else alone, step_batch.samples)
-            return [g if reached else None for g, reached in zip(sums, total.given, strict=True)], bounds
+            sums, bounds = total.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
+            return [g if reached else None for g, reached in zip(sums, total.present, strict=True)], bounds
 
         started = StartedSum(self.parameters, wait)
-        if (
-            self.options.sums_at_once > 1 and None in total.grids
-        ):  # of a run's first step; those started until then need a grid
-            total.follow(started.result[1])
+        # The first step of a run chooses the grids, so the sums of later steps must wait for it.
+        if self.options.sums_at_once > 1 and None in total.grids:
+            total.update_grids(started.result[1])
         return started
 
     def apply(self, started: StartedSum) -> None:
+        """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
         bounds = started.result[1]
-        if self.sum is not None and len(bounds) == len(self.sum.own):  # else others are trained by now
-            self.sum.follow(bounds)
+        # The numbers of groups differ if the trained parameters have changed since the sum was started.
+        if self.sum is not None and len(bounds) == len(self.sum.local_groups):
+            self.sum.update_grids(bounds)
         super().apply(started)
 
     def state_dict(self) -> dict[str, Any]:
-        """The grids: the next sums round to them."""
-        return {"exponents": whole(self.strategy, self.exponents, self.sum)}
+        """Return the exponents of the grids, to which the next sums round. Every process calls this."""
+        return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the exponents of the grids; raise as `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
 
 
 class WrappedGradientSum(GradientSum):
-    """Another gradient sum, of which an extra changes a part: all that is not overridden is the other one's."""
+    """A base class for extras that change a part of another gradient sum. All methods call the inner sum's.
+
+    Args:
+        inner: the gradient sum to wrap.
+    """
 
     def __init__(self, inner: GradientSum) -> None:
         super().__init__(inner.strategy, inner.world_size)
@@ -266,47 +303,72 @@ class WrappedGradientSum(GradientSum):
 
     @property
     def processes(self) -> int:
+        """See `GradientSum.processes`."""
         return self.inner.processes
 
     def begin(self, step_batch: StepBatch) -> None:
+        """Start a step; see `GradientSum.begin`."""
         self.inner.begin(step_batch)
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
+        """Return a micro-batch's weight; see `GradientSum.weight`."""
         return self.inner.weight(micro_batch, step_batch)
 
     def before_piece(self, number: int, step_batch: StepBatch) -> None:
+        """Prepare a forward pass; see `GradientSum.before_piece`."""
         self.inner.before_piece(number, step_batch)
 
     def collect(self, number: int, step_batch: StepBatch) -> None:
+        """Collect a gradient; see `GradientSum.collect`."""
         self.inner.collect(number, step_batch)
 
     def reduce(self, step: "Step") -> "Step | None":
+        """Sum over all processes; see `GradientSum.reduce`."""
         return self.inner.reduce(step)
 
     def start(self, step_batch: StepBatch) -> StartedSum:
+        """Start the sum over all processes; see `GradientSum.start`."""
         return self.inner.start(step_batch)
 
     def apply(self, started: StartedSum) -> None:
+        """Apply a sum; see `GradientSum.apply`."""
         self.inner.apply(started)
 
     @property
     def waiting(self) -> int:
+        """See `GradientSum.waiting`."""
         return self.inner.waiting
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state; see `GradientSum.state_dict`."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; see `GradientSum.load_state_dict`."""
         self.inner.load_state_dict(state)
 
 
-def whole(strategy: StepStrategy, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
-    """Return the grids of all groups: each process knows those of the groups that it sums. Every process calls it."""
-    mine = total.own if total is not None else []
-    gathered = strategy.gathered({at: exponents[at] for at in mine})
+def gather_exponents(strategy: StepStrategy, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
+    """Gather the exponents of all groups' grids. Every process calls this.
+
+    Args:
+        strategy: the trainer's strategy.
+        exponents: the exponents of all groups; only those of this process's groups are up to date.
+        total: a sum that gives this process's groups; None if there was no step yet.
+
+    Returns:
+        On rank zero, the exponents of all groups, each from the process that sums the group.
+    """
+    mine = total.local_groups if total is not None else []
+    gathered = strategy.gather_parts({at: exponents[at] for at in mine})
     return [gathered.get(at, exponent) for at, exponent in enumerate(exponents)]
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:
-    """`lockstep.arithmetic.exact_sum.AllReduce` over the default process group."""
+    """Reduce a tensor in place over the default process group: an `AllReduce` for exact sums.
+
+    Args:
+        tensor: the tensor, changed in place.
+        op: `sum` or `max`.
+    """
     dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)

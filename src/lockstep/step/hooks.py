@@ -1,4 +1,4 @@
-"""What takes part in each optimizer step beside its passes: the check for finite gradients, and extras."""
+"""Hooks of an optimizer step: the check for finite gradients is one, and extras add theirs."""
 
 from typing import TYPE_CHECKING
 
@@ -8,36 +8,43 @@ if TYPE_CHECKING:
 
 
 class StepHook:
-    """Is called at fixed places of each step, on every process. Nothing is done here: override what you need.
+    """Methods that are called at fixed places of each step, on every process. Override those that you need.
 
-    The order of a step: `before_step`; for each piece of this process forward, backward and `after_piece`;
-    `after_passes`; the gradient is summed over all processes; `before_optimizer_step`; the optimizer steps;
-    `after_optimizer_step`.
+    The order of a step: `before_step`; for each piece of this process its forward pass, its backward pass and
+    `after_piece`; `after_passes`; the sum of the gradient over all processes; `before_optimizer_step`; the optimizer
+    step; `after_optimizer_step`.
     """
 
     def before_step(self, step: "Step") -> None:
-        """Before the first pass."""
+        """Act before the first pass."""
 
     def after_piece(self, step: "Step", micro_batch: "MicroBatch") -> None:
-        """After a backward pass: the parameters have the gradient of this piece under exact=true; without it, the sum
-        of the pieces so far."""
+        """Act after a backward pass.
+
+        With exact=true, the parameters have the gradient of this piece. Otherwise they have the sum of the pieces so
+        far.
+        """
 
     def after_passes(self, step: "Step") -> None:
-        """After the last pass, before `GradientSum.reduce`. May communicate: every process calls it, also one without a
-        sample."""
+        """Act after the last pass, before `GradientSum.reduce`.
+
+        It may communicate, since every process calls it, also one without a sample.
+        """
 
     def before_optimizer_step(self, step: "Step") -> None:
-        """After the sum: the parameters have the gradient of `step`, on every process that sums it the same."""
+        """Act after the sum: the parameters have the gradient of `step`, the same on all processes that share it."""
 
     def after_optimizer_step(self, step: "Step") -> None:
-        """After the weights have changed."""
+        """Act after the weights have changed."""
 
     def on_error(self, step: "Step", error: Exception) -> None:
-        """After an error in the step's passes or sums. May raise another error that says more."""
+        """Act after an error in the step's passes or sums. It may raise an error with a better message instead."""
 
     def before_weights_are_read(self) -> None:
-        """Before a validation and before the weights are saved. Every process calls it."""
+        """Act before a validation and before the weights are saved. Every process calls this."""
 
-    def settle(self) -> None:
-        """Wait for what is only known later, and raise what it says: before a checkpoint, at an epoch's end and at the
-        run's end."""
+    def flush(self) -> None:
+        """Wait for delayed results and raise their errors.
+
+        Called before a checkpoint, at the end of an epoch and at the end of the run.
+        """

@@ -1,12 +1,12 @@
 """Lightning's Trainer, over batches that are optimizer steps made of pieces.
 
-A batch that the loader yields is a `StepBatch`: what this process computes of one optimizer step. So everything that
-Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps.
+The loader yields a `StepBatch`: this process's part of one optimizer step. So everything that Lightning counts in
+batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
-Private names of Lightning stand in this file, in step/lightning_quirks.py and step/evaluation_logs.py only;
-tests/step/test_loop.py fails when they change. Here: `_TrainingEpochLoop.advance`, which makes a step, with the loop's
-`_results`, `_build_kwargs` and `optim_progress`; and `call`, which calls hooks under a profiler and so that `self.log`
-knows which one runs. docs/decisions/lightning-loop.md says why the loop is not built on public names alone.
+Private names of Lightning are used in this file, step/lightning_quirks.py and step/evaluation_logs.py only;
+tests/step/test_loop.py fails when they change. This file uses `_TrainingEpochLoop.advance`, which makes a step, with
+`_results`, `_build_kwargs` and `optim_progress` of the loop, and the module `call`, which runs hooks under the profiler
+and sets the hook's name for `self.log`. docs/decisions/lightning-loop.md gives the reasons.
 """
 
 from collections import OrderedDict
@@ -24,20 +24,22 @@ from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
-from lockstep.step.passes import Outputs, StepPasses, overrides
+from lockstep.step.passes import Outputs, StepPasses, overrides_method
 from lockstep.step.protocols import data_of
 
 
 class StepTrainer(pl.Trainer):
-    """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
+    """Lightning's Trainer, with training batches that are optimizer steps made of pieces.
 
     Args:
-        gradients, hooks, seed: as of `StepPasses`; the strategy of the gradients is the Trainer's.
-        options: Lightning's own.
+        gradients: the gradient sum. Its strategy becomes the Trainer's.
+        hooks: the hooks of each step.
+        seed: the run's seed.
+        options: options of Lightning's Trainer.
     """
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
-        strategy: Any = gradients.strategy  # Lightning's own class, too
+        strategy: Any = gradients.strategy  # it is also a Lightning strategy
         super().__init__(strategy=strategy, use_distributed_sampler=False, **options)
         self.gradients = gradients
         gradients.strategy.hooks = hooks
@@ -52,30 +54,40 @@ class StepTrainer(pl.Trainer):
 
 
 class StepLoop(StepEpochLoop):
-    """Lightning's training epoch loop, with a step of ours for every module."""
+    """Lightning's training epoch loop, with our own optimizer step.
+
+    Args:
+        trainer: the trainer.
+        passes: computes a step's gradient.
+        min_steps: as of Lightning's loop.
+        max_steps: as of Lightning's loop.
+    """
 
     def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
-        self._hears_zero_grad = True  # whether somebody has that hook: to ask everybody takes 20 us
+        self._has_zero_grad_hook = True  # whether any object has that hook; a call of all objects takes 20 us
         self._takes_number = True  # whether `training_step` takes the batch's number
 
     def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the loop's state with that of the gradient sums."""
         return {**super().on_save_checkpoint(), **self.passes.state_dict()}
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Restore the loop's state and that of the gradient sums."""
         super().on_load_checkpoint(state_dict)
         self.passes.load_state_dict(state_dict)
 
     def on_run_start(self, data_fetcher: Any) -> None:
+        """Find out once which hooks and arguments each step needs."""
         super().on_run_start(data_fetcher)
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
         owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-        self._hears_zero_grad = any(overrides(owner, "on_before_zero_grad", base) for owner, base in owners)
+        self._has_zero_grad_hook = any(overrides_method(owner, "on_before_zero_grad", base) for owner, base in owners)
         self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
 
     def advance(self, data_fetcher: Any) -> None:
-        """One step.
+        """Take one optimizer step with its hooks, schedules and progress counters.
 
         Raises:
             StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
@@ -108,14 +120,21 @@ class StepLoop(StepEpochLoop):
         connector.update_train_step_metrics()
 
     def _step(self, step_batch: StepBatch, number: int) -> Outputs:
-        """A whole optimizer step, by the module's `optimizer_step`; what of the step `on_train_batch_end` is told."""
+        """Run the module's `optimizer_step` with the passes of a step as its closure.
+
+        Returns:
+            The outputs that `on_train_batch_end` gets.
+
+        Raises:
+            UserError: the module's `optimizer_step` did not call the closure.
+        """
         trainer, module, results = self.trainer, self.trainer.lightning_module, self._results
         optimizer = module.optimizers()
         counted = self.automatic_optimization.optim_progress.optimizer
         outputs: Outputs = {}
 
         def forward(batch: Any) -> Any:
-            results.batch, results.batch_size = batch, None  # what `self.log` takes a mean's weight from
+            results.batch, results.batch_size = batch, None  # `self.log` takes the weight of a mean from it
             args = (batch, number) if self._takes_number else (batch,)
             return call._call_strategy_hook(trainer, "training_step", *args)
 
@@ -124,7 +143,7 @@ class StepLoop(StepEpochLoop):
 
         def zero_grad() -> None:
             counted.zero_grad.increment_ready()
-            if self._hears_zero_grad:
+            if self._has_zero_grad_hook:
                 self._hook("on_before_zero_grad", optimizer.optimizer)
             counted.zero_grad.increment_started()
             module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
@@ -132,7 +151,7 @@ class StepLoop(StepEpochLoop):
 
         @torch.enable_grad()
         def closure() -> Tensor:
-            zero_grad()  # before the forward pass: gradients would lie beside its activations
+            zero_grad()  # before the forward pass, so that gradients and activations do not add up in memory
             outputs.update(self.passes.run(trainer, step_batch, forward, backward))
             results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
             return outputs["loss"]
@@ -141,12 +160,12 @@ class StepLoop(StepEpochLoop):
         call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, number, optimizer, closure)
         counted.step.increment_completed()
         if not outputs:
-            raise UserError(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
+            raise UserError(f"{type(module).__name__}.optimizer_step did not call its closure: it must call it once")
         self.passes.after_optimizer_step(step_batch, trainer)
         return outputs
 
     def optimizer_step_with(self, prepare: Callable[[], object]) -> None:
-        """Run the optimizer once more, with gradients that `prepare` gives the parameters. It counts as no step."""
+        """Run the optimizer with gradients that `prepare` sets in the parameters. It does not count as a step."""
         module = self.trainer.lightning_module
 
         def closure() -> Tensor:
@@ -157,6 +176,6 @@ class StepLoop(StepEpochLoop):
         call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
 
     def _hook(self, name: str, *args: Any) -> Any:
-        """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""
+        """Call a hook of the callbacks in their order, then of the module. Return the result of the module's hook."""
         call._call_callback_hooks(self.trainer, name, *args)
         return call._call_lightning_module_hook(self.trainer, name, *args)

@@ -1,4 +1,4 @@
-"""Where memory runs out: the line that says so."""
+"""The error message of a step that ran out of memory."""
 
 from typing import Any
 
@@ -12,15 +12,24 @@ MIB = 1 << 20
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory is what lacked, in an operation or in what an error was raised from."""
+    """Check whether an error, or an error that caused it, is a lack of memory."""
     if error is None:
         return False
     lacked = isinstance(error, torch.OutOfMemoryError | MemoryError) or is_oom_error(error)
     return lacked or out_of_memory(error.__cause__)
 
 
-def advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
-    """What to say of a step that failed: that memory ran out and what takes less of it; None if it failed otherwise."""
+def out_of_memory_advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
+    """Return a message for a step that ran out of memory, with a setting that takes less.
+
+    Args:
+        error: the error of the step.
+        step_batch: the step's `StepBatch`.
+        layout: the run's layout.
+
+    Returns:
+        The message; None if the error has another cause.
+    """
     if not out_of_memory(error):
         return None
     peak = peak_memory()
@@ -29,12 +38,12 @@ def advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
     wrong = f"step {step_batch.step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}"
     finer = next(layout.finer(), None)
     if finer is None:
-        return f"{wrong}; the batch_size can't be cut finer"
-    return f"{wrong}; pieces={finer.pieces} (accumulate_grad_batches={finer.accumulate}) takes less"
+        return f"{wrong}: use a smaller batch_size, since {layout.batch_size} can't be cut finer"
+    return f"{wrong}: pieces={finer.pieces} (accumulate_grad_batches={finer.accumulate}) takes less"
 
 
 def peak_memory() -> int | None:
-    """Most bytes that this process has used so far of one of its GPUs; None on a CPU."""
+    """Return the peak memory of this process on one of its GPUs, in bytes; None on a CPU."""
     if not torch.cuda.is_initialized():
         return None
     return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))

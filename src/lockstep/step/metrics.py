@@ -1,26 +1,29 @@
-"""Means and counts in integers: the same numbers however samples are ordered, cut into chunks or dealt to devices."""
+"""Means and counts in integers, which do not depend on the order of samples, on chunks, or on devices."""
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-FRACTION_BITS = 32  # a value is kept to 2**-32; the sum of fractions has room for 2**31 samples
-LARGEST = 2.0**40  # a value beyond it counts as non-finite, so that the sum of whole parts can't overflow either
+FRACTION_BITS = 32  # a value is rounded to 2**-32; the sum of fractions has room for 2**31 samples
+LARGEST = 2.0**40  # a larger value counts as not finite, so that the sum of whole parts can't overflow
 
 
 class ExactMean(Metric):
-    """Mean of per-sample values, whose sum is kept in integers; nan where one of them was not finite."""
+    """The mean of per-sample values, summed in integers; nan if one of them is not finite."""
 
     full_state_update = False
     sums: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        # whole parts, fractions in units of 2**-32, values that are not finite, values
+        # sum of whole parts, sum of fractions in units of 2**-32, count of values that are not finite, count of values
         self.add_state("sums", torch.zeros(4, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor) -> None:
-        """Adds values [n]. Each is rounded by itself: a float sum of a chunk would depend on where chunks are cut."""
+        """Add values, a float tensor [n].
+
+        Each value is rounded by itself, because a float sum of a chunk would depend on where chunks are cut.
+        """
         values = values.double()
         usable = values.abs() < LARGEST  # false for nan
         values = values.where(usable, 0.0)
@@ -30,7 +33,7 @@ class ExactMean(Metric):
         self.sums += torch.stack((whole.long().sum(), fractions, (~usable).sum(), count))
 
     def compute(self) -> Tensor:
-        """The mean float64, rounded once: Python divides integers of any size."""
+        """Return the mean, a float64 scalar. It is rounded once, since Python divides integers of any size."""
         whole, fractions, broken, count = self.sums.tolist()
         usable = count and not broken
         mean = ((whole << FRACTION_BITS) + fractions) / (count << FRACTION_BITS) if usable else float("nan")
@@ -38,7 +41,7 @@ class ExactMean(Metric):
 
 
 class Count(Metric):
-    """Sum of whole numbers, int64."""
+    """The sum of whole numbers, int64."""
 
     full_state_update = False
     total: Tensor
@@ -48,8 +51,9 @@ class Count(Metric):
         self.add_state("total", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, values: Tensor) -> None:
-        """Adds integers or truth values, of any shape."""
+        """Add integers or booleans, a tensor of any shape."""
         self.total += values.sum()
 
     def compute(self) -> Tensor:
+        """Return the sum, an int64 scalar."""
         return self.total

@@ -1,4 +1,4 @@
-"""The forward and backward passes of one optimizer step, and what is summed over its pieces."""
+"""The forward and backward passes of one optimizer step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +13,9 @@ from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
-from lockstep.step.gradients import GradientSum, whole
+from lockstep.step.gradients import GradientSum, gather_exponents
 from lockstep.step.hooks import StepHook
-from lockstep.step.memory import advice
+from lockstep.step.memory import out_of_memory_advice
 from lockstep.step.protocols import Action, StepData, StepStrategy, data_of
 
 Outputs = dict[str, Tensor]
@@ -32,34 +32,39 @@ class StepPasses:
     """Compute the gradient of a step from its micro-batches.
 
     Args:
-        gradients: how the gradients of a step's pieces are summed.
-        hooks: what takes part in each step beside.
-        seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
+        gradients: sums the gradients of a step's pieces.
+        hooks: the hooks of each step.
+        seed: the run's seed. The random numbers inside a piece depend on it, the step and the piece.
     """
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int) -> None:
         self.gradients = gradients
         self.hooks = hooks
         self.seed = seed
-        self._restored: list[int | None] = []  # the grids of the statistics' exact sums
+        self._restored: list[int | None] = []  # the grids of BatchNorm's exact sums, from a checkpoint
 
     @cached_property
     def statistics(self) -> BatchNormStats:
-        """Made when the module is where it will stay."""
+        """BatchNorm's running statistics; made at first use, when the module is on its device."""
         return BatchNormStats(self.gradients, self._restored)
 
     def run(
         self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
     ) -> Outputs:
-        """Add the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
+        """Compute the gradient of the mean loss over the whole step's samples, in the parameters' `.grad`.
 
         Args:
-            forward: from a micro-batch's batch to what `training_step` returns.
-            backward: takes a loss, weighted by what its micro-batch counts for.
+            trainer: the trainer.
+            step_batch: this process's part of the step.
+            forward: takes the data of a micro-batch and returns the result of `training_step`.
+            backward: takes a weighted loss and runs its backward pass.
 
         Returns:
-            `loss` and the other numbers that `training_step` returned beside it, each the mean over this process's
-            samples, on its device. Of a process without a sample, a loss of 0.
+            `loss` and the other numbers that `training_step` returned, each the mean over this process's samples, on
+            its device. The loss of a process without a sample is 0.
+
+        Raises:
+            UserError: a pass ran out of memory, or `training_step` returned no loss.
         """
         step = Step(self, trainer, step_batch, forward, backward)
         gradients, statistics = self.gradients, self.statistics
@@ -82,17 +87,17 @@ class StepPasses:
             for hook in self.hooks:
                 hook.after_passes(step)
             statistics.finish(step_batch)
-            if due := gradients.reduce(step):
+            if due := gradients.reduce(step):  # maybe an earlier step, if its sum took until now
                 self.before_optimizer_step(due)
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            advised = advice(error, step_batch, step.data.layout)
+            advised = out_of_memory_advice(error, step_batch, step.data.layout)
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise UserError(advised) from error
             raise
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
-            self.settle()
+            self.flush()
         return step.means()
 
     def before_optimizer_step(self, step: "Step") -> None:
@@ -106,32 +111,37 @@ class StepPasses:
         for hook in self.hooks:
             hook.after_optimizer_step(step)
 
-    def settle(self) -> None:
-        """Wait for what the hooks know later."""
+    def flush(self) -> None:
+        """Wait for results that hooks have not read yet, such as the finite check of a GPU."""
         for hook in self.hooks:
-            hook.settle()
+            hook.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what later steps follow from: the gradient sum's state and, under exact, the statistics' grids."""
-        self.settle()
+        """Return the state on which later steps depend: the gradient sum's state and BatchNorm's grids (exact=true).
+
+        Every process calls this.
+        """
+        self.flush()
         gradients = self.gradients.state_dict()
         state: dict[str, Any] = {"gradients": gradients} if gradients else {}
         if (exact := self.statistics.exact) is not None:
-            state["statistics"] = whole(self.gradients.strategy, exact.exponents, exact)
+            state["statistics"] = gather_exponents(self.gradients.strategy, exact.exponents, exact)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what a checkpoint of any layout held."""
+        """Restore the state from a checkpoint of any layout."""
         self.gradients.load_state_dict(state.get("gradients", {}))
         self._restored = list(state.get("statistics", []))
 
 
 class Step:
-    """One optimizer step under way on this process.
+    """One optimizer step on this process.
 
     Attributes:
-        batch: the samples that this process computes.
-        losses: of its micro-batches, in the order of their backward passes, without their graphs.
+        passes: the `StepPasses` that runs it.
+        trainer: the trainer.
+        batch: this process's part of the step.
+        strategy: the trainer's strategy.
     """
 
     def __init__(
@@ -150,23 +160,26 @@ class Step:
 
     @property
     def number(self) -> int:
-        """The optimizer step since the run began, 0-based."""
+        """The number of the optimizer step since the run began, 0-based."""
         return self.batch.step
 
     @property
     def module(self) -> Any:
+        """The module that is trained."""
         return self.strategy.lightning_module
 
     @property
     def data(self) -> StepData:
+        """The trainer's data module."""
         return data_of(self.trainer)
 
     @property
     def losses(self) -> list[Tensor]:
+        """The losses of the micro-batches, in the order of their backward passes, without their graphs."""
         return [outputs["loss"] for outputs in self._outputs]
 
     def forward(self, number: int) -> None:
-        """Compute the loss of a micro-batch; its graph is kept until `backward`."""
+        """Run the forward pass of micro-batch `number`. Keep its graph until `backward`."""
         micro_batch, strategy = self.batch.micro_batches[number], self.strategy
         batch = self._prepared(micro_batch)
         loss, outputs = self._numbers(batch, micro_batch)
@@ -175,7 +188,7 @@ class Step:
             self._outputs.append(outputs)
 
     def backward(self, number: int) -> None:
-        """Compute the gradient of a micro-batch, weighted by what it counts for."""
+        """Run the backward pass of micro-batch `number`, with its loss weighted by its samples."""
         micro_batch, strategy = self.batch.micro_batches[number], self.strategy
         batch, loss = self._under_way.pop(number)
         if strategy.numbers_come_later:
@@ -184,20 +197,23 @@ class Step:
         self._differentiate(loss, micro_batch)
 
     def compute(self, micro_batch: MicroBatch) -> None:
-        """Compute the gradient of a micro-batch that is not one of this step's own, and keep no numbers of it."""
+        """Run both passes of a micro-batch that is not part of this step. Its loss and metrics are not recorded."""
         loss, _ = self._numbers(self._prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
     def without_data(self) -> "Step":
-        """Return this step with its numbers and sample ids alone, for hooks that see its gradient later."""
-        kept = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
-        step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=kept))
+        """Return a copy of this step with its numbers and sample ids only, for hooks that see its gradient later."""
+        micro_batches = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
+        step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=micro_batches))
         step._outputs = self._outputs
         return step
 
     def means(self) -> Outputs:
-        """Return the numbers of `training_step`, each the mean over the samples of the micro-batches that have it."""
-        if not self._outputs:  # the loss may be logged, with the others'
+        """Return the numbers of `training_step`, each the mean over this process's samples.
+
+        A number that some micro-batch lacks is left out.
+        """
+        if not self._outputs:  # a rank without samples needs a loss, because all ranks may log it
             return {"loss": next(self.module.parameters()).new_zeros(())}
         if len(self._outputs) == 1:
             return self._outputs[0]
@@ -210,24 +226,25 @@ class Step:
         }
 
     def _numbers(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
-        """Run `training_step` on what `_prepared` has made: the piece's seed is set after it has drawn."""
+        """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         assert self._forward is not None
         with self.strategy.micro_batch(micro_batch, piece_seed(self.passes.seed, self.batch.step, micro_batch.piece)):
             return numbers_of(self._forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Run the backward pass of a weighted loss."""
         assert self._backward is not None
         weight = 1.0
-        if not self.strategy.numbers_come_later:  # else the gradient that arrives is weighted
+        if not self.strategy.numbers_come_later:  # a stage gets a weighted gradient from the next stage
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
     def _prepared(self, micro_batch: MicroBatch) -> Any:
-        """Return what `training_step` gets: samples mixed, then changed by the module's `on_after_batch_transfer`."""
+        """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
         data, module = self.data, self.module
         batch = data.finish(micro_batch)
         changes = [data.mix] if data.mixes else []
-        if overrides(module, "on_after_batch_transfer", pl.LightningModule):
+        if overrides_method(module, "on_after_batch_transfer", pl.LightningModule):
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
@@ -237,24 +254,27 @@ class Step:
         return batch
 
 
-def overrides(owner: Any, name: str, base: type) -> bool:
-    """Whether `owner`, or its class, has a method `name` other than that of `base`."""
+def overrides_method(owner: Any, name: str, base: type) -> bool:
+    """Check whether `owner`, or its class, overrides the method `name` of `base`."""
     return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
 
 def numbers_of(output: Any) -> tuple[Tensor, Outputs]:
-    """Return the loss that `training_step` returned, with its graph; and by name all numbers, without.
+    """Split the result of `training_step` into its loss, with the graph, and all its numbers by name, detached.
+
+    Args:
+        output: a loss, or a dict with `loss` and other numbers.
 
     Raises:
-        UserError: there is no loss.
+        UserError: there is no loss, or it is not one number.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        said = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
-        why = "a piece of a step can't be left out; return its loss, or a dict with it under 'loss'"
-        raise UserError(f"training_step returned {said}: {why}")
+        returned = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
+        right = "it must return the loss of every batch, or a dict with it under 'loss'"
+        raise UserError(f"training_step returned {returned}: {right}")
     if loss.numel() != 1:
-        raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, their mean")
+        raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, the mean")
     numbers = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -1,6 +1,6 @@
-"""What a step asks of the strategy that computes it and of the data module that feeds it.
+"""The interfaces of a step to its strategy and its data module.
 
-Rooms above offer it: `lockstep.strategies.base.PieceStrategy` and `lockstep.data.DataModule`.
+Upper rooms implement them: `lockstep.strategies.base.PieceStrategy` and `lockstep.data.DataModule`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.hooks import StepHook
 
-Gradients = list[Tensor | None]  # by parameter; None: nothing has reached it
+Gradients = list[Tensor | None]  # by parameter; None: it has no gradient
 
 
 class Action(Enum):
@@ -29,14 +29,13 @@ class Action(Enum):
 
 
 class StepStrategy(Protocol):
-    """Runs a micro-batch, and gives the order of the passes.
+    """Runs micro-batches and gives the order of their passes.
 
     Attributes:
-        staged: whether each process holds another part of the network, and sees all samples.
-        numbers_come_later: whether a piece's loss is known only when its backward pass is due: then `training_step` is
+        staged: whether each process has another part of the network and sees all samples.
+        numbers_come_later: whether a piece's loss is only known when its backward pass is due. `training_step` is then
             run again, without gradients.
-        outdated: whether other parameters are trained than the strategy was set up for.
-        hooks: of the trainer's steps.
+        hooks: the hooks of the trainer's steps.
     """
 
     staged: bool
@@ -44,49 +43,57 @@ class StepStrategy(Protocol):
     hooks: Sequence[StepHook]
 
     @property
-    def outdated(self) -> bool: ...
+    def outdated(self) -> bool:
+        """True if other parameters are trained than when the strategy was set up."""
 
     @property
-    def root_device(self) -> torch.device: ...
+    def root_device(self) -> torch.device:
+        """The device of the module."""
 
     @property
-    def lightning_module(self) -> Any: ...
+    def lightning_module(self) -> Any:
+        """The module that is trained."""
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers; a run has one."""
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the order of the passes of a step's micro-batches, by their numbers."""
+        """Yield the passes of a step's micro-batches in order, each with the number of its micro-batch."""
 
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward pass: layers draw from generators with this seed."""
+        """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
 
     def seed(self, seed: int) -> None:
-        """Seed the generators of the device to which batches come."""
+        """Seed the generators of the device to which batches are moved."""
 
     def start_reducer(self, first: bool) -> None:
-        """Have gradients summed over all processes in the passes that follow; they are a step's `first`."""
+        """Sum gradients over all processes during the next passes.
+
+        Args:
+            first: whether these are the first passes of a step.
+        """
 
     def finish_reducer(self) -> None:
-        """After those passes."""
+        """End the part that `start_reducer` began."""
 
     def holds(self, thing: Any) -> bool:
-        """Whether this process has a parameter or layer, which it computes with."""
+        """Check whether this process has a parameter or layer and computes with it."""
 
-    def gathered(self, own: dict[Any, Any]) -> dict[Any, Any]:
-        """Return what the processes hold that have different parts of a network, on rank zero. All call it."""
+    def gather_parts(self, local_values: dict[Any, Any]) -> dict[Any, Any]:
+        """Gather the values of processes with different parts of the network on rank zero. Every process calls this."""
 
     def computing_with(self, module: Any) -> AbstractContextManager[None]:
-        """Inside, another object with the module's parameters computes in its place."""
+        """Return a context in which `module`, an object with the same parameters, computes in the module's place."""
 
 
 class StepData(Protocol):
     """Gives a step its samples.
 
     Attributes:
-        layout: of the run.
-        deal: who computes which piece at each step.
-        order: of the training samples.
+        layout: the run's layout.
+        deal: assigns the pieces of each step to devices.
+        order: the order of the training samples.
     """
 
     layout: Layout
@@ -95,21 +102,22 @@ class StepData(Protocol):
 
     @property
     def mixes(self) -> bool:
-        """Whether a piece's samples are mixed."""
+        """True if a piece's samples are mixed."""
 
     def mix(self, batch: Any) -> Any:
         """Return a piece's batch with its samples mixed."""
 
     def finish(self, micro_batch: MicroBatch) -> Any:
-        """Return what `training_step` gets of a micro-batch on its device: augmented and normalised."""
+        """Return the batch of a micro-batch for `training_step`: augmented and normalised."""
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
-        """Fetch a piece of the step alone, for a device (its number over all nodes) of this process."""
+        """Fetch one piece of a step for a device of this process, which is numbered over all nodes."""
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any: ...
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to a device."""
 
     def samples_here(self, split: str) -> int:
-        """Return how many samples of `val` or `test` this process evaluates."""
+        """Return the number of samples of `val` or `test` that this process evaluates."""
 
 
 def data_of(trainer: pl.Trainer) -> StepData:

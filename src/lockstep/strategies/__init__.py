@@ -1,6 +1,6 @@
-"""Who computes a step's pieces: the choices of conf/strategy/, and Lightning's strategies that they make.
+"""The strategies of conf/strategy/: how a step's pieces are computed. Each makes a Lightning strategy.
 
-This module imports quickly: a config is checked with it before torch is there.
+This module imports quickly, because a config is checked with it before torch is imported.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """A choice of conf/strategy/, named there by `_target_`, with its own options.
+    """The base class of the strategies in conf/strategy/, which name them by `_target_`.
+
+    Args:
+        shares: relative number of pieces of each device, in rank order; None: even.
 
     Attributes:
-        shares: relative number of pieces of each device, in rank order; empty: even.
-        compression: of gradients that are sent.
-        staged: whether each device holds a part of the network, through which all pieces pass.
+        shares: as given; empty: even.
+        compression: compression of the gradients that are sent.
+        staged: whether each device has a part of the network, and every piece passes all parts.
+
+    Raises:
+        ValueError: a share is not above 0.
     """
 
     compression: str = "none"
@@ -32,22 +38,38 @@ class Strategy:
             raise ValueError(f"shares={list(self.shares)}: must be above 0")
 
     def name_on(self, devices: int) -> str:
-        """Return the layout's name on so many devices in all."""
+        """Return the layout's `strategy` name on `devices` devices over all nodes."""
         raise NotImplementedError
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
-        """Yield what can't be combined: two settings as they are typed, and why."""
+        """Yield settings that can't be combined: two settings as a user types them, and the reason.
+
+        Args:
+            config: the checked config.
+        """
         return ()
 
     def check_samples(self, layout: Layout, samples: int) -> None:
-        """Refuse a training set of so many samples that its steps don't fit."""
+        """Check that the steps of a training set fit this strategy.
+
+        Args:
+            layout: the run's layout.
+            samples: samples of the training set.
+
+        Raises:
+            UserError: they do not fit.
+        """
 
     def notes(self, resumes: bool) -> Iterable[str]:
-        """Yield lines for the log at a run's start; `resumes`: whether the run continues from a checkpoint."""
+        """Yield lines for the log at a run's start.
+
+        Args:
+            resumes: whether the run continues from a checkpoint.
+        """
         return ()
 
     def make(self, layout: Layout) -> "PieceStrategy":
-        """Return Lightning's strategy for a layout."""
+        """Return a Lightning strategy for a layout."""
         raise NotImplementedError
 
 
@@ -55,9 +77,9 @@ class DDP(Strategy):
     """A process per device.
 
     Args:
-        shares: relative number of pieces of each device, in rank order.
-        sync_batchnorm: BatchNorm over the pieces that run at once (CUDA).
-        compression: gradients on the wire: `none`, `bf16`, `fp16` or `powersgd`.
+        shares: relative number of pieces of each device, in rank order; None: even.
+        sync_batchnorm: compute BatchNorm over the pieces that run at the same time (GPU only).
+        compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd`.
     """
 
     def __init__(
@@ -71,59 +93,70 @@ class DDP(Strategy):
         self.compression = compression
 
     def name_on(self, devices: int) -> str:
+        """Return `ddp`."""
         return "ddp"
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
+        """Yield settings that `sync_batchnorm` or `compression` can't be combined with, and the reasons."""
         layout = config.layout
         if self.sync_batchnorm:
             sync = "strategy.sync_batchnorm=true"
             if layout.accelerator == "cpu" or layout.strategy != "ddp":
                 other = "accelerator=cpu" if layout.accelerator == "cpu" else f"strategy={layout.strategy}"
-                yield sync, other, "torch has it for ddp on GPUs only; model.norm=group needs no syncing"
+                yield sync, other, "torch supports it with ddp on GPUs only; use model.norm=group"
             if layout.exact:
-                yield sync, "exact=true", "pieces would depend on each other"
+                yield sync, "exact=true", "the result of a piece would depend on other pieces"
             if self.shares:
-                yield sync, "strategy.shares", "devices must compute as many pieces each"
+                yield sync, "strategy.shares", "all devices must compute the same number of pieces"
             if layout.pieces % layout.num_devices:
-                yield sync, f"pieces={layout.pieces}", f"the {layout.num_devices} devices must divide them"
+                yield sync, f"pieces={layout.pieces}", f"pieces must be a multiple of the {layout.num_devices} devices"
             if config.compile:
-                yield sync, "compile=true", "ranks wait for each other inside a network"
+                yield sync, "compile=true", "a compiled network can't wait for other ranks"
             if config.elastic:
-                yield sync, "elastic=true", "fewer devices would not have as many pieces each; max_restarts=1"
+                yield sync, "elastic=true", "fewer devices could not share the pieces evenly; use max_restarts=1"
         if self.compression != "none":
             sent = f"strategy.compression={self.compression}"
             if layout.strategy != "ddp":
                 yield sent, f"strategy={layout.strategy}", "only ddp sends gradients"
             if layout.exact:
-                yield sent, "exact=true", "it rounds gradients"
+                yield sent, "exact=true", "compression rounds gradients"
             if config.precision.startswith("64"):
                 yield sent, f"precision={config.precision}", "torch compresses float32 gradients only"
 
     def check_samples(self, layout: Layout, samples: int) -> None:
+        """Check that every piece of an epoch's last step has a sample, which `sync_batchnorm` needs.
+
+        Raises:
+            UserError: a piece has none.
+        """
         if self.sync_batchnorm and 0 < (tail := samples % layout.batch_size) < layout.pieces:
-            why = f"an epoch's last step has {plural(tail, 'sample')} for {layout.pieces} pieces, and ranks wait for "
-            raise UserError(f"strategy.sync_batchnorm=true: {why}one without; another batch_size, or fewer pieces")
+            wrong = f"an epoch's last step has {plural(tail, 'sample')} for {layout.pieces} pieces"
+            raise UserError(f"strategy.sync_batchnorm=true: {wrong}: use another batch_size, or fewer pieces")
 
     def notes(self, resumes: bool) -> Iterable[str]:
+        """Yield a warning if PowerSGD's state is lost in a resume."""
         if resumes and self.compression == "powersgd":
             yield (
-                "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the "
-                "run does not end with the bits of one that was never interrupted"
+                "strategy.compression=powersgd starts again: checkpoints do not have its state, so the weights will "
+                "differ from those of an uninterrupted run"
             )
 
     def make(self, layout: Layout) -> "PieceStrategy":
+        """Return a `DistributedDataParallel` strategy."""
         from lockstep.strategies.ddp import DistributedDataParallel
 
         return DistributedDataParallel(self.compression, self.sync_batchnorm)
 
 
 class Auto(DDP):
-    """One device without a wrapper; several as `DDP`."""
+    """One device without a wrapper; several devices as with `DDP`."""
 
     def name_on(self, devices: int) -> str:
+        """Return `single` for one device, else `ddp`."""
         return "ddp" if devices > 1 else "single"
 
     def make(self, layout: Layout) -> "PieceStrategy":
+        """Return a `SingleDevice` strategy for one device, else that of `DDP`."""
         if layout.strategy == "ddp":
             return super().make(layout)
         from lockstep.strategies.base import SingleDevice, torch_devices
@@ -132,20 +165,23 @@ class Auto(DDP):
 
 
 class DP(Strategy):
-    """One process that computes the pieces on several devices in turn.
+    """One process that deals the pieces to several devices.
 
     Args:
-        shares: relative number of pieces of each device.
+        shares: relative number of pieces of each device; None: even.
     """
 
     def name_on(self, devices: int) -> str:
+        """Return `dp`."""
         return "dp"
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
+        """Yield `compile=true`."""
         if config.compile:
-            yield "compile=true", "strategy=dp", "dp gives a network other devices' weights; strategy=ddp"
+            yield "compile=true", "strategy=dp", "dp runs the network with copies of its weights; use strategy=ddp"
 
     def make(self, layout: Layout) -> "PieceStrategy":
+        """Return a `DataParallel` strategy."""
         from lockstep.strategies.base import torch_devices
         from lockstep.strategies.dp import DataParallel
 

@@ -1,4 +1,4 @@
-"""One device, and what every strategy tells the passes of a step about a micro-batch."""
+"""The base class of Lockstep's Lightning strategies, and the strategy of a single device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """What layers on `device` draw from, and the host's, from which the weights of a mix of images are drawn, say."""
+    """Return the random generators of a piece on `device`: the device's, and the host's, from which mixup draws."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -27,58 +27,75 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seeds the generators of `device`."""
+    """Seed the generators of a piece on `device`."""
     for generator in generators(device):
         generator.manual_seed(seed)
 
 
 class PieceStrategy(Strategy):
-    """A strategy of Lightning's, on which a micro-batch is one piece that the module itself computes."""
+    """A Lightning strategy that runs a step's pieces; see `lockstep.step.protocols.StepStrategy`.
 
-    staged = False  # whether each process holds another part of the network, and sees all samples
-    numbers_come_later = False  # whether a piece's loss is known only when its backward pass is due
-    hooks: Sequence[StepHook] = ()  # of the trainer's steps
-    substitute: Any = None  # what computes in the module's place
+    Attributes:
+        staged: whether each process has another part of the network and sees all samples.
+        numbers_come_later: whether a piece's loss is only known when its backward pass is due.
+        hooks: the hooks of the trainer's steps.
+        substitute: the object that computes in the module's place; see `computing_with`.
+    """
+
+    staged = False
+    numbers_come_later = False
+    hooks: Sequence[StepHook] = ()
+    substitute: Any = None
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the order of the passes of a step's micro-batches, by their numbers."""
+        """Yield the passes of a step's micro-batches in order, each with the number of its micro-batch."""
         return one_by_one(len(micro_batches))
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
-        """Return the context of a micro-batch's forward pass: layers draw from generators with this seed."""
-        seed_device(seed, self.root_device)
+        """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
+        self.seed(seed)
         yield
 
     def seed(self, seed: int) -> None:
-        """Seed the generators of the device to which batches come."""
+        """Seed the generators of the device to which batches are moved."""
         seed_device(seed, self.root_device)
 
     @property
     def outdated(self) -> bool:
-        """Whether other parameters are trained than the strategy was set up for."""
+        """True if other parameters are trained than when the strategy was set up."""
         return False
 
     def start_reducer(self, first: bool) -> None:
-        """Have gradients summed over all processes in the passes that follow: only ddp can."""
+        """Sum gradients over all processes during the next passes. Only ddp does.
+
+        Args:
+            first: whether these are the first passes of a step.
+        """
 
     def finish_reducer(self) -> None:
-        """After those passes."""
+        """End the part that `start_reducer` began."""
 
     def holds(self, thing: Any) -> bool:
-        """Whether this process has a parameter or layer, which it computes with."""
+        """Check whether this process has a parameter or layer and computes with it."""
         return True
 
-    def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
-        """What the processes hold that have different parts of a network, on rank zero."""
-        return own
+    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
+        """Gather the values of processes with different parts of the network on rank zero. Every process calls this."""
+        return local_values
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The norm of the gradient over all `parameters`. Where they are `staged`, every process calls it."""
+        """Return the norm of the gradient of all `parameters`. With stages, every process calls this."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A step of the module, as this strategy runs it: `training_step`, say."""
+        """Run a method of the module, such as `training_step`, the way of this strategy.
+
+        Args:
+            name: name of the method.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
         return getattr(self._computing, name)(*args, **kwargs)
 
     @property
@@ -87,7 +104,7 @@ class PieceStrategy(Strategy):
 
     @contextmanager
     def computing_with(self, module: Any) -> Iterator[None]:
-        """Inside, another object with the module's parameters computes in its place."""
+        """Return a context in which `module`, an object with the same parameters, computes in the module's place."""
         self.substitute = module
         try:
             yield
@@ -95,39 +112,48 @@ class PieceStrategy(Strategy):
             self.substitute = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, after the hooks' `before_weights_are_read`."""
         for hook in self.hooks:
             hook.before_weights_are_read()
         return super().lightning_module_state_dict()
 
     def on_validation_start(self) -> None:
+        """Call the hooks' `before_weights_are_read`."""
         for hook in self.hooks:
             hook.before_weights_are_read()
         super().on_validation_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `training_step` by `call`."""
         with self.precision_plugin.train_step_context():
             return self.call("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `validation_step` by `call`."""
         with self.precision_plugin.val_step_context():
             return self.call("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `test_step` by `call`."""
         with self.precision_plugin.test_step_context():
             return self.call("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `predict_step` by `call`."""
         with self.precision_plugin.predict_step_context():
             return self.call("predict_step", *args, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Rank zero writes, and so does a rank that keeps copies on its machine."""
+        """Write a checkpoint on rank zero, and on ranks that keep copies for their machine."""
         if self.is_global_zero or getattr(self.checkpoint_io, "receives", False):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """An optimizer's restored state lies in memory as its parameters do, whatever the run before used: torch's
-        fused optimizers on CPU go through both in the order of storage, unasked."""
+        """Restore the optimizers, with states in the memory format of their parameters.
+
+        torch's fused optimizers on CPU pair elements in storage order without a check, and the run before may have used
+        another memory format.
+        """
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -147,24 +173,17 @@ class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class Redirected:
-    """What the twin of a module has before its class: a `forward` of the strategy's."""
+def proxy(thing: Any, before: type) -> Any:
+    """Return an object that shares a module's attributes and class, with the methods of `before` first.
 
-    trainer: Any
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.trainer.strategy.forward(args, kwargs)
-
-
-def twin(thing: Any, before: type = Redirected) -> Any:
-    """An object with the attributes of another one and its class, but for the methods of `before`; the other one's own
-    stay."""
+    The module itself does not change.
+    """
     kind: Any = type(thing)
-    found = object.__new__(_twins(kind, before))
-    object.__setattr__(found, "__dict__", thing.__dict__)
-    return found
+    instance = object.__new__(_proxy_class(kind, before))
+    object.__setattr__(instance, "__dict__", thing.__dict__)
+    return instance
 
 
 @cache
-def _twins(kind: type, before: type) -> Any:
+def _proxy_class(kind: type, before: type) -> Any:
     return type(kind.__name__, (before, kind), {})

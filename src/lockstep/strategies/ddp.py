@@ -1,4 +1,4 @@
-"""`strategy=ddp`: Lightning's DDPStrategy, with what a step in pieces needs."""
+"""`strategy=ddp`: Lightning's DDPStrategy, adapted to steps in pieces."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,47 +13,49 @@ from torch.nn import Parameter
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
 from lockstep.strategies.base import PieceStrategy
-from lockstep.strategies.torch_quirks import SettledDDP
+from lockstep.strategies.torch_quirks import FixedBucketsDDP
 from lockstep.text import join_names
 
 
 class DistributedDataParallel(PieceStrategy, DDPStrategy):
     """A process per device.
 
-    Buckets are views of the gradients (no copy), buffers are not broadcast (running statistics are averaged once a
-    step, see `lockstep.step.batch_norm`), and evaluation runs on the plain module, so that ranks may have different
-    numbers of batches.
+    Gradients are views of DDP's buckets, which saves a copy. Buffers are not broadcast, because running statistics are
+    averaged once per step (see `lockstep.step.batch_norm`). Evaluation runs on the plain module, so ranks may have
+    different numbers of batches.
 
     Args:
-        compression: gradients on the wire: `none`, `bf16`, `fp16` or `powersgd` (Vogels et al., PowerSGD, 2019).
-        sync_batchnorm: BatchNorm over the pieces that run at once (CUDA).
+        compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd` (Vogels et al.,
+            PowerSGD, 2019).
+        sync_batchnorm: compute BatchNorm over the pieces that run at the same time (GPU only).
     """
 
     def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
         super().__init__()
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
-        self._syncs = False  # whether DDP's reducer sums in the passes under way
-        self._before: list[Any] = []  # the states of all gradients when they began
-        self._inside = False  # of a micro-batch's forward pass, which is not collective
+        self._syncs = False  # whether DDP's reducer is active
+        self._before: list[Any] = []  # the states of all gradients when it was started
+        self._inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
 
     def configure_ddp(self) -> None:
-        """Wraps the module. Lightning registers communication hooks on CUDA only; gloo takes them too."""
+        """Wrap the module and register the compression, also on CPU, where Lightning would not register it."""
         module: Any = self.model
         if self._sync_batchnorm:
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # layers are replaced, their tensors stay
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # replaces layers and keeps their tensors
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
         with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # torch's notes on CUDA
-            ddp = SettledDDP(
+            ddp = FixedBucketsDDP(
                 module,
                 device_ids=device_ids,
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
-                # PowerSGD's hook sends more of a bucket later on: several would meet in another order on each rank
+                # PowerSGD's hook sends several messages per bucket. With several buckets, their order could differ
+                # between ranks.
                 bucket_cap_mb=1 << 20 if self._compression == "powersgd" else None,
             )
         if self._compression == "powersgd":
@@ -66,30 +68,36 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
 
     @property
     def outdated(self) -> bool:
-        """Whether other parameters are trained than when DDP was made: frozen or unfrozen since."""
+        """True if parameters were frozen or unfrozen since the module was wrapped."""
         return [parameter.requires_grad for parameter in self._parameters] != self._trained
 
     def start_reducer(self, first: bool) -> None:
-        """DDP's reducer sums over all processes in the passes until `finish_reducer`; they are a step's `first`, or add
-        to what others have left."""
+        """Let DDP's reducer sum over all processes in the passes until `finish_reducer`.
+
+        Args:
+            first: whether these are the first passes of a step. If not, the gradients of earlier passes are added.
+        """
         self._before = [None if first else _state(p.grad) for p in self._parameters]
         self._syncs = True
 
     def finish_reducer(self) -> None:
-        """After the backward pass.
+        """Check after the backward pass that it reached all trained parameters.
+
+        A gradient that it reached was written to and moved to a bucket.
 
         Raises:
-            UserError: it has left a gradient as it was. One that it reached has been added to, and lies in a bucket.
+            UserError: a gradient is unchanged.
         """
         self._syncs = False
         pairs = zip(self._parameters, self._before, strict=True)
         if missing := {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}:
             names = join_names(name for name, p in self._module.named_parameters() if id(p) in missing)
-            why = "and DDP waits for it: use it in every training_step, or freeze it by requires_grad_(False)"
-            raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece, {why}")
+            right = "use them in every training_step, or freeze them by requires_grad_(False)"
+            raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece: {right}")
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
+        """Return the context of a micro-batch's forward pass. It refuses collectives."""
         self._inside = True
         try:
             with super().micro_batch(micro_batch, seed):
@@ -98,29 +106,36 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._inside = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module computes what DDP does not sum: DDP's forward pass has nothing to add, and its second one
-        talks to all ranks (it rebuilds buckets), of which one may have no sample."""
+        """Run the module's `training_step`: through DDP if its reducer is active, else on the plain module.
+
+        DDP's second forward pass communicates with all ranks (it rebuilds buckets), but one may have no sample.
+        """
         if self._syncs:
             return DDPStrategy.training_step(self, *args, **kwargs)
         return super().training_step(*args, **kwargs)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Lightning takes the mean of whole numbers in whole numbers: 18 samples on 4 ranks would be 4 on each, and
-        means that `self.log(..., sync_dist=True)` divides by it too large (Lightning #21859)."""
+        """Reduce a value over ranks, with means of integers in float64.
+
+        Lightning rounds the mean of integers: 18 samples on 4 ranks would give 4, and means of
+        `self.log(..., sync_dist=True)`, which are divided by it, would be too large (Lightning #21859).
+        """
         self._refuse_inside("log with sync_dist=True")
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all ranks, outside of a micro-batch's forward pass."""
         self._refuse_inside("gather from other ranks")
         return super().all_gather(tensor, group, sync_grads)
 
     def _refuse_inside(self, what: str) -> None:
+        """Raise UserError inside a micro-batch's forward pass."""
         if self._inside:
-            why = "other ranks may have fewer pieces, and a step would be another one on each layout"
-            instead = "return a number beside the loss, and its mean over all samples is measured"
-            raise UserError(f"strategy=ddp: training_step can't {what}: {why}; {instead}")
+            why = "since other ranks may have fewer pieces"
+            instead = "return the number beside the loss, and the run logs its mean over all samples"
+            raise UserError(f"strategy=ddp: training_step can't {what}, {why}: {instead}")
 
     @property
     def _module(self) -> Any:
@@ -128,5 +143,5 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:
-    """Where a gradient lies and how often it was written to: a reference would keep the memory of what DDP moves."""
+    """Return a gradient's address and version counter. A reference to it would keep memory that DDP frees."""
     return None if gradient is None else (gradient.data_ptr(), gradient._version)

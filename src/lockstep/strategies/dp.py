@@ -1,12 +1,12 @@
-"""`strategy=dp`: one process that computes each piece on the next of its devices (Lightning dropped dp in 2.0).
+"""`strategy=dp`: one process that deals the pieces to its devices (Lightning dropped dp in 2.0).
 
-torch.nn.DataParallel replicates the module and runs the replicas in threads, in which autocast's dtype, random state
-and logging go astray. Here one thread starts the forward passes of a round, one on each device, and then their backward
-passes. CUDA kernels of different devices overlap all the same, because starting them does not wait. The devices are
-CUDA devices, or logical ones on the CPU, so that the same code is tested without a GPU.
+torch.nn.DataParallel runs replicas of the module in threads, which lose autocast's dtype, the random state and logging.
+Here one thread starts the forward passes of a round, one on each device, and then their backward passes. CUDA kernels
+of different devices still overlap, because a launch does not wait for its kernel. The devices are CUDA devices, or
+logical devices on the CPU, so that the same code is tested without a GPU.
 
-`torch.func.functional_call` runs the module's own `training_step` with copies of its tensors on the piece's device.
-Gradients reach the module's parameters through those copies, in the order of the pieces' backward passes.
+`torch.func.functional_call` runs the module's `training_step` with copies of its tensors on the piece's device.
+Autograd adds the gradients of the copies to the module's parameters, in the order of the pieces' backward passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,29 +22,33 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.step.batch import MicroBatch
 from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, seed_device, twin
+from lockstep.strategies.base import PieceStrategy, proxy, seed_device
 
 
 class DataParallel(PieceStrategy, SingleDeviceStrategy):
     """One process, several devices.
 
     Args:
-        devices: the devices in the order in which a step's pieces are dealt to them; the first one holds the module.
+        devices: the devices, in the order in which a step's pieces are dealt to them. The module is on the first one.
 
     Attributes:
-        current_device: the device that computes now.
+        devices: as given.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__(device=devices[0])
         self.devices = devices
-        self.current_device = devices[0]
-        self._number = 0  # of that device
+        self._current = 0  # the number of the device that computes the current piece
+
+    @property
+    def current_device(self) -> torch.device:
+        """The device of the current piece."""
+        return self.devices[self._current]
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes round by round: the forward passes of one piece on each device, then their backward passes.
+        """Yield the passes of a step's micro-batches in rounds.
 
-        In a round, each device comes once, in rank order.
+        A round has one piece for each device, in rank order: first the forward passes, then the backward passes.
         """
         rounds: list[list[int]] = []
         for number, micro_batch in enumerate(micro_batches):
@@ -57,65 +61,73 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
-        self._number = micro_batch.device
-        self.current_device = device = self.devices[self._number]
+        """Return the context of a micro-batch's forward pass: its device is the current one and has `seed`."""
+        self._current = micro_batch.device
+        device = self.current_device
         seed_device(seed, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module; `training_step` on the piece's device, with copies of the module's tensors.
+        """Run a method of the module; `training_step` on the piece's device, with copies of the module's tensors.
 
-        Each piece has buffers of its own, since the backward passes of a round need them as they were. What a piece
-        leaves in them is what the next piece starts from, as on one device.
+        Each piece has its own copies of the buffers, because its backward pass needs their old values. Their values
+        after a piece are copied back, so that the next piece starts from them, as on one device.
+
+        Args:
+            name: name of the method.
+            args: its arguments.
+            kwargs: its keyword arguments.
         """
         if name != "training_step":
             return super().call(name, *args, **kwargs)
         module, device = self._computing, self.current_device
-        copy = device != self.root_device or self._number > 0  # logical devices do what CUDA devices do
+        copy = self._current > 0  # logical devices get copies, as CUDA devices do
         parameters = {key: p.to(device, copy=copy, non_blocking=True) for key, p in module.named_parameters()}
         buffers = dict(module.named_buffers())
         copies = {key: buffer.to(device, copy=True, non_blocking=True) for key, buffer in buffers.items()}
         tensors = {f"module.{key}": tensor for key, tensor in (parameters | copies).items()}
         output = functional_call(
-            TrainingStep(twin(module, OnDevice)), tensors, _moved(args, device), _moved(kwargs, device)
+            TrainingStep(proxy(module, OnDevice)), tensors, _moved(args, device), _moved(kwargs, device)
         )
         for key, buffer in buffers.items():
             left = tensors[f"module.{key}"]
             if left is copies[key]:
                 buffer.copy_(left)
-            else:  # replaced
+            else:  # the piece has replaced the buffer
                 owner, _, attribute = key.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, left.detach().to(self.root_device))
         return _moved(output, self.root_device)
 
 
 class TrainingStep(nn.Module):
-    """A module whose `forward` is another one's `training_step`, as `functional_call` needs it."""
+    """A module whose `forward` is another module's `training_step`, for `functional_call`."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the other module's `training_step`."""
         return self.module.training_step(*args, **kwargs)
 
 
 class OnDevice:
-    """What a module's twin has before its class: the device that computes now."""
+    """A base class that `proxy` puts before a module's class: `device` is the current piece's."""
 
     trainer: Any
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.trainer.strategy.current_device
-        return found
+        """The device of the current piece."""
+        current: torch.device = self.trainer.strategy.current_device
+        return current
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a value on the first device, where Lightning adds up those of all pieces."""
+        """Log a value on the first device, where Lightning adds up the values of all pieces."""
         super().log(name, _moved(value, self.trainer.strategy.root_device), *args, **kwargs)  # type: ignore[misc]
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return tensors, or what holds tensors, on `device`."""
+    """Return a tensor, or nested containers of tensors, on `device`."""
     return tree_map_only(Tensor, partial(Tensor.to, device=device, non_blocking=True), value)

@@ -1,5 +1,7 @@
-"""What torch 2.15's DistributedDataParallel does otherwise than a run that is resumed needs. Its private names stand in
-this file only; tests/test_promise_6_nothing_lost.py fails when they change."""
+"""A workaround for torch 2.15's DistributedDataParallel, which resumed runs need.
+
+Its private names are used in this file only; tests/test_promise_6_nothing_lost.py fails when they change.
+"""
 
 from typing import Any
 
@@ -7,12 +9,14 @@ from torch import nn
 from torch.nn import Module
 
 
-class SettledDDP(nn.parallel.DistributedDataParallel):
-    """Its buckets are from the first step on what they stay. torch makes a start's first backward pass with one bucket,
-    and new ones from what it has seen; a ring adds an element's parts in the order that its place in a bucket gives, so
-    on three or more ranks a run that goes on would make its first step with other bits.
+class FixedBucketsDDP(nn.parallel.DistributedDataParallel):
+    """DDP whose buckets are the same from the first step on.
 
-    Private, since nothing public settles them: here they follow from the parameters, last to first, as gradients come.
+    torch runs the first backward pass with other buckets than the later ones, which it builds in the order of the
+    gradients. A ring all-reduce adds the parts of an element in an order that depends on its place in a bucket. So on
+    three or more ranks, the first step after a resume would have other bits than in an uninterrupted run.
+
+    No public option fixes the buckets. Here they follow the parameters from last to first, as gradients usually come.
     """
 
     def __init__(self, module: Module, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What shows a run: curves, TensorBoard's first page, pictures of what a classifier gets wrong."""
+"""Show a run: curves, TensorBoard's first page, pictures of the classifier's mistakes."""
 
 from project.callbacks.dashboard import Dashboard
 from project.callbacks.first_page import TensorBoard

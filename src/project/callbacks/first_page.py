@@ -1,5 +1,7 @@
-"""What TensorBoard shows at first sight: validation of all runs, a page of the curves that matter, the run in one
-picture, texts, HParams."""
+"""Fill TensorBoard's first page.
+
+It has the validation of all runs, a page of the most important curves, a picture of each run, texts, and HParams.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +13,14 @@ from torch.utils.tensorboard.summary import hparams
 
 from lockstep import hyper_parameters
 
-# TensorBoard's first page shows the groups of tags by their names, and opens the first two.
-FIRST = {"val/acc": "headline/val_acc", "val/loss": "headline/val_loss"}  # so these curves are drawn there once more
-PICTURE = "view/run"  # of each run one: below the curves in which runs can be compared
-HEIGHT = 2.2  # inches of a picture
+# TensorBoard sorts the groups of tags by name, and opens the first two.
+FIRST = {"val/acc": "headline/val_acc", "val/loss": "headline/val_loss"}  # a second tag for these curves
+PICTURE = "view/run"  # sorted below the curves that compare runs
+HEIGHT = 2.2  # inches
 COUNTS = ("/correct", "/count")
 
-FORKED = "(_step|_epoch)?"  # what Lightning adds to a name that is logged both at steps and at epochs' ends
-# Title -> tags (regular expressions); a chart each, all on one page.
+FORKED = "(_step|_epoch)?"  # Lightning's suffix for a name that is logged at steps and at epoch ends
+# Title of a chart -> its tags, regular expressions.
 CHARTS = {
     "training loss": [f"^train/loss{FORKED}$"],
     "validation loss": [f"^val/loss{FORKED}$"],
@@ -34,8 +36,10 @@ CHARTS = {
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's, with the curves of FIRST on the first page, and without what is no news as a curve: the epoch, a
-    straight line, and counts, which are accuracies."""
+    """Lightning's TensorBoardLogger, with the curves of FIRST on the first page.
+
+    It leaves out curves without information: the epoch, which is a straight line, and counts, which accuracies show.
+    """
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         shown = {tag: value for tag, value in metrics.items() if tag != "epoch" and not tag.endswith(COUNTS)}
@@ -43,9 +47,14 @@ class TensorBoard(TensorBoardLogger):
 
 
 def figure(height: float, title: str) -> Any:
-    """A matplotlib figure as large as TensorBoard shows pictures, 340 pixels by 220 if it is HEIGHT high: of larger
-    ones it leaves out pixels, and letters with them."""
-    from matplotlib.figure import Figure  # not pyplot's, which may open a window
+    """Return a matplotlib figure 340 pixels wide, the size at which TensorBoard shows pictures.
+
+    TensorBoard would shrink larger ones, and their letters could not be read.
+
+    Args:
+        height: inches of 100 pixels.
+    """
+    from matplotlib.figure import Figure  # pyplot's may open a window
 
     made = Figure((3.4, height), dpi=100, layout="constrained")
     made.suptitle(title, fontsize=9)
@@ -53,7 +62,11 @@ def figure(height: float, title: str) -> Any:
 
 
 def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
-    """Loss and accuracy of training and validation, by tag; a figure."""
+    """Return a figure of loss and accuracy in training and validation.
+
+    Args:
+        curves: points (step, value) by tag.
+    """
     made = figure(HEIGHT, title)
     for axes, name in zip(made.subplots(1, 2), ("loss", "acc"), strict=True):
         for split, style in (("train", "C0-"), ("val", "C1o-")):
@@ -68,18 +81,18 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
 
 
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:
-    """The Trainer's TensorBoard loggers."""
+    """Return the Trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def write(writer: Any, step: int, config: Mapping[str, Any], headline: str) -> None:
-    """Page, texts, and the run's row of the HParams page, by a SummaryWriter."""
+    """Write the page of charts, the texts and the run's row of the HParams page with a SummaryWriter."""
     writer.add_custom_scalars({"lockstep": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
     writer.add_text("about", f"```\n{headline}\n```", step)
     text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
     writer.add_text("config", f"```yaml\n{text}```", step)
-    # The run's hyper-parameters, without columns to show: which of them differ between runs, scripts/dashboard.py sees.
-    # The logger's own log_hyperparams would draw the metrics as points of their own.
+    # No columns here: scripts/dashboard.py chooses the hyper-parameters that differ between runs. The logger's own
+    # log_hyperparams would add the metrics as curves of one point.
     _, *session = hparams(dict(hyper_parameters(config)), {})
     for summary in session:
         writer.file_writer.add_summary(summary)

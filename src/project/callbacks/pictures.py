@@ -1,4 +1,4 @@
-"""What a classifier gets wrong: confusion matrix, accuracy by class, the worst mistakes."""
+"""Show the mistakes of a classifier: confusion matrix, accuracy by class, worst mistakes."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -12,24 +12,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lockstep import Spec, gather_objects, is_last_step, untimed
+from lockstep import Spec, exclude_from_timing, gather_objects, is_last_step
 from project.callbacks.first_page import HEIGHT, boards, figure
 
-MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
-MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
-MISTAKES = 10  # that are shown, those with the largest loss
-COLUMNS = 5  # of them
-NAME = 7  # characters of a class's name
+MOST_CLASSES = 100  # most classes for a confusion matrix and for curves of each class
+MOST_NUMBERS = 25  # most classes for numbers in the cells of a confusion matrix
+MISTAKES = 10  # number of shown mistakes, those with the largest loss
+COLUMNS = 5  # mistakes in a row
+NAME = 7  # shown characters of a class's name
 
 
 class Pictures(Callback):
-    """Shows on TensorBoard the accuracy of each class after each validation (`val_class/<class>`); and after the test,
-    or where there is none after the last validation, and after others now and then the confusion matrix and the worst
-    mistakes (`wrong/`), both of the same samples.
+    """Shows on TensorBoard which classes a classifier confuses.
 
-    It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and
-    gets logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts
-    its samples, and rank zero draws.
+    After each validation it logs the accuracy of each class (`val_class/<class>`). After the test it draws the
+    confusion matrix and the worst mistakes (`wrong/`). It draws them after the last validation if there is no test, and
+    after other validations from time to time.
+
+    A hook reads the output of `forward` in evaluation. So it works with any module that calls `self(x)` on a batch
+    `(x, y)` and gets logits or log-probabilities, one for each class. For other modules it draws nothing. Every rank
+    counts its samples, and rank zero draws.
 
     Args:
         seconds: least time between two validations that are drawn.
@@ -38,9 +40,9 @@ class Pictures(Callback):
     changes_weights = False
 
     def __init__(self, seconds: float = 60.0) -> None:
-        self._seconds, self._next = seconds, time.monotonic() + seconds  # when a validation is drawn
-        self._hook: Any = None  # while it listens
-        self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out
+        self._seconds, self._next = seconds, time.monotonic() + seconds  # time from which a validation is drawn
+        self._hook: Any = None  # the forward hook during an evaluation
+        self._seen: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
         self._confusion: MulticlassConfusionMatrix
         self._mistakes: Mistakes
 
@@ -60,12 +62,12 @@ class Pictures(Callback):
         self._hook = pl_module.register_forward_hook(remember)
 
     def _count(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        (given, logits), self._seen = self._seen, (None, None)
+        (seen_images, logits), self._seen = self._seen, (None, None)
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        found = given is x and not trainer.datamodule.stand_in(_split(trainer))
-        if found and _classified(x, logits, y, self._confusion.num_classes):
+        is_this_batch = seen_images is x and not trainer.datamodule.stand_in(_split(trainer))
+        if is_this_batch and _classified(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
@@ -79,7 +81,7 @@ class Pictures(Callback):
             return
         self._leave()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
             sure = split == "test" or (data.splits.test is None and is_last_step(trainer))
             drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)
@@ -112,7 +114,7 @@ class Pictures(Callback):
 
 
 def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
-    """Samples by what they are (rows, with their accuracy) and what they were taken for; a figure."""
+    """Return a figure of a confusion matrix [true class, predicted class], with the accuracy of each class."""
     made = figure(max(HEIGHT, 0.17 * len(classes) + 0.65), title)
     axes = made.add_subplot()
     shares = (confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
@@ -135,11 +137,11 @@ Mistake = tuple[float, int, int, float, NDArray[np.uint8]]
 
 
 class Mistakes:
-    """The samples with the largest loss among those that were got wrong.
+    """Collects the wrongly classified samples with the largest loss.
 
     Attributes:
-        worst: of each the loss, the label, the prediction, its probability, and the image, uint8 [size, size,
-            channels]; the worst first, `most` at the most.
+        worst: at most `most` mistakes, the worst first. Each has the loss, the label, the prediction, its probability
+            and the image, uint8 [size, size, channels].
     """
 
     def __init__(self, spec: Spec, most: int = MISTAKES) -> None:
@@ -149,35 +151,35 @@ class Mistakes:
         self._most = most
 
     def add(self, x: Tensor, logits: Tensor, y: Tensor) -> None:
-        """Adds n samples: normalised images x, logits or log-probabilities [n, C], labels y [n]."""
+        """Add n samples: normalised images x [n, c, h, w], logits or log-probabilities [n, classes], labels y [n]."""
         logs = logits.detach().double().log_softmax(dim=1)
         sure, predictions = logs.max(dim=1)
         losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
-        found = losses.topk(min(self._most, len(y))).indices
+        indices = losses.topk(min(self._most, len(y))).indices
         mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
-        pixels = ((x[found] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        pixels = ((x[indices] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         images = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        facts = (part[found].tolist() for part in (losses, y, predictions, sure.exp()))
+        facts = (part[indices].tolist() for part in (losses, y, predictions, sure.exp()))
         self.worst = self._worst(self.worst + [each for each in zip(*facts, images, strict=True) if each[0] >= 0])
 
     def gather(self) -> None:
-        """Keeps the worst over all ranks; every rank must call it."""
+        """Keep the worst mistakes of all ranks. Every rank must call this."""
         self.worst = self._worst(chain.from_iterable(gather_objects(self.worst)))
 
     def draw(self, title: str) -> Any:
-        """Each image, and below it what it was taken for, how surely, and what it is; a figure."""
+        """Return a figure of the images, with the predicted class, its probability and the true class below each."""
         rows = max(1, -(-len(self.worst) // COLUMNS))
         made = figure(max(HEIGHT, 0.25 + rows), title)
         for axes in made.subplots(rows, COLUMNS, squeeze=False).flat:
             axes.axis("off")
-        for axes, (_, label, said, sure, image) in zip(made.axes, self.worst, strict=False):
+        for axes, (_, label, predicted, sure, image) in zip(made.axes, self.worst, strict=False):
             axes.imshow(image[..., : 3 if image.shape[-1] >= 3 else 1], cmap="gray", vmin=0, vmax=255)
-            told = f"{self.classes[said][:NAME]} {sure:.0%}\nis {self.classes[label][:NAME]}"
-            axes.set_title(told, fontsize=8, y=-0.55)
+            caption = f"{self.classes[predicted][:NAME]} {sure:.0%}\nis {self.classes[label][:NAME]}"
+            axes.set_title(caption, fontsize=8, y=-0.55)
         return made
 
-    def _worst(self, found: Iterable[Mistake]) -> list[Mistake]:
-        return sorted(found, key=lambda mistake: mistake[0], reverse=True)[: self._most]
+    def _worst(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
+        return sorted(mistakes, key=lambda mistake: mistake[0], reverse=True)[: self._most]
 
 
 def _split(trainer: Trainer) -> str:
@@ -185,7 +187,7 @@ def _split(trainer: Trainer) -> str:
 
 
 def _classified(x: Any, logits: Any, y: Any, classes: int) -> bool:
-    """Whether these are images, a score for each class, and labels."""
+    """Check whether these are images [n, C, H, W], a score for each class [n, classes] and valid labels [n]."""
     return (
         all(isinstance(part, Tensor) for part in (x, logits, y))
         and logits.is_floating_point()

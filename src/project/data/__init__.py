@@ -1,4 +1,4 @@
-"""Data sets. An opener returns a `lockstep.Source`; conf/data/ names it."""
+"""Open data sets. Each opener returns a `lockstep.Source`, and conf/data/ names it."""
 
 from project.data.digits import digits, synthetic
 from project.data.files import cifar10, fashion_mnist, mnist

@@ -1,4 +1,4 @@
-"""Data sets that need no file: the digits that ship with scikit-learn, and made-up images."""
+"""Open data sets that need no download: the digits of scikit-learn, and synthetic images."""
 
 import importlib.util
 from pathlib import Path
@@ -13,15 +13,18 @@ DIGITS_SIZE = 28  # pixels, MNIST's
 
 
 def digits() -> Source:
-    """The 1,797 handwritten digits of 8 x 8 pixels that ship with scikit-learn (UCI's optical recognition test set),
-    enlarged to 28 x 28.
+    """Open the 1,797 handwritten digits that ship with scikit-learn, enlarged from 8 x 8 to 28 x 28 pixels.
 
-    They come without a split. The test set here is fixed: of each class the 20% whose hash is smallest (359 images).
+    They are the test set of UCI's optical recognition of handwritten digits, and have no split of their own. The test
+    set here is fixed: the 20% of each class with the smallest hashes (359 images).
+
+    Raises:
+        UserError: scikit-learn is not installed.
     """
     # Reading the file takes 0.1 s; importing scikit-learn for it would add 1.6 s to every start.
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise UserError("digits: scikit-learn, which they ship with, is not installed")
+        raise UserError("digits: their package is not installed: pip install scikit-learn")
     table = np.loadtxt(Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz"), delimiter=",")
     images = enlarge(table[:, :-1].reshape(-1, 8, 8).astype(np.int64), DIGITS_SIZE)[:, None]
     labels = table[:, -1].astype(np.int64)
@@ -35,9 +38,9 @@ def digits() -> Source:
 
 
 def enlarge(images: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
-    """Bilinear enlargement of `[N, 8, 8]` images with values 0 to 16 to `[N, size, size]` in 0 to 255.
+    """Enlarge images [N, 8, 8] with values 0 to 16 to [N, size, size] with values 0 to 255, bilinearly.
 
-    In whole numbers, so that every machine makes the same bytes (they are fingerprinted).
+    It computes in integers, so that every machine gets the same bytes and the same fingerprint.
     """
     small = images.shape[-1]
     # twice `size` times the position of each new pixel's centre among the old ones, kept between the outer centres
@@ -56,11 +59,17 @@ def enlarge(images: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
 def synthetic(
     samples: int = 2000, channels: int = 1, image_size: int = 28, num_classes: int = 10, sample_seed: int = 0
 ) -> Source:
-    """Made-up images that can be learnt: one part of a random pattern per class, three parts of noise.
+    """Make synthetic images that can be learnt: one part of a random pattern per class, three parts of noise.
 
     Args:
-        samples: training images; there are a fifth as many test images.
-        sample_seed: what the images follow from. Not the run's seed, so that runs see the same data.
+        samples: number of training images; there are a fifth as many test images.
+        channels: channels of an image.
+        image_size: pixels.
+        num_classes: number of classes.
+        sample_seed: seed of the images, separate from the run's seed, so that all runs have the same data.
+
+    Raises:
+        ValueError: An option is out of range.
     """
     sizes = {"samples": samples, "channels": channels, "image_size": image_size, "num_classes": num_classes}
     for name, value in {**sizes, "sample_seed": sample_seed}.items():
@@ -73,7 +82,7 @@ def synthetic(
     def make(count: int) -> ArrayDataset:
         labels = np.arange(count) % num_classes
         noise: NDArray[Any] = rng.integers(0, 256, (count, channels, image_size, image_size), dtype=np.uint8)
-        for at in range(0, count, 10_000):  # in parts: a million images fit memory once, not three times
+        for at in range(0, count, 10_000):  # in parts, since memory may hold the images once but not three times
             part = noise[at : at + 10_000]
             part -= part >> 2
             part += pattern[labels[at : at + 10_000]] >> 2

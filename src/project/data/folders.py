@@ -1,4 +1,4 @@
-"""Image files as people have them: in a folder for each class; or without classes, to be predicted."""
+"""Open image files: a folder for each class, or images without labels to be predicted."""
 
 import csv
 import os
@@ -14,7 +14,7 @@ from lockstep import Source, UserError
 from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # that are hardly classes
+OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # hardly names of classes
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 
 
@@ -29,96 +29,100 @@ def image_folder(
     split_seed: int = 0,
     skip_broken: bool = False,
 ) -> Source:
-    """Images under `<data_dir>/train/<class>/`, and `test/` or `val/` or both beside it; without `test/` nothing is
-    tested. Or all of them under `<data_dir>/<class>/`: these are split. conf/data/image_folder.yaml tells the options.
+    """Open images that are sorted into a folder for each class.
+
+    Either `<data_dir>` has `train/<class>/`, and `test/<class>/` or `val/<class>/` or both; without `test/` nothing is
+    tested. Or it has `<class>/` alone, and the images are split. conf/data/image_folder.yaml describes the options.
 
     Raises:
-        UserError: folders or images that are missing, differ in their classes, or can't be read.
+        UserError: Folders or images are missing or can't be read, or the folders' classes differ.
     """
-    image_spec(image_size, channels, mean, std, ())  # bad options first
+    image_spec(image_size, channels, mean, std, ())  # refuse bad options first
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     root = Path(data_dir)
     if not root.is_dir():
-        raise UserError(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
-    there = [name for name in PARTS if (root / name).is_dir()]
+        raise UserError(f"image_folder: data_dir={data_dir} is no folder: it must {WANTED}")
+    parts = [name for name in PARTS if (root / name).is_dir()]
     doubtful = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
     if doubtful:
-        raise UserError(f"image_folder: {root} has a folder {doubtful[0]}: is it one of {', '.join(PARTS)}? Rename it")
-    if there and ("train" not in there or len(there) == 1):
-        lacks = "train/" if "train" not in there else "neither test/ nor val/"
-        alone = f"; data_dir={root / 'train'} would split it" if there == ["train"] else ""
-        raise UserError(f"image_folder: {root} has {there[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
-    found = {name: class_folders(root / name, image_size, channels) for name in there or [""]}
-    files, classes = found[there[0] if there else ""]
+        rename = f"rename it to one of {', '.join(PARTS)}"
+        raise UserError(f"image_folder: {root} has a folder {doubtful[0]}, which is no class: {rename}")
+    if parts and ("train" not in parts or len(parts) == 1):
+        lacks = "train/" if "train" not in parts else "neither test/ nor val/"
+        alone = f": use data_dir={root / 'train'} to split it" if parts == ["train"] else ""
+        raise UserError(f"image_folder: {root} has {parts[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
+    opened = {name: class_folders(root / name, image_size, channels) for name in parts or [""]}
+    files, classes = opened[parts[0] if parts else ""]
     if len(classes) < 2:
-        only = f"{root / there[0] if there else root} has only one folder, {classes[0]}"
-        raise UserError(f"image_folder: {only}; one per class is expected there, two at least")
-    for name, (_, others) in found.items():
+        only = f"{root / parts[0] if parts else root} has only one folder, {classes[0]}"
+        raise UserError(f"image_folder: {only}: it must have a folder for each class, two at least")
+    for name, (_, others) in opened.items():
         if differing := sorted(set(classes) ^ set(others)):
             odd = f"only {'train' if differing[0] in classes else name}/ has {differing[0]}"
             raise UserError(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
     left_out = ""
     if skip_broken:
-        ids, left_out = decodable([part for part, _ in found.values()])
-        found = {name: (part.part(good), classes) for (name, (part, _)), good in zip(found.items(), ids, strict=True)}
-        for name, (part, _) in found.items():
+        ids, left_out = decodable([part for part, _ in opened.values()])
+        opened = {name: (part.part(good), classes) for (name, (part, _)), good in zip(opened.items(), ids, strict=True)}
+        for name, (part, _) in opened.items():
             if empty := sorted(set(range(len(classes))) - set(part.labels.tolist())):
-                raise UserError(f"image_folder: no image in {root / name / classes[empty[0]]} can be decoded")
-        files = found[there[0] if there else ""][0]
+                where = root / name / classes[empty[0]]
+                raise UserError(f"image_folder: no image in {where} can be decoded: repair one, or remove the folder")
+        files = opened[parts[0] if parts else ""][0]
     else:
-        check_headers([part for part, _ in found.values()])
-    if there:
-        train, val, test = (found[name][0] if name in found else None for name in PARTS)
-        what = "nothing is tested" if test is None else "a part of train/ validates" if val is None else ""
+        check_headers([part for part, _ in opened.values()])
+    if parts:
+        train, val, test = (opened[name][0] if name in opened else None for name in PARTS)
+        what = "nothing is tested" if test is None else "a part of train/ is used for validation" if val is None else ""
     else:
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
         what = "split by data.val_fraction, data.test_fraction and data.split_seed"
-    layout = ", ".join(f"{name}/" for name in there) or "a folder per class"
+    layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
     about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
     spec = image_spec(image_size, channels, mean, std, classes)
-    return Source(train, test, spec, val, about=about, divided=not there)
+    return Source(train, test, spec, val, about=about, divided=not parts)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:
-    """The images of the class folders in `root`, at any depth below, and the classes.
+    """Return the images of the class folders in `root`, at any depth, and the names of the classes.
 
     Raises:
-        UserError: no class folders, one without an image, or one whose name is not UTF-8.
+        UserError: There is no class folder, or one has no image or a name that is not UTF-8.
     """
     classes = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
     if not classes:
-        raise UserError(f"image_folder: {root} has no folders; it should {WANTED}")
+        raise UserError(f"image_folder: {root} has no folders: it must {WANTED}")
     for name in map(os.fsencode, classes):
         if name.decode(errors="replace").encode() != name:
             raise UserError(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
-    found = [images_in(root, name) for name in classes]
-    empty = [name for name, names in zip(classes, found, strict=True) if not names]
+    image_names = [images_in(root, name) for name in classes]
+    empty = [name for name, names in zip(classes, image_names, strict=True) if not names]
     if empty:
-        raise UserError(f"image_folder: no image in {root / empty[0]}; known: {', '.join(EXTENSIONS)}")
-    labels = np.repeat(np.arange(len(found)), [len(names) for names in found])
-    return LabelledFiles(root, np.array([*chain(*found)]), labels, image_size, channels), classes
+        raise UserError(f"image_folder: no image in {root / empty[0]}: known are {', '.join(EXTENSIONS)}")
+    labels = np.repeat(np.arange(len(image_names)), [len(names) for names in image_names])
+    return LabelledFiles(root, np.array([*chain(*image_names)]), labels, image_size, channels), classes
 
 
 def images_in(root: Path, name: str) -> list[str]:
-    """Paths of a class's images, relative to `root`, in sorted order. A folder that links lead to again counts once."""
-    found, seen = [], set()
+    """Return the paths of a class's images, relative to `root` and sorted. A folder with several links counts once."""
+    paths, seen = [], set()
     for folder, folders, files in os.walk(root / name, followlinks=True):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        # sorted: of two links to a folder, the same one is followed on every machine
+        # sorted, so that every machine follows the same one of two links to a folder
         images = (file for file in files if file.lower().endswith(EXTENSIONS) and not file.startswith("."))
-        found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
-    return sorted(found)
+        paths += [os.path.relpath(os.path.join(folder, file), root) for file in images]
+    return sorted(paths)
 
 
 class ImageFiles(LabelledFiles):
-    """Images without labels, those of a folder in sorted order; an item is `(image, its number)`.
+    """Images without labels. An item is `(image, its number)`. The images of a folder are sorted.
 
-    One that can't be decoded is black, and its number is -1: it is told by its absence in what comes back.
+    An image that can't be decoded is black and has the number -1, so it has no row among the predictions.
 
     Args:
         images: a folder, with images at any depth; a file; a list of paths, .txt (one a line) or .csv (in the column
@@ -127,24 +131,24 @@ class ImageFiles(LabelledFiles):
         channels: 1 or 3.
 
     Raises:
-        UserError: something is not there, no image is in it, none can be decoded; or another number of channels.
+        UserError: A path does not exist, there is no image, none can be decoded, or `channels` is not 1 or 3.
     """
 
     draws = False
 
     def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
         if channels not in MODES:
-            raise UserError(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
-        given = [images] if isinstance(images, str | Path) else images
-        parts = [Path(str(each)).expanduser() for each in given]
-        alone = len(parts) == 1 and parts[0].is_dir()  # its files are called as they are in there
+            raise UserError(f"images={images}: files have 1 or 3 channels, but the model was trained on {channels}")
+        sources = [images] if isinstance(images, str | Path) else images
+        parts = [Path(str(each)).expanduser() for each in sources]
+        alone = len(parts) == 1 and parts[0].is_dir()  # then names are relative to this folder
         names = images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))]
         if not names:
-            raise UserError(f"images={images}: no image in it; known: {', '.join(EXTENSIONS)}")
+            raise UserError(f"images={images}: no image in it: known are {', '.join(EXTENSIONS)}")
         root = parts[0] if alone else Path()
         super().__init__(root, np.array(names), np.arange(len(names)), image_size, channels)
-        if all(self[index][1] < 0 for index in range(len(self))):  # asks up to the first that can be
-            raise UserError(f"images={images}: {names[0]} can't be decoded, and no other")
+        if all(self[index][1] < 0 for index in range(len(self))):  # stops at the first that can be decoded
+            raise UserError(f"images={images}: no image can be decoded, {names[0]} for example")
 
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
         try:
@@ -153,21 +157,21 @@ class ImageFiles(LabelledFiles):
             return torch.zeros(self.channels, self.image_size, self.image_size, dtype=torch.uint8), -1
 
 
-def _paths(given: Path) -> list[str]:
-    """The image files that a path stands for; those of a list are relative to its folder."""
-    if given.is_dir():
-        return [str(given / name) for name in images_in(given, ".")]
-    if not given.is_file():
-        raise UserError(f"images={given}: no such file or folder")
-    kind = given.suffix.lower()
+def _paths(source: Path) -> list[str]:
+    """Return the image files that a path stands for. Paths in a list are relative to its folder."""
+    if source.is_dir():
+        return [str(source / name) for name in images_in(source, ".")]
+    if not source.is_file():
+        raise UserError(f"images={source}: no such file or folder")
+    kind = source.suffix.lower()
     if kind not in (".txt", ".csv"):
-        return [str(given)]
-    lines = given.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+        return [str(source)]
+    lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
     rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
     head = rows[0] if rows else []
     named = next((head.index(name) for name in ("file", "path") if name in head), None)
-    paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
+    paths = [source.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
     if absent := [path for path in paths if not path.is_file()]:
-        where = "relative to its folder, of a .csv in the column file or path, else the first"
-        raise UserError(f"images={given}: there is no {absent[0]}; a list's paths are {where}")
+        where = "relative to its folder; a .csv has them in the column file or path, else in the first"
+        raise UserError(f"images={source}: there is no {absent[0]}: paths in a list are {where}")
     return list(map(str, paths))

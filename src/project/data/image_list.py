@@ -1,4 +1,4 @@
-"""A CSV file that lists images and their labels."""
+"""Open the images of a CSV file that lists paths and labels."""
 
 import csv
 import os
@@ -26,14 +26,15 @@ def image_list(
     split_seed: int = 0,
     skip_broken: bool = False,
 ) -> Source:
-    """Images that a CSV file lists, in its columns `path` (relative to the file's folder) and `label`. A third one,
-    `split`, says train, val or test; without it they are split by class, and without val a part of train is held out.
-    conf/data/image_list.yaml tells the options.
+    """Open the images that a CSV file lists in its columns `path` (relative to the file's folder) and `label`.
+
+    A third column, `split`, may have train, val or test. Without it the images of each class are split. Without val,
+    a part of train is used for validation. conf/data/image_list.yaml describes the options.
 
     Raises:
-        UserError: the file, a column, a path or a label is missing; or there is only one class.
+        UserError: The file, a column, a path or a label is missing, or there is only one class.
     """
-    image_spec(image_size, channels, mean, std, ())  # bad options first
+    image_spec(image_size, channels, mean, std, ())  # refuse bad options first
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     if not isinstance(csv, str):
@@ -43,12 +44,12 @@ def image_list(
     for row in rows:
         at = f"{file}: row {row['row']}"
         if not row["path"] or not row["label"]:
-            raise UserError(f"{at} has no {'label' if row['path'] else 'path'}")
+            raise UserError(f"{at} has no {'label' if row['path'] else 'path'}: each row must have both")
         if row.get("split", "train") not in PARTS:
-            raise UserError(f"{at}: split is {row['split'] or 'empty'}; it must be train, val or test")
+            raise UserError(f"{at}: split is {row['split'] or 'empty'}: it must be train, val or test")
         if not os.path.isfile(file.parent / row["path"]):
             raise UserError(
-                f"{at}: there is no file {file.parent / row['path']}; paths are relative to the list's folder"
+                f"{at}: there is no file {file.parent / row['path']}: paths must be relative to the list's folder"
             )
     about = ""
     if skip_broken and rows:
@@ -61,7 +62,7 @@ def image_list(
     classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
     if len(classes) < 2:
         raise UserError(
-            f"{file}: {f'only one label, {classes[0]}' if classes else 'no rows'}; two at least are expected"
+            f"{file} has {f'only one label, {classes[0]}' if classes else 'no rows'}: it must have two labels at least"
         )
     number_of = {label: number for number, label in enumerate(classes)}
     numbers = [number_of[row["label"]] for row in rows]
@@ -72,7 +73,7 @@ def image_list(
         parts = [files.part(np.flatnonzero(of == part)) for part in range(len(PARTS))]
         train, val, test = (part if len(part) else None for part in parts)
         if train is None:
-            raise UserError(f"{file}: no row has the split train")
+            raise UserError(f"{file}: no row has the split train: some must have it")
         if val is None:
             train, val, _ = split(train, val_fraction, 0, split_seed)
     else:
@@ -84,10 +85,10 @@ def image_list(
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file, by column, and by `row` the number of their line.
+    """Return the rows of a CSV file, by column. The key `row` has the line number.
 
     Raises:
-        UserError: it can't be read, has other columns, or a row has more values.
+        UserError: The file can't be read or has other columns, or a row has more values than columns.
     """
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
@@ -97,10 +98,10 @@ def read(file: Path) -> list[dict[str, Any]]:
         raise UserError(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
     columns = lines[0][1] if lines else []
     if not {"path", "label"} <= set(columns) <= set(COLUMNS):
-        expected = "expected are path, label, and if you like split, in its first row, with commas between"
-        raise UserError(f"{file}: its columns are {', '.join(columns) or 'none'}; {expected}")
+        expected = "its first row must be path,label or path,label,split"
+        raise UserError(f"{file}: its columns are {', '.join(columns) or 'none'}: {expected}")
     for number, values in lines:
         if len(values) > len(columns):
-            why = f"{len(values)} values for {len(columns)} columns; a value with a comma in it stands in quotes"
+            why = f"{len(values)} values for {len(columns)} columns: put a value with a comma in quotes"
             raise UserError(f"{file}: row {number} has {why}")
     return [{"row": number, **dict(zip_longest(columns, values, fillvalue=""))} for number, values in lines[1:]]

@@ -1,4 +1,4 @@
-"""Labelled image files as a data set, how they are decoded, and their split into training, validation and test."""
+"""Decode labelled image files, check them, and split them into training, validation and test."""
 
 import hashlib
 import struct
@@ -14,26 +14,28 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep import Spec, UserError, cores, plural
+from lockstep import Spec, UserError, available_cores, plural
 
-MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
+MODES = {1: "L", 3: "RGB"}  # Pillow's modes, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 DEEP = "32-bit pixels: save it with 8"
-# ImageNet's, the usual choice for photographs; grey: the mean over its channels
+# ImageNet's mean and std, the usual choice for photographs. Grey images have the means over its channels.
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
-PARTS = ("train", "val", "test")  # as folders and columns call them
+PARTS = ("train", "val", "test")  # names of folders and values of the column split
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
-NAMED = 5  # files that a message names
+NAMED = 5  # most files that a message names
 SKIP = "data.skip_broken=true to leave such files out"
 
 
 @dataclass(eq=False)
 class LabelledFiles:
-    """Images that are decoded when they are asked for: the short side becomes `image_size`, the middle is kept.
-    Transforms get them whole."""
+    """A data set of image files that are decoded when they are read.
 
-    root: Path  # what the names are relative to
-    names: NDArray[np.str_]  # arrays, not lists: to count references to a million strings would copy their memory
+    The short side is resized to `image_size`, and the middle is cut out. With transforms, `whole` gives the full image.
+    """
+
+    root: Path  # the folder that names are relative to
+    names: NDArray[np.str_]  # no list: counting references to its strings would copy its memory in each worker
     labels: NDArray[np.int64]
     image_size: int  # pixels
     channels: int  # 1 or 3
@@ -63,7 +65,7 @@ class LabelledFiles:
         return LabelledFiles(self.root, self.names[ids], self.labels[ids], self.image_size, self.channels)
 
     def fingerprint(self) -> str:
-        """Over names, sizes and labels: reading every byte would take too long."""
+        """Return a hash over names, file sizes and labels. Reading all bytes would take too long."""
         digest = hashlib.sha256(self.labels.tobytes())
         for index in range(len(self)):
             digest.update(f"{self.names[index]}\0{self.path(index).stat().st_size}\n".encode(errors="surrogateescape"))
@@ -71,15 +73,18 @@ class LabelledFiles:
 
 
 def decode(path: Path, image_size: int | None, mode: str) -> Tensor:
-    """An image file as uint8 [channels, image_size, image_size]: upright, as its EXIF data say, the short side resized,
-    the middle kept; of several pictures the first.
+    """Decode an image file to uint8 [channels, image_size, image_size].
+
+    The image is turned upright by its EXIF data, its short side is resized, and the middle is cut out. If the file has
+    several images, the first is used.
 
     Args:
-        image_size: None: as it is stored.
-        mode: Pillow's, `L` or `RGB`.
+        path: the file.
+        image_size: pixels; None: the size is not changed, [channels, height, width].
+        mode: Pillow's mode, `L` or `RGB`.
 
     Raises:
-        UserError: it can't be decoded, or has 32-bit pixels.
+        UserError: The file can't be decoded, or has 32-bit pixels.
     """
     try:
         with Image.open(path) as image:
@@ -94,7 +99,11 @@ def decode(path: Path, image_size: int | None, mode: str) -> Tensor:
 
 
 def _of_8_bits(image: Image.Image) -> Image.Image:
-    """A grey image with what 16 bits hold scaled to 8; Pillow would make all above 255 white."""
+    """Scale a grey image of 16 bits to 8 bits. Pillow would make all values above 255 white.
+
+    Raises:
+        ValueError: The image has 32-bit pixels.
+    """
     if too_deep(image):
         raise ValueError(DEEP)
     if not image.mode.startswith("I"):
@@ -103,24 +112,28 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
 
 
 def too_deep(image: Image.Image) -> bool:
-    """Whether nobody knows which numbers are black and white: not where PNG and PPM, which have no more than 16 bits,
-    are read as 32."""
+    """Check whether an image has 32-bit pixels, whose black and white are not defined.
+
+    Pillow reads PNG and PPM files of 16 bits as 32 bits; these are not too deep.
+    """
     return image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
 def image_spec(
     image_size: int, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None, classes: Sequence[str]
 ) -> Spec:
-    """What the images are, from the options of an opener.
+    """Return the spec of the images from the options of an opener.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: An option is out of range.
     """
     if type(image_size) is not int or image_size < 1:
         raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
     if type(channels) is not int or channels not in MODES:
         raise ValueError(f"channels={channels}: must be 1 (grey) or 3 (RGB)")
-    mean, std = (usual if given is None else given for given, usual in zip((mean, std), MOMENTS[channels], strict=True))
+    mean, std = (
+        usual if moment is None else moment for moment, usual in zip((mean, std), MOMENTS[channels], strict=True)
+    )
     for name, values in {"mean": mean, "std": std}.items():
         if not isinstance(values, Sequence) or len(values) != channels:
             raise ValueError(f"{name}={values}: must be {plural(channels, 'number')}, one per channel")
@@ -132,14 +145,17 @@ def image_spec(
 
 
 def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
-    """Training, validation and test: of each class the shares whose names' hash with `seed` is smallest, one file at
-    least of three. So a file that is added later moves hardly another. A part whose fraction is 0 is None.
+    """Split files into training, validation and test.
+
+    The files of each class are sorted by a hash of their names and `seed`. The first ones are for validation, the next
+    ones for the test. A class with three files or more has at least one in each part. A file that is added later hardly
+    moves any other. A part with the fraction 0 is None.
 
     Raises:
-        ValueError: a fraction out of range.
+        ValueError: A fraction is out of range.
     """
     if type(test_fraction) not in (int, float) or not 0 <= test_fraction < 1 - val_fraction:
-        raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and with val_fraction below 1")
+        raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and together with val_fraction below 1")
     keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in files.names)
     by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
     part_of = np.zeros(len(files), dtype=np.int64)
@@ -156,10 +172,10 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
 
 
 def check_headers(parts: Sequence[LabelledFiles]) -> None:
-    """Opens images spread over all parts, as many as time allows: a broken file should not end a run after an hour.
+    """Open images spread over all parts, as many as time allows, so that a broken file does not end a run later.
 
     Raises:
-        UserError: naming the first of those that can't be read, and their number.
+        UserError: Some can't be read. The message names the first ones and their number.
     """
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
@@ -180,14 +196,17 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
 
 
 def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], str]:
-    """Decodes all images of all parts as a run would, on all cores. Returns of each part the images that can be
-    decoded, and a text that counts the others."""
+    """Decode all images of all parts, on all cores.
+
+    Returns:
+        For each part the numbers of the images that can be decoded, and a text that counts the others.
+    """
     paths = [part.path(index) for part in parts for index in range(len(part))]
     kinds = [MODES[part.channels] for part in parts for _ in range(len(part))]
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
     broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
-    text = f"{plural(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"
+    text = f"{plural(len(broken), 'file')} that can't be decoded left out: {first_of(broken)}"
     borders = np.cumsum([len(part) for part in parts])[:-1]
     text = text if broken else f"all {plural(len(paths), 'file')} can be decoded"
     return [np.flatnonzero(part) for part in np.split(whole, borders)], text
@@ -202,5 +221,5 @@ def _can_be_decoded(path: Path, mode: str) -> bool:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are, as text."""
     return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)

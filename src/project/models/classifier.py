@@ -1,4 +1,4 @@
-"""The LightningModule that trains any net which maps images to logits."""
+"""Train any net that maps images to logits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from project.class_weights import ClassWeights
 from project.parameters import Freeze, groups
 from project.scores import Scores, accuracy
 
-Batch = tuple[Tensor, Tensor]  # images float [n, channels, size, size], labels int64 [n] or, mixed, [n, num_classes]
+Batch = tuple[Tensor, Tensor]  # images [n, channels, size, size]; labels int64 [n], or float [n, num_classes]
 
 
 class ImageClassifier(LightningModule):
@@ -20,13 +20,18 @@ class ImageClassifier(LightningModule):
 
     Args:
         net: maps images to logits [n, num_classes].
-        channels, image_size, num_classes: the data set's.
+        channels: channels of the images.
+        image_size: pixels of the images.
+        num_classes: number of classes.
         optimizer: makes the optimizer from parameter groups; conf/optimizer names it.
         scheduler: makes Lightning's `lr_scheduler` from the optimizer; conf/scheduler names it.
         label_smoothing: share of the probability that is spread over all classes, in training only.
-        class_weights: what a sample counts for in training; see `ClassWeights`.
+        class_weights: weights of the samples in training by class; see `ClassWeights`.
         freeze: patterns of the names of parameters that are not trained; see `Freeze`.
-        decay_norms_and_biases: whether `weight_decay` holds for them too.
+        decay_norms_and_biases: whether `weight_decay` applies to norms and biases too.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         if num_classes < 2:
-            raise ValueError(f"num_classes={num_classes}: a classifier needs two at least")
+            raise ValueError(f"num_classes={num_classes}: must be at least 2")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and below 1")
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"], logger=False)  # for load_from_checkpoint
@@ -63,7 +68,10 @@ class ImageClassifier(LightningModule):
         return self.net(x)
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Loss of each sample [n]; their mean, weighted by class, is trained on. Override it for another loss."""
+        """Return the loss of each sample [n]. Override it for another loss.
+
+        The model is trained on the mean, weighted by class.
+        """
         if self.training:
             return F.cross_entropy(logits, y, reduction="none", label_smoothing=self.label_smoothing)
         return F.cross_entropy(logits.double(), y, reduction="none")
@@ -85,7 +93,7 @@ class ImageClassifier(LightningModule):
         self.log_dict(self.scores.of(stage, logits, y, self.losses(logits, y)))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Probabilities [n, num_classes]; predict.py writes down what this returns."""
+        """Return probabilities [n, num_classes], which predict.py writes to its table."""
         return self(batch[0]).double().softmax(1)
 
     def configure_optimizers(self) -> Any:

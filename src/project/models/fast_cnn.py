@@ -1,4 +1,4 @@
-"""A convolution net that learns MNIST in one pass over the data, in seconds on two CPU cores."""
+"""Define a convolutional net that learns MNIST in one pass over the data, in seconds on two CPU cores."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,12 +12,18 @@ from project.models.classifier import ImageClassifier
 class FastCNN(ImageClassifier):
     """Four convolutions with BatchNorm, ReLU and, but for the first, a max-pool; one linear layer.
 
-    width has the channels of each convolution. The first is 5 x 5 with stride 2, so that nothing is computed at full
-    size, and has no padding: digits leave their edges empty, and 12 x 12 instead of 14 x 14 values per channel are a
-    quarter less to compute from there on. The others are 3 x 3. Pooling comes before BatchNorm and ReLU, which then
-    have a quarter of the values to pass. Not so at the end: there, digits have one value per channel left, of which a
-    tail of one sample could make no statistic, and over several passes the net learns better without
-    (docs/recipes.md).
+    The first convolution is 5 x 5 with stride 2, so nothing is computed at full size. It has no padding, since the
+    edges of digits are empty; 12 x 12 instead of 14 x 14 values per channel are a quarter less to compute from there
+    on. The other convolutions are 3 x 3. Pooling comes before BatchNorm and ReLU, which then process a quarter of the
+    values. At the end it comes after them: pooled digits have one value per channel, and BatchNorm can't compute a
+    variance from one sample. Over several passes the net also learns better this way (docs/results/recipes.md).
+
+    Args:
+        width: channels of each convolution.
+        task: options of ImageClassifier.
+
+    Raises:
+        ValueError: An option is out of range, or the images are too small.
     """
 
     def __init__(
@@ -30,8 +36,8 @@ class FastCNN(ImageClassifier):
         **task: Any,
     ) -> None:
         if not isinstance(width, Sequence) or len(width) != 4 or min(width) < 1:
-            raise ValueError(f"width={width}: must be four whole numbers of at least 1, each convolution's channels")
-        side = (image_size - 3) // 2 // 2 // 2  # of what the last convolution sees
+            raise ValueError(f"width={width}: must be four whole numbers of at least 1, channels of convolutions")
+        side = (image_size - 3) // 2 // 2 // 2  # pixels at the last convolution
         if side < 2:
             raise ValueError(f"fast_cnn needs images of at least 19 x 19 pixels, these are {image_size} x {image_size}")
         one, two, three, four = width

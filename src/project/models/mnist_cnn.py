@@ -1,4 +1,4 @@
-"""The small convolution net of the MNIST examples, for images of any size from 10 x 10."""
+"""Define the small convolutional net of the MNIST examples, for images of 10 x 10 pixels or more."""
 
 from collections import OrderedDict
 from typing import Any
@@ -11,11 +11,16 @@ from project.models.classifier import ImageClassifier
 class MnistCNN(ImageClassifier):
     """Two 5 x 5 convolutions of 20 channels, max-pool, 50 hidden units.
 
-    dropout is the probability that a hidden unit is dropped in training; `task` are the options of ImageClassifier.
+    Args:
+        dropout: probability that a hidden unit is dropped in training.
+        task: options of ImageClassifier.
+
+    Raises:
+        ValueError: An option is out of range, or the images are too small.
     """
 
     def __init__(self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **task: Any) -> None:
-        side = (image_size - 8) // 2  # each convolution takes 4 pixels, the pool halves
+        side = (image_size - 8) // 2  # each convolution removes 4 pixels, and the pool halves the rest
         if side < 1:
             raise ValueError(f"mnist_cnn needs images of at least 10 x 10 pixels, not {image_size} x {image_size}")
         if not 0 <= dropout < 1:
@@ -30,7 +35,7 @@ class MnistCNN(ImageClassifier):
                 flatten=nn.Flatten(),
                 hidden=nn.Linear(20 * side * side, 50),
                 relu3=nn.ReLU(inplace=True),
-                # Dropout(0) would draw random numbers all the same.
+                # Dropout(0) would draw random numbers too.
                 dropout=nn.Dropout(dropout) if dropout else nn.Identity(),
                 logits=nn.Linear(50, num_classes),
             )

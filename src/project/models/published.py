@@ -1,4 +1,4 @@
-"""Any classifier of torchvision or timm by its name, for images of any size, channels and classes that it takes."""
+"""Make any classifier of torchvision or timm by its name, for the images' size, channels and classes."""
 
 import difflib
 import inspect
@@ -15,18 +15,23 @@ from lockstep import copy_weights, load_weights, plural, weights_message
 from project.models.classifier import ImageClassifier
 
 LOG = logging.getLogger("lockstep")
-RGB = 3  # channels of the images that published weights were trained on
+RGB = 3  # channels of the images of published weights
 
 
 class Published(ImageClassifier):
-    """A net that a library makes.
+    """A classifier whose net comes from a library.
 
     Args:
-        arch: its name there.
-        smallest_piece: samples of the smallest piece that is trained on; a net whose BatchNorm needs more is refused.
-        pretrained: start from the library's ImageNet weights; what does not fit (other classes) starts fresh.
+        arch: the net's name in the library.
+        smallest_piece: samples of the smallest piece of a step. A net whose BatchNorm needs more samples is refused.
+        pretrained: start from the library's ImageNet weights. Layers that do not fit (other classes) start with new
+            weights.
         weights: a file to start from instead; see `lockstep.load_weights`.
         options: further arguments of the architecture, `{dropout: 0.2}`.
+        task: options of ImageClassifier.
+
+    Raises:
+        ValueError: There is no such net, it does not fit the images, or its weights can't be loaded.
     """
 
     def __init__(
@@ -43,24 +48,26 @@ class Published(ImageClassifier):
         **task: Any,
     ) -> None:
         if not isinstance(pretrained, bool) or (pretrained and weights):
-            raise ValueError(f"pretrained={pretrained}: must be true or false, and false beside weights=<file>")
+            raise ValueError(f"pretrained={pretrained}: must be true or false, and false with weights=<file>")
         images = f"{channels} x {image_size} x {image_size} images"
         try:
             net = self.make(arch, channels, image_size, num_classes, pretrained, dict(options or {}))
             out = _tried(net, torch.zeros(min(2, smallest_piece), channels, image_size, image_size))
         except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-            said = str(error).partition("\n")[0]
-            if said.startswith(("arch=", "pretrained=")):
+            message = str(error).partition("\n")[0]
+            if message.startswith(("arch=", "pretrained=")):
                 raise
-            if "more than 1 value per channel" in said:
-                said = (
-                    "its BatchNorm has one value per channel there in a piece of one sample, which an epoch's short "
-                    "tail leaves: larger images, another batch_size or fewer pieces"
+            if "more than 1 value per channel" in message:
+                message = (
+                    "its BatchNorm gets one value per channel in a piece of one sample: use larger images, another "
+                    "batch_size or fewer pieces"
                 )
-            raise ValueError(f"arch={arch}: does not take {images}: {said}") from error
+            raise ValueError(f"arch={arch}: does not take {images}: {message}") from error
         if not isinstance(out, Tensor) or out.shape[1:] != (num_classes,):
             made = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"arch={arch}: gives {made} in training, where logits [n, {num_classes}] are needed")
+            raise ValueError(
+                f"arch={arch}: returns {made} for each image in training: it must return logits [n, {num_classes}]"
+            )
         if weights:
             LOG.info(load_weights("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)).message)
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
@@ -68,16 +75,16 @@ class Published(ImageClassifier):
     def make(
         self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
     ) -> nn.Module:
-        """The net, as its library has it.
+        """Make the net with its library.
 
         Raises:
-            ValueError: `arch=...` is none of its, or `pretrained=...` can't be had.
+            ValueError: The library has no net `arch`, or its pretrained weights can't be loaded.
         """
         raise NotImplementedError
 
 
 class Torchvision(Published):
-    """https://docs.pytorch.org/vision/stable/models.html#classification"""
+    """A classifier of torchvision: https://docs.pytorch.org/vision/stable/models.html#classification."""
 
     def make(
         self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
@@ -90,12 +97,12 @@ class Torchvision(Published):
             sized = {"image_size": image_size}
         elif arch.startswith("maxvit_"):
             sized = {"input_size": (image_size, image_size)}
-        elif arch in ("googlenet", "inception_v3"):  # a second loss, at a second head, is not in the recipe here
+        elif arch in ("googlenet", "inception_v3"):  # no auxiliary head: its loss is not part of the training step
             sized = {"aux_logits": False, "init_weights": True}
         net = models.get_model(arch, weights=None, num_classes=num_classes, **{**sized, **options})
         taken = inspect.signature(type(net)).parameters
-        if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # which it would take and ignore
-            raise TypeError(f"{arch} takes no option {', '.join(odd)}; it takes {', '.join(taken)}")
+        if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # **kwargs would accept and ignore them
+            raise TypeError(f"{arch} takes no option {', '.join(odd)}: it takes {', '.join(taken)}")
         if pretrained:
             left = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))
             LOG.info(weights_message("model.pretrained", len(net.state_dict()), left))
@@ -106,7 +113,7 @@ class Torchvision(Published):
 
 
 class Timm(Published):
-    """https://huggingface.co/timm; a name may have a tag, which chooses pretrained weights: resnet18.a1_in1k."""
+    """A classifier of timm: https://huggingface.co/timm. A tag in the name chooses weights: resnet18.a1_in1k."""
 
     def make(
         self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
@@ -119,61 +126,76 @@ class Timm(Published):
         _must_be_known(name, timm.list_models(), "timm")
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{name}.*")]
         if tag and tag not in tags:
-            raise ValueError(f"arch={arch}: {name} has no weights {tag}; known: {', '.join(tags) or 'none'}")
+            raise ValueError(f"arch={arch}: {name} has no weights {tag}: known are {', '.join(tags) or 'none'}")
         of_its_weights = timm.get_pretrained_cfg(arch)
         if of_its_weights is not None and of_its_weights.fixed_input_size:
             options = {"img_size": image_size, **options}
         made: dict[str, Any] = {"in_chans": channels, "num_classes": num_classes, "checkpoint_path": ""}
         if not pretrained:
             return timm.create_model(arch, pretrained=False, **made, **options)
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each of ten trials
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would log each of ten attempts
         try:
             return timm.create_model(arch, pretrained=True, **made, **options)
-        except Exception as error:  # no network, no such weights, a damaged file: all end alike
+        except Exception as error:  # no network, no such weights, a damaged file: one message for all
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"pretrained=true: no usable weights ({reason}); model.weights takes a file") from error
+            raise ValueError(f"pretrained=true: no usable weights ({reason}): use model.weights=<file>") from error
 
 
 def downloaded(weights: Any) -> dict[str, Tensor]:
-    """Weights that torchvision publishes, from its cache or the network.
+    """Return weights that torchvision publishes, from its cache or the network.
+
+    Args:
+        weights: a member of one of torchvision's weights enums.
 
     Raises:
-        ValueError: they can't be had.
+        ValueError: They can't be loaded.
     """
     name = weights.url.rpartition("/")[2]
     try:
-        found: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except Exception as error:  # no network, no rights, no room, or a damaged file: all end alike
+        state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except Exception as error:  # no network, no rights, a full disk, a damaged file: one message for all
         reason = str(error).partition("\n")[0]
         place = f"{torch.hub.get_dir()}/checkpoints/{name}"
-        raise ValueError(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {place}") from error
-    return found
+        raise ValueError(f"pretrained=true: no usable weights ({reason}): put torchvision's file at {place}") from error
+    return state
 
 
 def _must_be_known(arch: str, known: Iterable[str], library: str) -> None:
+    """Check that a library has a net with this name.
+
+    Raises:
+        ValueError: It has none. The message has the nearest names.
+    """
     names = list(known)
     if arch not in names:
         near = difflib.get_close_matches(str(arch), names, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else f"it has {plural(len(names), 'net')}, as {names[0]}"
-        raise ValueError(f"arch={arch}: {library} has no such classifier; {hint}")
+        hint = (
+            f"did you mean {', '.join(near)}?"
+            if near
+            else f"it has {plural(len(names), 'net')}, {names[0]} for example"
+        )
+        raise ValueError(f"arch={arch}: {library} has no such classifier: {hint}")
 
 
 def _first_convolution(net: nn.Module) -> tuple[str, Any]:
-    """The layer that sees the images, and its weight's name."""
+    """Return the name of the first convolution's weight, and the layer."""
     return next((f"{name}.weight", layer) for name, layer in net.named_modules() if isinstance(layer, nn.Conv2d))
 
 
-def _for_images_of(net: nn.Module, channels: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights from a file, of which the first convolution's are for RGB."""
+def _for_images_of(net: nn.Module, channels: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights from a file, with the first convolution's adapted from RGB to `channels`."""
     name, layer = _first_convolution(net)
-    if name not in found or found[name].ndim != layer.weight.ndim:
-        return found
-    return {**found, name: _of_channels(found[name], channels)}
+    if name not in state or state[name].ndim != layer.weight.ndim:
+        return state
+    return {**state, name: _of_channels(state[name], channels)}
 
 
 def _of_channels(weight: Tensor, channels: int) -> Tensor:
-    """A first convolution's weight [out, 3, k, k] for images of other channels, as timm makes it: for one their sum,
-    for more they are repeated, at the scale that keeps what comes out."""
+    """Adapt a first convolution's weight [out, 3, k, k] to other channels, as timm does.
+
+    For one channel it is the sum over the three. For more channels they are repeated and scaled, so that outputs keep
+    their size.
+    """
     if weight.shape[1] != RGB or channels == RGB:
         return weight
     if channels == 1:
@@ -182,7 +204,7 @@ def _of_channels(weight: Tensor, channels: int) -> Tensor:
 
 
 def _tried(net: nn.Module, images: Tensor) -> Any:
-    """What a net makes of images in training; it stays what it was, and no random number is drawn."""
+    """Return a net's output for images in training mode. Its buffers and the random state do not change."""
     before = [buffer.clone() for buffer in net.buffers()]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         out = net.train()(images)

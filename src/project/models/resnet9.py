@@ -1,4 +1,4 @@
-"""A small residual net that learns photographs of 32 x 32 pixels in minutes on two CPU cores."""
+"""Define a small residual net that learns photographs of 32 x 32 pixels in minutes on two CPU cores."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,12 +10,18 @@ from project.models.classifier import ImageClassifier
 
 
 class ResNet9(ImageClassifier):
-    """Four convolutions, three of them with a max-pool, a residual block of two behind the second and the fourth, and
-    one linear layer on the mean over all places: eight convolutions, each with BatchNorm and ReLU (after David Page,
-    How to train your ResNet, 2018).
+    """A net of eight convolutions, each with BatchNorm and ReLU, and one linear layer.
 
-    width has the channels of the four. Pooling comes before BatchNorm and ReLU, which then have a quarter of the values
-    to pass.
+    After David Page, How to train your ResNet, 2018. Four convolutions form the trunk, the last three of them with a
+    max-pool. The second and the fourth are followed by a residual block of two convolutions. The linear layer gets the
+    mean over all positions. Pooling comes before BatchNorm and ReLU, which then process a quarter of the values.
+
+    Args:
+        width: channels of the four convolutions of the trunk.
+        task: options of ImageClassifier.
+
+    Raises:
+        ValueError: An option is out of range, or the images are too small.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class ResNet9(ImageClassifier):
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to what they were given."""
+    """Two convolutions whose output is added to their input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

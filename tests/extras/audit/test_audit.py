@@ -11,7 +11,7 @@ from test_promise_4_same_result import TOGETHER, featured
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
-from lockstep.extras.audit.choice import chosen, verdict
+from lockstep.extras.audit.choice import choose_piece, verdict
 
 pytestmark = pytest.mark.slow
 TRAINED = 81  # samples, in four steps an epoch
@@ -35,7 +35,7 @@ def devices_of(on: Layout) -> list[tuple[int, ...]]:
     """Who computes the piece that is computed again, its owner first, in each step of a run."""
     order, found = DataOrder(TRAINED, on, 0), []
     for step in range(8):
-        choice = chosen(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
+        choice = choose_piece(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
         assert choice is not None
         found.append(choice.devices)
     return found
@@ -63,7 +63,7 @@ def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_p
     for plain, audited in zip(found[::2], found[1::2], strict=True):
         assert same_bits(plain, audited)
         assert audited.summary["metrics"] == plain.summary["metrics"] | {"audit/pieces": 8}
-        assert "audit: 8 pieces computed again, all the same bits" in (audited.folder / "train.log").read_text()
+        assert "audit: 8 pieces computed again, all with the same bits" in (audited.folder / "train.log").read_text()
 
 
 RANDOM_TWICE = (*TINY, "data.mix=mixup", "model.dropout=0.3", "exact=true", "pieces=4", "max_epochs=1")
@@ -96,15 +96,16 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
         begins = (
             rf"step {seen + 1}, piece \d: rank {device} \(cpu on \S+\) computed a wrong gradient of {re.escape(which)} "
         )
-        assert re.match(begins + r"tensors\), and again when asked", error), error
-        assert f"; it was not applied, and checkpoints up to step {right} are as good as known" in error
+        assert re.match(begins + r"tensors\), twice; the step was not applied", error), error
+        assert f"; the step was not applied, and checkpoints up to step {right} are good" in error
         assert max(steps_of(folder)) == seen
 
 
 def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
     told = flips("got", "1", 2)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
-    said = "rank 1 failed: Damaged: step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    wrong = "the sums of net.1.weight to net.1.bias do not match what the ranks sent"
+    said = f"rank 1 failed: CorruptMessage: step 3: {wrong}"
     assert run.summary["error"].startswith(said), run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
@@ -112,9 +113,9 @@ def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_p
 @pytest.mark.parametrize(
     ("ranks", "lasting", "told"),
     [
-        (3, True, "what rank 1 sends or gets comes wrong again"),
-        (2, True, "what rank 1 sends to rank 0 comes wrong again"),
-        (3, False, "asked once more, all comes as it was sent"),
+        (3, True, "what rank 1 sends or gets is damaged again"),
+        (2, True, "what rank 1 sends to rank 0 is damaged again"),
+        (3, False, "test messages arrive undamaged"),
     ],
 )
 def test_who_sends_what_comes_damaged_is_found_by_asking_again(
@@ -122,7 +123,7 @@ def test_who_sends_what_comes_damaged_is_found_by_asking_again(
 ) -> None:
     struck = flips("sent", "1", 2, lasting)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", f"devices={ranks}", *struck, ok=False)
-    said = "step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent; none was applied; "
+    said = "step 3: the sums of net.1.weight to net.1.bias do not match what the ranks sent; none was applied; "
     assert said + told in run.summary["error"], run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
@@ -141,9 +142,9 @@ def test_a_fault_that_passes_is_seen_and_not_applied(
     run = train(project, tmp_path, "LitDigits", *AUDIT, *on, *flips(what, str(device), 1), ok=False)
     error = run.summary["error"]
     assert re.match(rf"step 2, piece 5: {who} \(cpu on \S+\) computed a wrong gradient of net.1.weight", error), run
-    assert "once: asked once more it was right; it was not applied, and checkpoints up to step 1 are as" in error
+    assert "once; it was right the second time; the step was not applied, and checkpoints up to step 1 " in error
     assert error in run.stderr
-    assert ("a fault that lasts is not seen" in run.stdout + run.stderr) == (who == "device 0")
+    assert ("a permanent fault is not detected" in run.stdout + run.stderr) == (who == "device 0")
     assert (run.returncode, steps_of(run.folder)) == (1, {1})
     last, same = (
         torch.load(path, weights_only=True)["state_dict"]
@@ -168,7 +169,7 @@ def test_an_elastic_run_goes_on_without_that_device_to_the_same_bits(project: Pa
     sent = train(project, tmp_path / "sent", "LitDigits", *AUDIT, *on, *flips("sent", "1", 2, lasting=True))
     assert "step 3, piece" in run.stderr
     assert "step 4, piece" in run.stderr
-    assert "what rank 1 sends or gets comes wrong again; going on with 2 of 3 workers" in sent.stderr
+    assert "what rank 1 sends or gets is damaged again; continuing with 2 of 3 workers" in sent.stderr
     for folder in (*run.jobs, sent.folder):
         summary = summary_of(folder)
         assert summary["weights_sha256"] == clean.summary["weights_sha256"]
@@ -200,11 +201,11 @@ def test_verdict(results: list[tuple[int, str]], wrong: list[int], still: bool) 
 def test_the_share_of_steps_is_kept_and_no_device_is_left_out() -> None:
     for devices in (1, 2, 3, 6):
         on = layout(devices, "ddp" if devices > 1 else "single")
-        found = [chosen(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
+        found = [choose_piece(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
         there = [choice for choice in found if choice]
         assert 900 < len(there) < 1100
         assert {choice.piece for choice in there} == {0, 1, 3, 4, 5}
         assert all(choice.piece in on.owned(choice.devices[0]) for choice in there)
         assert {choice.devices[1] for choice in there} == set(range(devices))
         assert all(len(set(choice.devices)) == min(devices, 3) for choice in there)
-    assert not any(chosen(0.0, 7, step, [4], layout(1, "single")) for step in range(99))
+    assert not any(choose_piece(0.0, 7, step, [4], layout(1, "single")) for step in range(99))

@@ -94,7 +94,7 @@ def test_killed_it_goes_on_with_the_gradients_under_way(project: Path, tmp_path:
         refused = go_on(project, cut, "extras.late.steps=1", ok=False)
         assert refused.returncode == 2
         assert "extras.late.steps=1: " in refused.stderr
-        assert "holds 2 gradients under way; give extras.late.steps=2 or more" in refused.stderr
+        assert "holds 2 late gradients: use extras.late.steps=2 or more" in refused.stderr
     resumed = go_on(project, cut, *(DP if exact == "true" else DDP))
     assert same_bits(resumed, undisturbed)
 
@@ -170,7 +170,7 @@ def test_a_sum_is_waited_for_after_the_next_passes(
 
 def test_a_late_gradient_that_is_not_finite_has_its_own_step_and_no_checkpoint(tmp_path: Path) -> None:
     events: list[str] = []
-    said = r"step 2: the gradient is not finite.*; loss of the samples \d+, "
+    said = r"step 2: the gradient is not finite.*, nor is the loss of samples \d+, "
     with pytest.raises(NonFinite, match=said):
         fit(tmp_path, Tells(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 3"

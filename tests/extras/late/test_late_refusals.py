@@ -9,10 +9,10 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("extras=[late] nonfinite=skip", "extras.late.steps=1 and nonfinite=skip .*other steps have built on it"),
+        ("extras=[late] nonfinite=skip", "extras.late.steps=1 and nonfinite=skip .*later steps depend on"),
         (
             "extras=[late] devices=2 strategy.compression=bf16",
-            "extras.late.steps=1 and strategy.compression=bf16 .*sent by itself",
+            "extras.late.steps=1 and strategy.compression=bf16 .*it does not send late gradients",
         ),
         ("extras=[late] extras.late.steps=0", "extras.late.steps=0: must be 1 or more"),
     ],
@@ -26,7 +26,7 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
     [
         (
             "extras=[late] extras.late.steps=2 precision=16-mixed",
-            "late.steps=2 and precision=16-mixed .*loss scale is one for all; bf16-mixed",
+            "late.steps=2 and precision=16-mixed .*all steps share its loss scale; bf16-mixed",
         ),
     ],
 )

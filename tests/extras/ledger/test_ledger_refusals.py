@@ -5,7 +5,7 @@ from conftest import composed
 from refusals import refused_with
 
 from lockstep.config import check as config
-from lockstep.extras.ledger.lines import deciding
+from lockstep.extras.ledger.ledger_file import decisive_config
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
@@ -24,7 +24,7 @@ def test_a_callback_counts_unless_its_class_changes_no_weights() -> None:
     """Whatever package it comes from."""
 
     def callbacks(*overrides: str) -> set[str]:
-        return set(deciding(config.check(composed("extras=[ledger]", *overrides)))["callbacks"])
+        return set(decisive_config(config.check(composed("extras=[ledger]", *overrides)))["callbacks"])
 
     assert callbacks() == set()
     assert callbacks("callbacks=early_stopping", "~callbacks.pictures") == {"early_stopping"}

@@ -16,11 +16,11 @@ import pytest
 import torch
 from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
 
-from lockstep.checkpoint.io import keep, save
-from lockstep.checkpoint.paths import steps_kept
+from lockstep.checkpoint.io import keep_step_checkpoint, save
+from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
+from lockstep.extras.ledger.ledger_file import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "ledger.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     last = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    file.write_text("".join(line for line in lines if parsed(line)["step"] < last))
+    file.write_text("".join(line for line in lines if parse_line(line)["step"] < last))
     killed(program, 160, f"resume={folder}", "strategy=ddp", "devices=3")
     lost = json.loads(file.read_text().splitlines()[-1]) | {"step": 10**6}
     with file.open("a") as more:
@@ -76,7 +76,7 @@ def test_a_ledger_has_neither_gap_nor_double(run: Path) -> None:
     assert [line["before"] for line in lines] == [None, *map(line_sha256, texts[:-1])]
     assert lines[-1]["weights_sha256"] == summary_of(run)["weights_sha256"]
     assert [line["step"] for line in lines if "about" in line] == [0], "another layout is no other run under exact"
-    kept = steps_kept(run / "checkpoints")
+    kept = step_checkpoints(run / "checkpoints")
     assert [*kept] == steps[1:]
     assert len({path.stat().st_ino for path in kept.values()}) == len(kept), "none is another one's second name"
 
@@ -134,7 +134,7 @@ def test_a_changed_line_breaks_the_chain(run: Path, tmp_path: Path) -> None:
 def test_other_samples_are_seen_without_computing(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: at(lines, 30).update(samples_sha256="0" * 64))
     code, said = verified(folder)
-    assert (code, "the samples of steps 26 to 30 are not those that the seed gives" in said) == (1, True), said
+    assert (code, "the samples of steps 26 to 30 are not those of the seed" in said) == (1, True), said
     assert "same bits" not in said
 
     def other_seed(lines: Lines) -> None:
@@ -150,14 +150,15 @@ def test_a_changed_weight_is_named(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: None)
     changed = with_other_weights(folder, 25)
     code, said = verified(folder, "steps=[25,30]")
-    assert (code, "step 25 is not what its ledger says: step_25.ckpt is another checkpoint: other weights" in said) == (
+    assert (code, "step 25 differs from its ledger: step_25.ckpt does not match the ledger: other weights" in said) == (
         1,
         True,
     ), said
     forged(folder, folder, lambda lines: at(lines, 25).update(hashes(changed)))
     code, said = verified(folder, "steps=[20,25,30]")
     assert "steps 15 to 20: the same bits" in said
-    assert re.search(r"error: .*step 25 is not .*: other weights; first [\w.]+ in 1 of \d+ elements, by ", said), said
+    differs = r"error: .*step 25 differs from its ledger: other weights; first [\w.]+ in 1 of \d+ elements, by "
+    assert re.search(differs, said), said
     assert code == 1
 
 
@@ -169,7 +170,7 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
             line["config_sha256"] = config_sha256(about["config"])
 
     code, said = verified(forged(run, tmp_path / "a" / "b", change), "steps=[5,12]")
-    assert (code, "step 5 is not what its ledger says: other weights and optimizer; first" in said) == (1, True), said
+    assert (code, "step 5 differs from its ledger: other weights and optimizer; first" in said) == (1, True), said
 
 
 def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
@@ -181,9 +182,9 @@ def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     orders = [each.order(config.layout, config.seed) for each in (splits, replace(splits, balanced=False))]
     taken, plain = (samples_sha256(order, 0, 5) for order in orders)
     assert ledger(folder)[1]["samples_sha256"] == taken != plain, "of the samples that the run took"
-    assert [*steps_kept(folder / "checkpoints")] == [20, 24]
+    assert [*step_checkpoints(folder / "checkpoints")] == [20, 24]
     code, said = verified(folder, "steps=[24]")
-    assert (code, "has the same bits on its own layout only: strategy=ddp devices=2" in said) == (2, True), said
+    assert (code, "has the same bits only on its own layout: use strategy=ddp devices=2" in said) == (2, True), said
     code, said = verified(folder, "steps=[24]", "devices=2")
     assert code == 0, said
     assert "steps 20 to 24: the same bits" in said
@@ -191,12 +192,12 @@ def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     run_train(f"resume={folder}", "max_epochs=3")
     assert [line["step"] for line in ledger(folder) if "about" in line] == [0, 25]
     code, said = verified(folder, "steps=[36]", "devices=2")
-    assert (code, "after step 24 the run went on otherwise: max_epochs: 2 -> 3" in said) == (0, True), said
+    assert (code, "after step 24 the run changed: max_epochs: 2 -> 3" in said) == (0, True), said
     for wanted, why in {
-        "steps=[23]": "has no line at 23; near it are 20, 24, 25",
+        "steps=[23]": "has no line at 23: the nearest are 20, 24, 25",
         "steps=[30]": "after step 0, the nearest with a checkpoint, the run's config changed",
         "steps=x": "steps=x: must be",
-        "run=nowhere": "run=nowhere: it has no ledger.jsonl",
+        "run=nowhere": "run=nowhere has no ledger.jsonl",
     }.items():
         code, said = verified(folder, "devices=2", wanted)
         assert (code, why in said) == (2, True), said
@@ -207,7 +208,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 12, 15, 9):
         last.unlink(missing_ok=True)
         last.write_text(str(step))
-        keep(last, step, 2)
+        keep_step_checkpoint(last, step, 2)
         kept = {5: [5], 10: [5, 10], 12: [10, 12], 15: [12, 15], 9: [9]}[step]
-        assert [*steps_kept(tmp_path)] == kept, "of steps behind which a run has gone back, none"
+        assert [*step_checkpoints(tmp_path)] == kept, "of steps behind which a run has gone back, none"
     assert (tmp_path / "step_9.ckpt").samefile(last)

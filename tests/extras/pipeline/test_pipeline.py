@@ -12,8 +12,8 @@ from torch import nn
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.extras.pipeline.cut import balanced, chosen
-from lockstep.step.parts import parts_of
+from lockstep.extras.pipeline.cut import balanced, stage_starts
+from lockstep.step.network_parts import parts_of
 
 # 69 samples to train on: in each epoch's last step, 5 for 8 pieces.
 TASK = (*RANDOM, "data.samples=86", "model.dropout=0.3", "batch_size=32", "pieces=8")
@@ -109,6 +109,7 @@ def test_a_device_holds_its_stage_alone(project: Path, tmp_path: Path) -> None:
     assert min(parts) > 2 * 8 * 16 * 3
 
 
+@pytest.mark.proof
 def test_what_it_costs_is_measured() -> None:
     task = ("data=synthetic", "data.image_size=14", "data.samples=64", "batch_size=16", "pieces=4")
     done = forked("scripts/lab/ways.py", "strategy=ddp", "strategy=pipeline", "--steps=2", "--rounds=1", "--", *task)
@@ -130,14 +131,14 @@ def test_the_slowest_stage_takes_the_least_time() -> None:
 def test_the_user_says_where_stages_begin() -> None:
     module = mnist_cnn()
     parts = parts_of(module)
-    assert chosen(module, parts, (2, "pool"), 3) == [2, 4]
+    assert stage_starts(module, parts, (2, "pool"), 3) == [2, 4]
     for split, wrong in (
         (("pol",), "there is no part pol; known: 0 to 9, or conv1, relu1, "),
-        ((0,), "must be the 1 parts"),
-        ((2, 4), "must be the 1 parts"),
+        ((0,), "must name the first part of each later stage, 1 in all"),
+        ((2, 4), "must name the first part of each later stage, 1 in all"),
     ):
         with pytest.raises(UserError, match=wrong):
-            chosen(module, parts, split, 2)
+            stage_starts(module, parts, split, 2)
 
 
 def test_all_pieces_pass_all_stages() -> None:
@@ -160,8 +161,8 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 300), nn.Linear(300, 2))
     like, cut = [p.detach() for p in module.parameters()], [0, 0, 1, 1, 2, 2]
     torch.manual_seed(0)
-    whole = ExactSum(like, runs=cut)
-    stages = [ExactSum(like, runs=cut, held=[n == stage for n in cut]) for stage in range(3)]
+    whole = ExactSum(like, segment_ids=cut)
+    stages = [ExactSum(like, segment_ids=cut, summed_here=[n == stage for n in cut]) for stage in range(3)]
     for scale in (1.0, 1e6, 1e-9):
         addends = [[torch.randn_like(p) * (scale if at < 2 else 1) for at, p in enumerate(like)] for _ in range(4)]
         for number, total in enumerate((whole, *stages)):
@@ -172,16 +173,16 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
         for at, n in enumerate(cut):
             assert torch.equal(sums[0][at], sums[1 + n][at])
             assert sums[1 + (n + 1) % 3][at] is like[at]
-    assert [len(total.own) for total in (whole, *stages)] == [3, 1, 1, 1]
+    assert [len(total.local_groups) for total in (whole, *stages)] == [3, 1, 1, 1]
 
 
 def test_what_a_step_can_not_do_is_refused(project: Path, tmp_path: Path) -> None:
     says = {
-        "Views": "training_step calls forward() more than once",
-        "Past": "training_step must call self(x), which passes all stages",
-        "Penalty": "training_step uses net.1.bias outside of forward(), and another device holds it",
-        "Spare": "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only",
-        "Disorder": "the parts of Disorder one after the other don't give what its forward() does",
+        "Views": "training_step must call forward() once only",
+        "Past": "training_step called no self(x): it must call self(x)",
+        "Penalty": "training_step uses net.1.bias, which is on another device: ",
+        "Spare": "Spare can't be cut into stages: it needs an nn.Sequential as its only",
+        "Disorder": "the parts of Disorder in order don't give the result of its forward()",
     }
     must_refuse(project, tmp_path, PIPELINE, says)
 

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
     ("overrides", "says"),
     [
         ("strategy=pipeline", "strategy=pipeline and devices=1 don't go together: a stage needs a device.*devices=2"),
-        ("strategy=pipeline devices=3 pieces=2", "pieces=2 is fewer than 3 devices: give pieces=3"),
+        ("strategy=pipeline devices=3 pieces=2", "pieces=2 is fewer than 3 devices: use pieces=3"),
         ("strategy=pipeline devices=2 compile=true", "compile=true.*don't go together.*strategy=ddp"),
         ("strategy=pipeline devices=2 +strategy.shares=[2,1]", "strategy.shares: Pipeline takes no such option"),
         (

@@ -1,4 +1,4 @@
-"""What makes ranks uneven, and two mistakes. Tests copy this file into a project as `uneven`."""
+"""A network that is slow on some ranks, and two mistakes. Tests copy this file into a project as `uneven`."""
 
 import time
 
@@ -10,7 +10,7 @@ SLEEP = 0.03  # seconds of each piece on a slow rank
 
 
 class Uneven(MnistCNN):
-    """Ranks that are slow for a while: `slow` lists `[rank, first step, step after the last]`, 0-based."""
+    """Makes ranks slow for a while: `slow` lists `[rank, first step, step after the last]`, 0-based."""
 
     def __init__(self, slow=(), **options):
         super().__init__(**options)
@@ -24,7 +24,7 @@ class Uneven(MnistCNN):
 
 
 class TooEarly(pl.Callback):
-    """Changes take effect at the next step, also where loader processes have fetched it before."""
+    """Lets changes take effect at the next step, although loader processes have fetched it."""
 
     def setup(self, trainer, pl_module, stage):
         from lockstep.extras.rebalance import hook
@@ -33,7 +33,7 @@ class TooEarly(pl.Callback):
 
 
 class Apart(pl.Callback):
-    """Changes take effect on each rank a step later than on the one before."""
+    """Lets changes take effect on each rank a step later than on the rank before it."""
 
     def setup(self, trainer, pl_module, stage):
         from lockstep.extras.rebalance.deal import MovingDeal

@@ -4,11 +4,11 @@
         [--device cuda]
     python scripts/lab/bench/opponents/bare_loop.py --memory mnist_cnn <batch size> <steps> <images>
 
-As fast as its kind can be: no metrics, no logger, no validation, one line every 50 steps. `--levers` gives it all that
-Lockstep's default path uses: freed memory is kept (mallopt), channels_last, index_select. On a GPU they are
-channels_last, images, labels and order on the device, a fused optimizer and cuDNN's choice by timing. The task is a
-file that benchmark.py wrote: images, labels, order of samples, initial weights. With `--memory` it is as sparing as its
-kind can be: grey images of 28 x 28 as bytes, a batch made float at a time.
+The loop is as fast as possible: no metrics, no logger, no validation, one line every 50 steps. `--levers` adds all that
+Lockstep's default path uses: the process does not return freed memory (mallopt), channels_last, index_select. On a GPU
+these are channels_last, images, labels and order on the device, a fused optimizer and cuDNN's choice by timing. The
+task is a file of benchmark.py with images, labels, order of samples and initial weights. With `--memory` the loop uses
+as little memory as possible: grey images of 28 x 28 as bytes, of which it converts one batch at a time to floats.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", help="a mode of torch.compile")
-    parser.add_argument("--pieces", type=int, default=1, help="that gradients are accumulated over")
+    parser.add_argument("--pieces", type=int, default=1, help="number of micro-batches of a step")
     options = parser.parse_args()
     if options.memory:
         sparing(options.memory[0], *map(int, options.memory[1:]))
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def fast(options: argparse.Namespace) -> None:
-    """Trains until nobody gives it a turn any more, or the order of samples ends."""
+    """Train until the benchmark closes the connection, or the order of samples ends."""
     torch.set_num_threads(options.threads)
     if options.levers:
         libc = ctypes.CDLL("libc.so.6")
@@ -102,6 +102,7 @@ def fast(options: argparse.Namespace) -> None:
 
 
 def sparing(model: str, batch_size: int, steps: int, samples: int) -> None:
+    """Train with as little memory as possible."""
     images = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8)
     labels = torch.arange(samples) % 10
     net = NETWORKS[model](1, 28, 10)

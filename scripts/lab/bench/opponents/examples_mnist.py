@@ -1,16 +1,16 @@
-"""The MNIST program of pytorch/examples, written anew after its description, for `benchmark.py accuracy`:
+"""Train like the MNIST program of pytorch/examples, written anew from its description, for `benchmark.py accuracy`:
 
     python scripts/lab/bench/opponents/examples_mnist.py <folder with MNIST/> 0.99
 
-Same network, optimizer, schedule, batch sizes and data path: torchvision's MNIST through per-image transforms and a
-DataLoader. Added: it ends once an epoch's test accuracy reaches the target, and it says the seconds since it began.
-Exit codes: 0 target reached, 1 not reached.
+It has the same network, optimizer, schedule, batch sizes and data path: torchvision's MNIST through per-image
+transforms and a DataLoader. In addition it ends when an epoch's test accuracy reaches the target, and prints the
+seconds since its start. Exit codes: 0 target reached, 1 not reached.
 """
 
 # ruff: noqa: E402
 import time
 
-STARTED = time.perf_counter()  # before the imports: who waits for a result waits for them too
+STARTED = time.perf_counter()  # before the imports, because users wait for them too
 
 import sys
 
@@ -26,7 +26,7 @@ EPOCHS = 14
 
 
 def network() -> nn.Module:
-    """Images [n, 1, 28, 28] to log-probabilities [n, 10]; 1.2 million parameters."""
+    """Return the network, from images [n, 1, 28, 28] to log-probabilities [n, 10], with 1.2 million parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
         nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10), nn.LogSoftmax(1),

@@ -1,10 +1,10 @@
-"""What one writes for a folder of images: a DataLoader over its files and a loop, to train one epoch or to predict.
+"""Train one epoch on a folder of images, or predict, with a DataLoader and a loop as users write them:
 
     python folder_loop.py train <folder> <test folder> <processes> <batch size> <image size>
     python folder_loop.py predict <checkpoint> <folder> <processes> <batch size> <csv>
 
-Prints images a second, from making the loader to the last batch, in training but for the first steps, as the other side
-does; after training, the accuracy on the test folder too. One thread. Classes are folders.
+The program prints images per second, from making the loader to the last batch. In training the first steps don't count,
+as on the other side, and it then prints the accuracy on the test folder. It uses one thread. Classes are folders.
 """
 
 import csv
@@ -25,7 +25,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Files(Dataset):
-    """Images [3, size, size], normalised, and the numbers of their folders."""
+    """Images [3, size, size], normalised, with the index of their class."""
 
     def __init__(self, folder: Path, size: int, mean: torch.Tensor, std: torch.Tensor) -> None:
         self.files = sorted(path for path in folder.rglob("*") if path.is_file())

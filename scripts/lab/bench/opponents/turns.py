@@ -1,10 +1,10 @@
-"""How programs that are compared take turns: one machine, one minute, one block of steps at a time.
+"""Let programs that are compared take turns: one block of steps at a time.
 
 A player is any training program that calls `begin()` before its loop and `step(parameters)` after each optimizer step.
-It reads TURNS, `<fd of a connection>,<steps of a block>,<first that don't count>`: a message allows it a block, and it
-answers with the seconds of that block's steps. Between its turns it sleeps. Without TURNS both calls do nothing. A GPU
-is waited for where the counted steps begin and where they end. WEIGHTS, `<step>,<path>`, says where the parameters
-after that many steps are saved, to be compared.
+It reads TURNS, `<fd of a connection>,<steps of a block>,<first that don't count>`. Each message starts a block. The
+player answers with the seconds of the block's steps, and sleeps until the next message. Without TURNS both calls do
+nothing. The clock waits for the GPU where the counted steps begin and end. WEIGHTS, `<step>,<path>`, is the path for
+the parameters after that many steps, which benchmark.py compares.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Turns:
-    """A player's side."""
+    """A player's end of the connection."""
 
     def __init__(self) -> None:
         self.number, self.steps, self.skip = map(int, os.environ.get("TURNS", "0,0,0").split(","))
@@ -27,13 +27,13 @@ class Turns:
         self.started = 0.0
 
     def begin(self) -> None:
-        """Ready: waits for the first turn."""
+        """Report that the player is ready, and wait for the first turn."""
         if self.steps:
             self.connection = Connection(self.number)
             self._answer_and_wait(self.connection)
 
     def step(self, parameters: Iterable[Any]) -> None:
-        """A step has been made; at the block's end the others have their turn."""
+        """Count a step. At the end of a block, answer and wait for the next turn."""
         if not self.connection:
             return
         if len(self.seconds) + 1 in (self.skip, self.steps):
@@ -54,22 +54,22 @@ class Turns:
         try:
             connection.recv()
         except (EOFError, ConnectionError):
-            os._exit(0)  # the game is over
+            os._exit(0)  # benchmark.py closed the connection
         self.started = time.perf_counter()
 
 
 def wait_for_gpu() -> None:
-    """Until all that this process has asked of a GPU is done; nothing where it uses none."""
+    """Wait until the GPU has completed this process's work. Do nothing if the process uses no GPU."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def callback(meets: bool = False) -> Any:
-    """A training loop of Lightning's as a player; its rank zero waits for turns, the other ranks for it.
+    """Return a callback that makes a Lightning run a player. Rank zero waits for turns, the others for rank zero.
 
     Args:
-        meets: ranks wait for each other after each step, whatever they send.
+        meets: add a barrier after each step.
     """
     from lightning.pytorch.callbacks import LambdaCallback
 

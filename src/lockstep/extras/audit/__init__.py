@@ -1,5 +1,7 @@
-"""`extras=[audit]`: of a share of steps one piece is computed again, by another device, and must come to the same bits.
-Else the step is not applied, and the run ends with the name of the device that computed wrong."""
+"""`extras=[audit]`: in a share of the steps, compute one piece again on another device and compare the bits.
+
+If the bits differ, the step is not applied, and the run ends with an error that names the device at fault.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Audit(Extra):
-    """Compute some pieces again and compare the bits.
+    """Computes some pieces again and compares the bits.
 
     Args:
-        share: of the steps, above 0 and at most 1.
+        share: share of the steps, above 0 and at most 1.
     """
 
     changes_weights = False
@@ -35,16 +37,16 @@ class Audit(Extra):
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         if not config.layout.exact:
-            yield "exact=false", "no two devices would have the same bits; exact=true"
+            yield "exact=false", "the bits of two devices would differ; exact=true"
         if config.layout.staged:
             yield (
                 f"strategy={config.layout.strategy}",
-                "every piece passes all devices, none is another one; strategy=ddp",
+                "every piece passes all devices, so no other device can check it; strategy=ddp",
             )
 
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if config.layout.num_devices == 1:
-            yield "audit: the only device computes its own pieces again: a fault that lasts is not seen"
+            yield "audit: the only device checks itself, so a permanent fault is not detected"
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         gradients.options.check_messages = gradients.world_size > 1
@@ -57,9 +59,9 @@ class Audit(Extra):
         return [self._hook]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.audit.hook import Tells
+        from lockstep.extras.audit.hook import LogAuditCount
 
-        return [Tells(self._hook)]
+        return [LogAuditCount(self._hook)]
 
     def metrics(self) -> Mapping[str, float]:
         return {"audit/pieces": self._hook.pieces}

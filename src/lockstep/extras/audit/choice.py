@@ -1,4 +1,4 @@
-"""Which pieces are computed twice, and what the results of one piece say about who computed wrong."""
+"""Choose the pieces that are computed twice, and find the devices whose results are wrong."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -9,20 +9,31 @@ from lockstep.arithmetic.order import hash64
 
 
 class Choice(NamedTuple):
-    """A piece of a step, and the devices (numbers over all nodes) that compute it: its owner, one that does so again (a
-    single one itself), and where there is a third one, who is asked when those two differ."""
+    """A piece that is computed twice.
+
+    Attributes:
+        piece: its number in the step.
+        devices: numbers over all nodes: the owner; the device that computes the piece again (the owner itself if there
+            is only one device); and, if there are three, the device that computes it if the two results differ.
+    """
 
     piece: int
     devices: tuple[int, ...]
 
 
-def chosen(share: float, seed: int, step: int, sizes: Sequence[int], layout: Layout) -> Choice | None:
-    """The piece of a step, if any, that is computed again; `sizes` are the samples of its pieces. Which steps and
-    pieces follows from the seed alone, who computes from the layout too."""
+def choose_piece(share: float, seed: int, step: int, sizes: Sequence[int], layout: Layout) -> Choice | None:
+    """Return the piece of a step that is computed twice; None in most steps.
+
+    The step and the piece depend on the seed only, the devices on the layout too.
+
+    Args:
+        share: share of the steps with such a piece.
+        sizes: samples of each piece of the step.
+    """
     if hash64(seed, 0xA0D17, step) >= share * 2**64:
         return None
-    there = [piece for piece, size in enumerate(sizes) if size]
-    piece = there[hash64(seed, 0xA0D17, step, 1) % len(there)]
+    nonempty = [piece for piece, size in enumerate(sizes) if size]
+    piece = nonempty[hash64(seed, 0xA0D17, step, 1) % len(nonempty)]
     devices = range(layout.num_devices)
     owner = next(device for device in devices if piece in layout.owned(device))
     others = [device for device in devices if device != owner] or [owner]
@@ -31,11 +42,16 @@ def chosen(share: float, seed: int, step: int, sizes: Sequence[int], layout: Lay
 
 
 def verdict(results: Sequence[tuple[int, Hashable]]) -> tuple[list[int], bool]:
-    """Who has computed a piece wrong, from `(device, result)` in the order in which they came. Right is what most
-    devices came to; where each came to something else, what one of them came to most often.
+    """Find the devices that computed a piece wrong.
+
+    The right result is the one of most devices. If all devices differ, it is the one that a device had most often.
+
+    Args:
+        results: `(device, result)` in the order of computation. A device may appear more than once.
 
     Returns:
-        the devices that had another result, where nobody is right all of them; and whether one did so at last, too.
+        The devices with a wrong result (all devices if no result is right), and whether any device's last result is
+        wrong.
     """
     came = Counter(result for _, result in results)
     agreed = Counter(result for _, result in set(results))

@@ -1,4 +1,4 @@
-"""Compares a piece that is computed twice, and finds who sends or gets damaged messages."""
+"""Compare a piece that is computed twice, and find the rank that damages messages."""
 
 import hashlib
 import logging
@@ -15,131 +15,140 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
-from lockstep.extras.audit.choice import Choice, chosen, verdict
-from lockstep.launch.endings import WorkerFailed
+from lockstep.extras.audit.choice import Choice, choose_piece, verdict
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import all_come, of_ranks
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
-from lockstep.step.finite import copied, put_back
-from lockstep.step.gradients import trained
+from lockstep.step.finite import copy_buffers, restore_buffers
+from lockstep.step.gradients import trained_parameters
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 from lockstep.step.protocols import Gradients
-from lockstep.strategies.base import twin
+from lockstep.strategies.base import proxy
 from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
-PATTERN = 1 << 16  # numbers of a message that is sent to see how it comes
-MEETING_SECONDS = 5.0  # that ranks which see a damaged sum wait for those that may not
-Digests = tuple[bytes, ...]  # of a gradient, by parameter
+PATTERN = 1 << 16  # numbers in a test message
+BARRIER_SECONDS = 5.0  # time that ranks with a damaged sum wait for ranks that may not have one
+Digests = tuple[bytes, ...]  # hashes of a gradient, one for each parameter
 
 
 class WrongGradient(WorkerFailed):
-    """A device has computed a wrong gradient, or sends or gets wrong messages; or one of several does. The message
-    names it, and the step; of what was computed the piece and the tensor, too."""
+    """A device computed a wrong gradient, or damages messages.
+
+    The message names the device, or the few devices one of which is at fault, and the step. For a wrong gradient it
+    also names the piece and the first wrong tensor.
+    """
 
 
 class AuditHook(StepHook):
-    """Chooses the pieces that are computed again, and judges what they come to. All ranks do so alike.
+    """Chooses pieces, computes them again, and compares the results. All ranks make the same decisions.
 
     Args:
-        share: of the steps.
-        seed: the run's.
-        layout: who computes which piece.
+        share: share of the steps with a piece that is computed again.
+        seed: the run's seed.
+        layout: the layout, which assigns pieces to devices.
 
     Attributes:
-        pieces: so many have been computed again and were right, since this process began.
+        pieces: number of pieces that were computed again with the same bits since this process began.
     """
 
     def __init__(self, share: float, seed: int, layout: Layout) -> None:
         self.share, self.seed, self.layout = share, seed, layout
         self.pieces = 0
-        self.choice: Choice | None = None  # of the step under way
-        self._start: dict[str, Tensor] = {}  # the module's buffers as that step began
-        self._first: Digests | None = None  # the owner's result, on its rank
-        self._right: dict[int, int] = {}  # by device, steps up to which it was known to be right
+        self.choice: Choice | None = None  # of the current step
+        self._start: dict[str, Tensor] = {}  # the module's buffers before the current step
+        self._first: Digests | None = None  # the owner's result; only on the owner's rank
+        self._right: dict[int, int] = {}  # by device: the step up to which its results were right
         self._devices = range(layout.num_devices)
-        self._own = {environment().rank} if layout.replicas > 1 else set(self._devices)
+        self._local_devices = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
     def before_step(self, step: Step) -> None:
-        """Choose what is computed again."""
+        """Choose the piece that is computed again, and copy the buffers if there is one."""
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
         layout = step.data.deal.layout_at(step.number)
-        self.choice, self._first = chosen(self.share, self.seed, step.number, sizes, layout), None
+        self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, layout), None
         self._right = self._right or dict.fromkeys(self._devices, step.number)
-        self._start = copied(step.module) if self.choice else {}
+        self._start = copy_buffers(step.module) if self.choice else {}
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
         if self.choice and self.choice.piece == micro_batch.piece:
-            self._first = digests([parameter.grad for parameter in trained(step.module)])
+            self._first = digests([parameter.grad for parameter in trained_parameters(step.module)])
 
     def after_passes(self, step: Step) -> None:
         """Compare the two results, before the gradient is summed.
 
         Raises:
-            WrongGradient: they differ.
+            WrongGradient: The results differ.
         """
         if self.choice is None:
             return
         piece, (owner, auditor, *_) = self.choice.piece, self.choice.devices
 
         def computed(devices: Sequence[int]) -> list[tuple[int, Digests]]:
-            mine = [device for device in devices if device in self._own]
+            mine = [device for device in devices if device in self._local_devices]
             return [(device, digests(self._again(step, piece, device))) for device in mine]
 
         first = [] if self._first is None else [(owner, self._first)]
-        results = _of_all(first + computed([auditor]))
+        results = _gather_flat(first + computed([auditor]))
         one, other = (result for _, result in results)
         if one == other:
             self.pieces += 1
             self._right |= dict.fromkeys((owner, auditor), step.number + 1)
             return
-        wrong, still = verdict(results + _of_all(computed(self.choice.devices)))
+        wrong, still = verdict(results + _gather_flat(computed(self.choice.devices)))
         names = [name for name, p in step.module.named_parameters() if p.requires_grad]
         odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
-        places = dict(_of_all([(device, self._place(step.trainer, device)) for device in sorted(self._own)]))
+        places = dict(
+            _gather_flat([(device, self._place(step.trainer, device)) for device in sorted(self._local_devices)])
+        )
         who = " or ".join(places[device] for device in wrong)
         what = join_names(odd, 1) + f" ({len(odd)} of {plural(len(names), 'tensor')})"
-        how = "and again when asked once more" if still else "once: asked once more it was right"
+        how = "twice" if still else "once; it was right the second time"
         right = min(self._right[device] for device in wrong) if still else step.number
         text = f"step {step.number + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
-        error = WrongGradient(f"{text}; it was not applied, and checkpoints up to step {right} are as good as known")
-        error.without, error.right = tuple(wrong), right
+        error = WrongGradient(f"{text}; the step was not applied, and checkpoints up to step {right} are good")
+        error.without, error.last_good_step = tuple(wrong), right
         raise error
 
     def on_error(self, step: Step, error: Exception) -> None:
-        """After a damaged message: find out who sent or got it."""
-        if isinstance(error, Damaged):
-            raise asked_again(error, step.number, step.strategy.root_device) from None
+        """Find the rank that damaged a message.
+
+        Raises:
+            WrongGradient: The messages of this step were damaged. The error names the rank if it was found.
+        """
+        if isinstance(error, CorruptMessage):
+            raise diagnose_links(error, step.number, step.strategy.root_device) from None
 
     def _again(self, step: Step, piece: int, device: int) -> Gradients:
-        """Compute a piece on a device of this process once more, from the buffers as the step began."""
-        with leaving_no_trace(step, self._start):
+        """Compute a piece again on a device of this process, with the buffers that the step began with."""
+        with restoring_module(step, self._start):
             step.compute(step.data.fetch_piece(step.batch, piece, device))
-            return [parameter.grad for parameter in trained(step.module)]
+            return [parameter.grad for parameter in trained_parameters(step.module)]
 
     def _place(self, trainer: Any, device: int) -> str:
-        """A device of this process, for people."""
+        """Return the name of a device of this process for messages."""
         devices = getattr(trainer.strategy, "devices", [trainer.strategy.root_device])
         name = "rank" if self.layout.replicas > 1 else "device"
         return f"{name} {device} ({devices[device % len(devices)]} on {platform.node()})"
 
 
-class Tells(Callback):
-    """Logs at a run's end how many pieces were computed again."""
+class LogAuditCount(Callback):
+    """Logs at the end of a run how many pieces were computed again."""
 
     def __init__(self, hook: AuditHook) -> None:
         self.hook = hook
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        LOG.info(f"audit: {plural(self.hook.pieces, 'piece')} computed again, all the same bits")
+        LOG.info(f"audit: {plural(self.hook.pieces, 'piece')} computed again, all with the same bits")
 
 
-class Silent:
-    """What the twin of a module has before its class: it logs nothing, since the first time was enough."""
+class Muted:
+    """Methods of a module's proxy that log nothing: the first computation has logged already."""
 
     def log(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -147,37 +156,44 @@ class Silent:
 
 
 @contextmanager
-def leaving_no_trace(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
-    """What is computed inside begins with the buffers `start`, and changes neither module nor gradients, metrics, logs
-    or random state."""
+def restoring_module(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
+    """Compute inside with the buffers `start`; restore the module, gradients and random state afterwards.
+
+    Metrics and logs do not change either.
+    """
     module, strategy = step.module, step.strategy
-    gradients, now, device = [p.grad for p in module.parameters()], copied(module), strategy.root_device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(silent(module)):
-        put_back(module, start)
+    gradients, now, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(muted(module)):
+        restore_buffers(module, start)
         for parameter in module.parameters():
             parameter.grad = None
         yield
-    put_back(module, now)
+    restore_buffers(module, now)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
 
 
-def silent(module: Any) -> Any:
-    """Return a twin that logs nothing, and whose numbers, lists, dicts and metrics change without the module's own."""
-    found = twin(module, Silent)
-    kept = {name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()}
+def muted(module: Any) -> Any:
+    """Return a proxy of a module that logs nothing and has its own numbers, lists, dicts and metrics."""
+    muted_proxy = proxy(module, Muted)
+    attributes = {
+        name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()
+    }
     for name, child in module.named_children():
         if any(isinstance(layer, Metric) for layer in child.modules()) and not list(child.parameters()):
-            kept["_modules"][name] = deepcopy(child)
-    object.__setattr__(found, "__dict__", kept)
-    return found
+            attributes["_modules"][name] = deepcopy(child)
+    object.__setattr__(muted_proxy, "__dict__", attributes)
+    return muted_proxy
 
 
-def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
-    """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
-    then to the one after that: who sends or gets two that come wrong is named. Of two ranks it may be either. A sum
-    that came wrong to some only is told by them."""
-    if not all_come(f"a damaged sum in step {step}", MEETING_SECONDS):
+def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> Exception:
+    """Return the error for a step whose sum arrived damaged.
+
+    If the sum is damaged on all ranks, each rank sends a test message to the next rank and to the one after that. A
+    rank that sends or gets two damaged messages is at fault. With two ranks, either may be at fault. If the sum is
+    damaged on some ranks only, these return the error that they have.
+    """
+    if not barrier_with_timeout(f"a damaged sum in step {step}", BARRIER_SECONDS):
         return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern, wrong = torch.arange(PATTERN, device=device), []
@@ -187,25 +203,25 @@ def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
         for work in dist.batch_isend_irecv([to, dist.P2POp(dist.irecv, got, source)]):
             work.wait()
         wrong += [] if torch.equal(got, pattern) else [(source, rank)]
-    links = _of_all(wrong)
+    links = _gather_flat(wrong)
     odd = tuple(end for end, count in Counter(end for link in links for end in link).items() if count > 1)
-    told = "asked once more, all comes as it was sent"
+    diagnosis = "test messages arrive undamaged"
     if odd:
-        told = f"what rank {' or '.join(map(str, odd))} sends or gets comes wrong again"
+        diagnosis = f"what rank {' or '.join(map(str, odd))} sends or gets is damaged again"
     elif links:
-        told = "what rank {} sends to rank {} comes wrong again".format(*links[0])
-    found = WrongGradient(f"{damaged}; {told}")
-    found.without, found.right = odd or (links[0] if links else tuple(range(world))), step
-    return found
+        diagnosis = "what rank {} sends to rank {} is damaged again".format(*links[0])
+    error = WrongGradient(f"{damaged}; {diagnosis}")
+    error.without, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
+    return error
 
 
-def _of_all(mine: list[Any]) -> list[Any]:
-    """What all ranks have, by rank."""
-    return [each for part in of_ranks(mine) for each in part]
+def _gather_flat(mine: list[Any]) -> list[Any]:
+    """Return the items of all ranks, in the order of ranks. Every rank must call it."""
+    return [each for part in gather_objects(mine) for each in part]
 
 
 def digests(gradients: Gradients) -> Digests:
-    """A hash of the bits of each, 64 bits long; empty where there is none."""
+    """Return a 64-bit hash of each gradient's bits; empty bytes for None."""
 
     def digest(tensor: Tensor | None) -> bytes:
         if tensor is None:

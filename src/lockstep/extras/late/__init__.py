@@ -1,7 +1,7 @@
-"""`extras=[late]`: a gradient is applied some steps later, while its sum over devices is under way.
+"""`extras=[late]`: apply each gradient some steps later, so that its all-reduce runs while later steps compute.
 
-That is the staleness of asynchronous SGD (Dean et al., Large scale distributed deep networks, 2012), but a fixed one:
-which gradient meets which weights follows from the step alone, so a run is repeatable, and the same on every layout.
+This is the staleness of asynchronous SGD (Dean et al., Large scale distributed deep networks, 2012), but fixed. The
+step alone determines which weights a gradient is applied to, so a run is repeatable and the same on every layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Late(Extra):
     """Apply each gradient some steps late.
 
     Args:
-        steps: between the passes of a gradient and its use.
+        steps: optimizer steps between the computation of a gradient and its use.
     """
 
     can_skip = False
@@ -40,18 +40,18 @@ class Late(Extra):
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         layout = config.layout
         if layout.staged:
-            yield f"strategy={layout.strategy}", "its gradients are sent to nobody; leave late out"
+            yield f"strategy={layout.strategy}", "its stages sum no gradients over devices; leave late out"
         if config.strategy.compression != "none":
             yield (
                 f"strategy.compression={config.strategy.compression}",
-                "a late gradient is sent by itself, and not by DDP, which compresses",
+                "only DDP's reducer compresses, and it does not send late gradients",
             )
-        if any(extra.own_weights for extra in config.extras.values()):
+        if any(extra.separate_weights for extra in config.extras.values()):
             yield "extras=[local_sgd]", "no gradient is sent"
         if config.nonfinite == "skip":
-            yield "nonfinite=skip", "other steps have built on it by then"
+            yield "nonfinite=skip", "later steps depend on a late gradient before it can be checked"
         if config.precision == "16-mixed":
-            yield "precision=16-mixed", "its loss scale is one for all; bf16-mixed"
+            yield "precision=16-mixed", "all steps share its loss scale; bf16-mixed"
 
     def describe(self) -> str:
         return f"gradients applied {plural(self.steps, 'step')} late"
@@ -59,8 +59,8 @@ class Late(Extra):
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if resumes:
             yield (
-                f"{self.setting}: a run that had ended has applied all its gradients, so one that is made longer does "
-                "not end with the bits of one that was as long from the start"
+                f"{self.setting}: a run that has ended has applied all its gradients. If it is made longer, its bits "
+                "differ from a run of that length from the start"
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
@@ -75,6 +75,6 @@ class Late(Extra):
         return [LateSteps(self._sum)]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.late.sum import AppliesTheRest
+        from lockstep.extras.late.sum import ApplyRemaining
 
-        return [AppliesTheRest(self._sum)]
+        return [ApplyRemaining(self._sum)]

@@ -1,4 +1,4 @@
-"""A gradient sum whose sums wait in line before they are applied."""
+"""Apply the sums of gradients some steps late."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from lockstep.text import plural
 
 
 class LateSum(WrappedGradientSum):
-    """Another gradient sum, applied `steps` steps later.
+    """Wraps a gradient sum and applies its sums `steps` steps later.
 
     Attributes:
-        line: the sums that are started and not applied yet, the oldest first, and the steps that they are of.
+        line: the sums that are started but not applied yet, with their steps; the oldest first.
     """
 
     def __init__(self, inner: GradientSum, steps: int) -> None:
@@ -36,13 +36,13 @@ class LateSum(WrappedGradientSum):
         return self.apply_next() if len(self.line) > self.steps else None
 
     def apply_next(self) -> Step:
-        """Give the parameters the oldest gradient. Returns the step that it is of."""
+        """Put the oldest sum into the parameters' `.grad`. Return its step."""
         started, step = self.line.popleft()
         self.apply(started)
         return step
 
     def wait(self) -> None:
-        """Wait for the gradient that is due next, so that other sums have the link to themselves."""
+        """Wait for the sum that is applied next, so that later sums have the network for themselves."""
         if len(self.line) == self.steps:
             _ = self.line[0][0].result
 
@@ -51,7 +51,7 @@ class LateSum(WrappedGradientSum):
         return len(self.line)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner sum's state, and the gradients that wait, summed."""
+        """Return the inner sum's state and the sums that are not applied yet."""
         return {**self.inner.state_dict(), "waiting": [self._saved(*each) for each in self.line]}
 
     def _saved(self, started: StartedSum, step: Step) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class LateSum(WrappedGradientSum):
         if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
             self.apply(started)
             step.passes.before_optimizer_step(step)
-            step.passes.settle()
+            step.passes.flush()
         names = {id(p): name for name, p in step.module.named_parameters()}
         named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
         return {"step": step.number, "gradients": named, "bounds": bounds}
@@ -69,8 +69,8 @@ class LateSum(WrappedGradientSum):
         waiting = state.get("waiting", [])
         if len(waiting) > self.steps:
             raise UserError(
-                f"extras.late.steps={self.steps}: the checkpoint holds {plural(len(waiting), 'gradient')} under way; "
-                f"give extras.late.steps={len(waiting)} or more"
+                f"extras.late.steps={self.steps}: the checkpoint holds {plural(len(waiting), 'late gradient')}: "
+                f"use extras.late.steps={len(waiting)} or more"
             )
         self.inner.load_state_dict(rest)
         trainer = self.strategy.lightning_module.trainer
@@ -85,7 +85,7 @@ class LateSum(WrappedGradientSum):
 
 
 class LateSteps(StepHook):
-    """What a late gradient needs of each step."""
+    """Waits for late gradients in each step, and applies the rest after the last step."""
 
     def __init__(self, late: LateSum) -> None:
         self.late = late
@@ -95,18 +95,20 @@ class LateSteps(StepHook):
 
     def after_optimizer_step(self, step: Step) -> None:
         if is_last_step(step.trainer):
-            apply_the_rest(step.trainer, self.late)
+            apply_remaining(step.trainer, self.late)
 
 
-class AppliesTheRest(Callback):
-    """Applies what waits, and saves, at the end of a run that was stopped early, and of one that resumes where no step
-    is left. Before other callbacks: an average of the weights takes their place at the end."""
+class ApplyRemaining(Callback):
+    """Applies the remaining gradients and saves, at the end of a run that stops early or has no step left.
+
+    It must run before other callbacks, since an average of the weights replaces the weights at the end.
+    """
 
     def __init__(self, late: LateSum) -> None:
         self.late = late
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if apply_the_rest(trainer, self.late):
+        if apply_remaining(trainer, self.late):
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, Checkpoint):
                     callback.save(trainer)
@@ -114,10 +116,10 @@ class AppliesTheRest(Callback):
     on_fit_end = on_train_end
 
 
-def apply_the_rest(trainer: Any, late: LateSum) -> int:
-    """Apply the gradients that wait, the oldest first. They count as no steps. Returns how many there were."""
+def apply_remaining(trainer: Any, late: LateSum) -> int:
+    """Apply the remaining gradients, the oldest first, without counting steps. Return their number."""
     loop, count = trainer.fit_loop.epoch_loop, late.waiting
     while late.waiting:
         loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
-    loop.passes.settle()
+    loop.passes.flush()
     return count

@@ -1,5 +1,8 @@
-"""`extras=[ledger]`: `ledger.jsonl` in the run's folder has a line for each checkpoint, with hashes of what the steps
-up to it took and came to. Who has the folder can compute any part of the run again: scripts/verify.py."""
+"""`extras=[ledger]`: write a line of hashes to `ledger.jsonl` in the run's folder for each checkpoint.
+
+The hashes cover the inputs and results of the steps up to the checkpoint. With the folder, scripts/verify.py can
+compute any part of the run again and compare.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Ledger(Extra):
-    """Write a line of hashes for each checkpoint."""
+    """Writes a line of hashes for each checkpoint."""
 
     changes_weights = False
 
     def __init__(self) -> None:
-        self._lines: Any = None  # rank zero's
+        self._lines: Any = None  # on rank zero only
 
     @property
     def setting(self) -> str:
@@ -26,25 +29,28 @@ class Ledger(Extra):
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         if not any("Checkpoint" in str(options) for options in config.callbacks.values()):
-            yield "no callbacks.checkpoint", "a line is that of a checkpoint"
+            yield "no callbacks.checkpoint", "the ledger has a line for each checkpoint"
         for extra in config.extras.values():
-            if extra.own_weights:
+            if extra.separate_weights:
                 yield (
                     extra.setting,
-                    "a checkpoint has one device's optimizer state, so no part could be computed again",
+                    "a checkpoint has only one device's optimizer state, so no part can be repeated",
                 )
         if config.strategy.compression == "powersgd":
-            yield "strategy.compression=powersgd", "what it has left out so far is in no checkpoint"
+            yield (
+                "strategy.compression=powersgd",
+                "no checkpoint has the part of the gradients that it has not sent yet",
+            )
 
     def checkpoint_observers(self, parts: RunParts) -> Sequence[CheckpointObserver]:
         if parts.rank:
             return ()
-        from lockstep.extras.ledger.lines import LedgerFile
+        from lockstep.extras.ledger.ledger_file import LedgerFile
 
         self._lines = LedgerFile(parts.folder, parts.config, parts.splits, parts.resumed, parts.module.state_dict())
         return [self._lines]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.ledger.lines import Mends
+        from lockstep.extras.ledger.ledger_file import RepairLedger
 
-        return [Mends(self._lines)] if self._lines is not None else []
+        return [RepairLedger(self._lines)] if self._lines is not None else []

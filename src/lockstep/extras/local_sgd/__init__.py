@@ -1,4 +1,4 @@
-"""`extras=[local_sgd]`: each process steps by its own gradient, and weights are averaged every few steps.
+"""`extras=[local_sgd]`: each process applies its own gradient, and the weights are averaged every few steps.
 
 Stich, Local SGD converges fast and communicates little, 2019.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class LocalSgd(Extra):
-    """Average the weights every so many steps instead of summing gradients.
+    """Averages the weights every few steps instead of summing gradients.
 
     Args:
-        every: steps between averages; there is one before each validation and checkpoint, too.
+        every: steps between averages. Each validation and each checkpoint has an average before it, too.
     """
 
-    own_weights = True
+    separate_weights = True
     can_skip = False
 
     def __init__(self, every: int) -> None:
@@ -37,7 +37,7 @@ class LocalSgd(Extra):
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         layout = config.layout
         if layout.strategy != "ddp":
-            yield f"strategy={layout.strategy}", "only ddp's processes have weights of their own; strategy=ddp"
+            yield f"strategy={layout.strategy}", "each process must have its own weights; strategy=ddp"
         if layout.exact:
             yield "exact=true", "the result depends on the number of devices"
         if config.strategy.compression != "none":
@@ -45,7 +45,7 @@ class LocalSgd(Extra):
         if config.nonfinite == "skip":
             yield "nonfinite=skip", "each process would decide for itself"
         if config.precision == "16-mixed":
-            yield "precision=16-mixed", "its loss scale is one for all; bf16-mixed"
+            yield "precision=16-mixed", "all processes share its loss scale; bf16-mixed"
 
     def describe(self) -> str:
         every = plural(self.every, "step")
@@ -54,16 +54,16 @@ class LocalSgd(Extra):
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if resumes:
             yield (
-                f"{self.setting}: the checkpoint has rank zero's optimizer state for all, so the run does not end with "
-                "the bits of one that was never interrupted"
+                f"{self.setting}: all ranks continue with rank zero's optimizer state, so the bits differ from a run "
+                "that was never interrupted"
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep.extras.local_sgd.average import OwnGradients
+        from lockstep.extras.local_sgd.average import LocalGradients
 
-        return OwnGradients(gradients)
+        return LocalGradients(gradients)
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep.extras.local_sgd.average import Averages
+        from lockstep.extras.local_sgd.average import AverageWeights
 
-        return [Averages(self.every)]
+        return [AverageWeights(self.every)]

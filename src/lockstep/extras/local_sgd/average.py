@@ -1,4 +1,4 @@
-"""Each process keeps its own gradient, and all average their weights."""
+"""Keep each process's own gradient, and average the weights of all processes."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.gradients import GradientSum, WrappedGradientSum, trained
+from lockstep.step.gradients import GradientSum, WrappedGradientSum, trained_parameters
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 
 
-class OwnGradients(WrappedGradientSum):
-    """The gradient of the mean loss over this process's samples; nothing is sent."""
+class LocalGradients(WrappedGradientSum):
+    """Computes the gradient of the mean loss over this process's samples, and sends nothing."""
 
     def __init__(self, inner: GradientSum) -> None:
         super().__init__(inner)
@@ -30,13 +30,16 @@ class OwnGradients(WrappedGradientSum):
         return step
 
 
-class Averages(StepHook):
-    """Averages the weights of all processes after every so many steps, and before somebody reads them. When, follows
-    from the step; a counter, such as that of Lightning's `model_averaging_period`, begins anew in a resumed run."""
+class AverageWeights(StepHook):
+    """Averages the weights of all processes every few steps, and before the weights are validated or saved.
+
+    The number of the step decides when. A counter, as in Lightning's `model_averaging_period`, would start again in a
+    resumed run.
+    """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._module: Any = None  # whose weights may differ from those of other processes; None: they are the same
+        self._module: Any = None  # the module, if its weights may differ between processes; else None
 
     def after_optimizer_step(self, step: Step) -> None:
         self._module = step.module
@@ -44,9 +47,13 @@ class Averages(StepHook):
             self.before_weights_are_read()
 
     def before_weights_are_read(self) -> None:
-        """Average copies by torch's own function: it lays weights out anew, and an optimizer's state would stay."""
+        """Average the weights if they may differ.
+
+        torch's function changes the memory layout of its tensors, but not that of the optimizer's state. So it gets
+        copies.
+        """
         if self._module is not None:
-            weights = [parameter.detach() for parameter in trained(self._module)]
+            weights = [parameter.detach() for parameter in trained_parameters(self._module)]
             self._module = None
             copies: list[Any] = [weight.clone() for weight in weights]
             everybody: Any = dist.group.WORLD

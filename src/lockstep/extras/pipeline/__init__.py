@@ -1,4 +1,4 @@
-"""`strategy=pipeline`: a process per device, each with a stage of the network, through which a step's pieces flow."""
+"""`strategy=pipeline`: give each device a stage of the network, and send the pieces of a step through the stages."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Pipeline(Strategy):
-    """A process per device, a stage of the network each.
+    """One process per device, each with one stage of the network.
 
     Args:
-        split: parts with which the second and later stages begin, by number or name; None: by measured time.
+        split: the first part of the second and of each later stage, by number or name; None: cut by measured time.
     """
 
     staged = True
@@ -30,9 +30,13 @@ class Pipeline(Strategy):
         if config.layout.num_devices == 1:
             yield "strategy=pipeline", "devices=1", "a stage needs a device of its own; devices=2"
         if config.compile:
-            yield "compile=true", "strategy=pipeline", "a stage's layers are called one by one; strategy=ddp"
+            yield "compile=true", "strategy=pipeline", "the layers of a stage run one by one; strategy=ddp"
         if config.precision.startswith("16-"):
-            yield "strategy=pipeline", f"precision={config.precision}", "its loss scale is one device's; bf16-mixed"
+            yield (
+                "strategy=pipeline",
+                f"precision={config.precision}",
+                "the devices do not share a loss scale; bf16-mixed",
+            )
 
     def make(self, layout: "Layout") -> "PieceStrategy":
         from lockstep.extras.pipeline.strategy import StagedStrategy

@@ -1,4 +1,4 @@
-"""Where a network is cut into stages."""
+"""Decide where a network is cut into stages."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,29 +8,42 @@ from torch import nn
 from lockstep.errors import UserError
 
 
-def chosen(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:
-    """The parts with which the second and later stages begin, by `strategy.split`: their numbers or names.
+def stage_starts(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:
+    """Return the numbers of the parts with which the second and later stages begin, as `strategy.split` gives them.
+
+    Args:
+        module: the module that contains the parts.
+        parts: the network's parts in order.
+        split: numbers or names of parts.
+        stages: number of stages.
 
     Raises:
-        UserError: there is no such part, or not as many as stages, or they are out of order.
+        UserError: A part does not exist, their number does not fit the stages, or they are out of order.
     """
     paths = {id(layer): name for name, layer in module.named_modules()}
     names = [paths.get(id(part), str(at)).rpartition(".")[2] for at, part in enumerate(parts)]
-    given = f"strategy.split=[{','.join(map(str, split))}]"
+    setting = f"strategy.split=[{','.join(map(str, split))}]"
     if unknown := [part for part in split if part not in names and part not in range(len(parts))]:
-        raise UserError(f"{given}: there is no part {unknown[0]}; known: 0 to {len(parts) - 1}, or {', '.join(names)}")
+        raise UserError(
+            f"{setting}: there is no part {unknown[0]}; known: 0 to {len(parts) - 1}, or {', '.join(names)}"
+        )
     starts = [part if isinstance(part, int) else names.index(part) for part in split]
     if len(starts) != stages - 1 or sorted({0, *starts}) != [0, *starts]:
-        raise UserError(f"{given}: must be the {stages - 1} parts that the later ones of {stages} stages begin with")
+        raise UserError(f"{setting}: must name the first part of each later stage, {stages - 1} in all")
     return starts
 
 
 def balanced(seconds: Sequence[float], stages: int) -> list[int]:
-    """The parts with which the second and later stages begin, so that the slowest takes the least time."""
+    """Return the parts with which the second and later stages begin, so that the slowest stage is as fast as possible.
+
+    Args:
+        seconds: time of each part.
+        stages: number of stages.
+    """
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The slowest of the last `left` stages, the first of which begins with part `start`, and where others do."""
+        """Return the time of the slowest of `left` stages over the parts from `start` on, and their first parts."""
         if left == 1:
             return sum(seconds[start:]), ()
         cuts = ((cut, best(cut, left - 1)) for cut in range(start + 1, len(seconds) - left + 2))

@@ -1,15 +1,15 @@
-"""`strategy=pipeline`: a process per device, each with a stage of the network, through which a step's pieces flow.
+"""Run `strategy=pipeline`: one process per device, each with one stage of the network.
 
-Every process runs the module's own `training_step` on every piece, up to its call of `self(x)`. There the first stage
-computes from `x` and hands its output on, later ones compute from what they get, and the last one, on rank zero, goes
-on to the loss. The others leave theirs; when the last stage's output has come to them, they run it again with that in
-place of the forward pass, so that losses, metrics and what is logged are there on every rank. In the backward pass
-gradients travel the other way: the end of a stage is a node of autograd's that waits for its gradient there, its
-beginning one that sends it.
+Every process runs the module's own `training_step` on every piece, up to its call of `self(x)`. There, the first stage
+computes from `x` and sends its output to the next stage. Each later stage computes from what it receives. The last
+stage, on rank zero, continues to the loss. The other processes leave their `training_step` at this call. When they
+have received the last stage's output, they run `training_step` again, with this output in place of the forward pass,
+so every rank has the losses, metrics and logs. In the backward pass, gradients are sent the other way: an autograd
+node at the end of a stage receives the gradient, and another at its beginning sends one.
 
-The schedule is 1F1B (Narayanan et al., PipeDream, 2019): with r stages after it, a stage is r pieces ahead, and then
-takes forward and backward passes in turn, so that it keeps the activations of r + 1 pieces, however many a step has.
-Backward passes come in the order of the pieces, as on one device: sums have the same order, and the same bits.
+The schedule is 1F1B (Narayanan et al., PipeDream, 2019). A stage with r stages after it starts with r forward passes,
+and then alternates between forward and backward passes. So it stores the activations of r + 1 pieces, however many
+pieces a step has. Backward passes run in the order of the pieces, as on one device, so sums have the same bits.
 """
 
 import logging
@@ -32,28 +32,29 @@ from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
-from lockstep.extras.pipeline.cut import balanced, chosen
+from lockstep.extras.pipeline.cut import balanced, stage_starts
 from lockstep.step.batch import MicroBatch
-from lockstep.step.parts import contents, parts_of
+from lockstep.step.network_parts import contents, parts_of
 from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, T, generators, twin
+from lockstep.strategies.base import PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
-MEASURED = 3  # passes of which the fastest counts
-HEADER = 1 << 13  # bytes: a tensor's dtype, shape and strides, and the generators' states (the host's has 5,056)
-KEPT = 2  # tensors on their way to one rank; then it is waited for
-ANCHOR = torch.zeros((), requires_grad=True)  # so that autograd comes to both ends of a stage, trained or not
+MEASURED = 3  # passes whose fastest is used
+HEADER = 1 << 13  # bytes for a tensor's dtype, shape and strides, and the generators' states (5,056 on the host)
+MAX_IN_FLIGHT = 2  # most unfinished sends to one rank
+ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd reach both ends of a frozen stage, too
 
 
 class StagedStrategy(PieceStrategy, DDPStrategy):
-    """A process per device, a stage each; rank zero has the last one. Parameters of other stages keep their names and
-    shapes, and read as nan.
+    """One process per device, each with one stage. Rank zero has the last stage.
+
+    Parameters of other stages keep their names and shapes, and their values are nan.
 
     Args:
-        split: numbers or names of the parts with which the second and later stages begin; none: by measured time.
+        split: numbers or names of the parts with which the second and later stages begin; empty: cut by measured time.
 
     Attributes:
-        waited: seconds that this process has waited for what others compute.
+        waited: seconds that this process has waited for other stages.
     """
 
     staged = True
@@ -64,12 +65,12 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         self._split = split
         self._stage: Any = None
         self._first = False
-        self._rank_of: dict[int, int] = {}  # by id of a stage's parameters, buffers and layers
+        self._rank_of: dict[int, int] = {}  # by id of a parameter, buffer or layer
         self._names: dict[str, int] = {}  # by name of a parameter or buffer
         self._sent: dict[int, deque[Any]] = defaultdict(deque)
-        self._back: Any = None  # the process group of what goes towards the first stage
-        self._step = ""  # the module's, which is running
-        self._calls = 0  # of forward() in it
+        self._back: Any = None  # the process group for sends towards the first stage
+        self._step = ""  # the name of the module's step method that is running
+        self._calls = 0  # calls of forward() in it
 
     # --- the cut ---
 
@@ -81,49 +82,53 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             self._cut(model)
             self.numbers_come_later = self.global_rank > 0
             self._first = self.global_rank == self.world_size - 1
-            self.precision_plugin = twin(self.precision_plugin, _ClipsAllStages)
+            self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
         return model
 
     def _cut(self, model: Any) -> None:
-        """Keeps this rank's stage, and gives up the memory of the others'."""
+        """Cut the network into stages. Keep this rank's stage, and free the memory of the others.
+
+        Raises:
+            UserError: The network can't be cut into this number of stages.
+        """
         parts, stages, kind = parts_of(model), self.world_size, type(model).__name__
         if not parts:
             needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
-            wrong = f"strategy=pipeline: {kind} is no network in a row that could be cut"
+            wrong = f"strategy=pipeline: {kind} can't be cut into stages"
             raise UserError(f"{wrong}: it needs {needs} (docs/extras/pipeline.md)")
         if len(parts) < stages:
-            raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
+            raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts for {stages} stages: use fewer devices")
         seconds = self.broadcast(self._measured(model, parts))
-        starts = chosen(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
+        starts = stage_starts(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
         for rank, start, end in zip(reversed(range(stages)), [0, *starts], [*starts, len(parts)], strict=True):
             stage = nn.Sequential(*parts[start:end])
             if any(self._rank_of.get(id(parameter), rank) != rank for parameter in stage.parameters()):
                 raise UserError(
-                    f"strategy=pipeline: stages of {kind} share a parameter; strategy.split=[...] elsewhere"
+                    f"strategy=pipeline: stages of {kind} share a parameter: use another strategy.split=[...]"
                 )
             self._rank_of |= dict.fromkeys(map(id, contents(stage)), rank)
             if rank == self.global_rank:
                 self._stage = stage
         self._names = {name: self._owner(value) for name, value in model.state_dict(keep_vars=True).items()}
         for layer in model.modules():
-            if isinstance(layer, Metric):  # every rank sees all samples
+            if isinstance(layer, Metric):  # every rank gets all samples
                 layer.distributed_available_fn = lambda: False
         for name, parameter in model.named_parameters():
             if not self.holds(parameter):
                 if parameter.requires_grad:
                     parameter.register_hook(partial(_refuse, name))
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
-        if self.root_device.type == "cuda":  # NCCL's sends of one group wait for each other
+        if self.root_device.type == "cuda":  # in one group, NCCL's sends of both directions would wait for each other
             self._back = dist.new_group()
         if self.is_global_zero:
             LOG.info("%d parts, stages begin with part %s", len(parts), ", ".join(map(str, [0, *starts])))
 
     def _measured(self, model: Any, parts: list[nn.Module]) -> list[float]:
-        """Seconds that each part takes for a piece.
+        """Return the seconds that each part takes for a piece.
 
         Raises:
-            UserError: in a row they don't give what `forward` does.
+            UserError: The parts one after the other don't give the result of `forward`.
         """
         modes = [(layer, layer.training) for layer in model.modules()]
         model.eval()
@@ -144,14 +149,14 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
                 why = f" (part {at}: {str(error).splitlines()[0]})"
         same = isinstance(wanted, Tensor) and wanted.shape == y.shape
         if why or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
-            what = f"the parts of {type(model).__name__} one after the other don't give what its forward() does{why}"
-            raise UserError(f"strategy=pipeline: {what}: stages() must return all of it, in order")
+            what = f"the parts of {type(model).__name__} in order don't give the result of its forward(){why}"
+            raise UserError(f"strategy=pipeline: {what}: stages() must return all parts, in order")
         for layer, training in modes:
             layer.training = training
         return seconds
 
     def _example(self, model: Any) -> Any:
-        """What the step that is going to be run gives `forward` for a piece of the data."""
+        """Return the tensor that the step method of this run passes to `forward` for a piece of the data."""
         fits = model.trainer.state.fn == "fit"
         name = "training_step" if fits else f"{model.trainer.state.stage.value}_step"
         args = model.trainer.datamodule.piece("train" if fits else "test"), 0
@@ -166,7 +171,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     # --- passes ---
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield 1F1B: a stage with r stages after it is r pieces ahead."""
+        """Yield the passes of 1F1B: a stage with r stages after it is r pieces ahead."""
         count = len(micro_batches)
         ahead = min(self.global_rank, count)
         for number in range(count):
@@ -177,70 +182,77 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             yield Action.BACKWARD, number
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Of a stage before the last, `training_step` gives what has the loss's place, until without gradients it is
-        asked again."""
+        """Run a step method of the module.
+
+        On a stage before the last, `training_step` returns the tensor that starts its backward pass. With gradients
+        disabled it returns the step's real outputs.
+        """
         self._step, self._calls = name, 0
         try:
-            found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+            output = getattr(proxy(self.lightning_module, _StagedForward), name)(*args, **kwargs)
         except _Left as left:
             return left.args[0]
         if not self._calls:
-            raise UserError(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
-        return found
+            raise UserError(f"strategy=pipeline: {name} called no self(x): it must call self(x), not single layers")
+        return output
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         self._calls += 1
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            raise UserError("strategy=pipeline: forward() must get one tensor, which the first stage takes")
-        if self._stage is None:  # nothing is cut yet: an example is asked for
+            raise UserError("strategy=pipeline: forward() got other arguments: call self(x) with one tensor")
+        if self._stage is None:  # before the cut, `_example` needs the argument
             raise _Left(args[0])
         if self._step != "training_step":
             return self._evaluate(args[0])
         if self._calls > 1:
-            raise UserError("strategy=pipeline: training_step calls forward() more than once; strategy=ddp lets it")
+            raise UserError("strategy=pipeline: training_step must call forward() once only; or use strategy=ddp")
         return self._train(args[0])
 
     def _train(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # the last stage has passed this piece
+        if not torch.is_grad_enabled():  # the second run: the last stage has computed this piece
             return self.receive(0)
         y: Tensor = self._stage(x if self._first else _Receive.apply(ANCHOR, self))
         if self.global_rank:
             raise _Left(_Send.apply(y, ANCHOR, self))
-        return self._tell(y)
+        return self._send_to_all(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
         y: Tensor = self._stage(x if self._first else self.receive(self.global_rank + 1))
         if not self.global_rank:
-            return self._tell(y)
+            return self._send_to_all(y)
         self.send(y, self.global_rank - 1)
         return self.receive(0)
 
-    def _tell(self, y: Tensor) -> Tensor:
+    def _send_to_all(self, y: Tensor) -> Tensor:
         for rank in range(1, self.world_size):
             self.send(y, rank)
         return y
 
-    # --- handing on ---
+    # --- sending and receiving ---
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Hands on a tensor, as it lies in memory, since kernels may round by that, and the state of the generators, so
-        that the next stage's layers draw on from there."""
+        """Send a tensor with its memory layout, which affects the rounding of kernels, and the generators' states.
+
+        The next stage's layers continue the random numbers from these states.
+        """
         if not tensor.is_floating_point():
-            raise UserError(f"strategy=pipeline: a stage can't hand on {tensor.dtype}, which has no gradient")
+            raise UserError(
+                f"strategy=pipeline: {tensor.dtype} from a stage has no gradient: use another strategy.split=[...]"
+            )
         once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
         stored = once if dense(once) else once.contiguous()
-        strides = [own and new for own, new in zip(tensor.stride(), stored.stride(), strict=True)]
+        strides = [old and new for old, new in zip(tensor.stride(), stored.stride(), strict=True)]
         states = [generator.get_state().numpy() for generator in generators(self.root_device)]
         header = bytearray(pickle.dumps((tensor.dtype, tensor.shape, strides, states)).ljust(HEADER))
         group = self._back if to > self.global_rank else None
         parts = torch.frombuffer(header, dtype=torch.uint8), _flat(stored)
         self._sent[to].append([(dist.isend(part, to, group), part) for part in parts])
-        while len(self._sent[to]) > KEPT:
+        while len(self._sent[to]) > MAX_IN_FLIGHT:
             for work, _ in self._sent[to].popleft():
                 work.wait()
 
     def receive(self, source: int) -> Tensor:
-        """What `source` has sent."""
+        """Wait for a tensor from rank `source` and return it. Take over the generators' states that come with it."""
         began = time.perf_counter()
         group = self._back if source < self.global_rank else None
         header = torch.empty(HEADER, dtype=torch.uint8)
@@ -255,51 +267,60 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     # --- over all stages ---
 
-    def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
+    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own), parts)
-        return {key: value for part in parts or [own] for key, value in part.items()}
+        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), local_values), parts)
+        return {key: value for part in parts or [local_values] for key, value in part.items()}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return {**state, **self.gathered(self._own(state))}
+        return {**state, **self.gather_parts(self._select_local(state))}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = self._own(checkpoint["state_dict"])  # all, before the cut
-        super().load_model_state_dict({"state_dict": own}, strict and self._stage is None)
+        local_state = self._select_local(checkpoint["state_dict"])  # before the cut this is the whole state
+        super().load_model_state_dict({"state_dict": local_state}, strict and self._stage is None)
 
-    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_local(self, state: Mapping[str, Any]) -> dict[str, Any]:
         rank = self.global_rank
         return {name: value for name, value in state.items() if self._names.get(name, rank) == rank}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        state = self._own_state(optimizer, super().optimizer_state(optimizer))
-        return {**state, "state": dict(sorted(self.gathered(state["state"]).items()))}
+        state = self._select_local_state(optimizer, super().optimizer_state(optimizer))
+        return {**state, "state": dict(sorted(self.gather_parts(state["state"]).items()))}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = map(self._own_state, self.optimizers, checkpoint["optimizer_states"])
+        states = map(self._select_local_state, self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(states)})
 
-    def _own_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_local_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        own = {number: value for number, value in state["state"].items() if self.holds(parameters[number])}
-        return {**state, "state": own}
+        local_values = {number: value for number, value in state["state"].items() if self.holds(parameters[number])}
+        return {**state, "state": local_values}
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for column, parameter in zip(norms.T, parameters, strict=True):
             if parameter.grad is not None:
                 column.copy_(torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())]))
-        dist.all_reduce(norms)  # of each column one rank's is not 0
+        dist.all_reduce(norms)  # one rank has the values of each column, the others have zeros
         return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(parameters[0].dtype))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Nothing to be done: what is logged is the same on all ranks."""
+        """Return the value unchanged: logged values are the same on all ranks."""
         return tensor
 
 
+class _StagedForward:
+    """Methods of the module's proxy: `forward` passes all stages."""
+
+    trainer: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trainer.strategy.forward(args, kwargs)
+
+
 class _ClipsAllStages:
-    """What the precision plugin's twin has before its class."""
+    """Methods of the precision plugin's proxy: they clip by the norm over all stages."""
 
     main_params: Any
     strategy: StagedStrategy
@@ -310,7 +331,7 @@ class _ClipsAllStages:
 
 
 class _Send(torch.autograd.Function):
-    """The end of a stage: its output goes on, and the gradient comes back."""
+    """The end of a stage: forward sends its output, backward receives the gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, anchor: Tensor, pipeline: StagedStrategy) -> Tensor:
@@ -324,7 +345,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """The beginning of a stage: its input comes, and the gradient goes back."""
+    """The beginning of a stage: forward receives its input, backward sends the gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pipeline: StagedStrategy) -> Tensor:
@@ -338,14 +359,16 @@ class _Receive(torch.autograd.Function):
 
 
 class _Left(BaseException):
-    """Leaves a step at its call of `forward`, past any `except Exception` of its own, with a tensor."""
+    """Leaves a step method at its call of `forward`, with a tensor. No `except Exception` there catches it."""
 
 
 def _refuse(name: str, _: Tensor) -> None:
-    raise UserError(f"strategy=pipeline: training_step uses {name} outside of forward(), and another device holds it")
+    raise UserError(
+        f"strategy=pipeline: training_step uses {name}, which is on another device: use it in forward() only"
+    )
 
 
 def _flat(stored: Tensor) -> Tensor:
-    """The bytes of a tensor, each once."""
+    """Return a view of a tensor's bytes, uint8 [bytes]."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride(), strict=True))
     return stored.as_strided((elements,), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""`extras=[rebalance]`: pieces move from slow devices to fast ones while the run goes on. The step stays the same."""
+"""`extras=[rebalance]`: move pieces from slow devices to fast ones during the run. The step stays the same."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Rebalance(Extra):
-    """Deal the pieces by what they take on each device.
+    """Assigns pieces to devices by the time that a piece takes on each.
 
     Args:
-        every: steps after which the ranks compare what a piece took, and may deal the pieces anew.
+        every: optimizer steps between comparisons of these times.
     """
 
     changes_weights = False
@@ -32,16 +32,16 @@ class Rebalance(Extra):
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         layout = config.layout
         if layout.staged:
-            yield f"strategy={layout.strategy}", "every piece passes all devices, none can move; strategy=ddp"
+            yield f"strategy={layout.strategy}", "every piece passes all devices, so none can move; strategy=ddp"
         if layout.strategy == "dp":
-            yield "strategy=dp", "one process starts the passes of all devices, and none has a time; strategy=ddp"
+            yield "strategy=dp", "one process runs all devices, so no device has a time of its own; strategy=ddp"
         if getattr(config.strategy, "sync_batchnorm", False):
-            yield "strategy.sync_batchnorm=true", "devices must compute as many pieces each"
+            yield "strategy.sync_batchnorm=true", "all devices must have equally many pieces"
         for extra in config.extras.values():
-            if extra.own_weights:
-                yield extra.setting, "who computes which piece decides about the result there"
+            if extra.separate_weights:
+                yield extra.setting, "the result depends on which device computes which piece"
         if layout.num_devices == layout.pieces > 1 and not external_workers():  # an engine may have started fewer
-            why = f"each of {layout.num_devices} devices has one, and none can move"
+            why = f"each of {layout.num_devices} devices has one piece, so none can move"
             yield f"pieces={layout.pieces}", f"{why}; pieces={8 * layout.num_devices}"
 
     def describe(self) -> str:
@@ -49,11 +49,11 @@ class Rebalance(Extra):
 
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if config.layout.replicas == 1:
-            yield "rebalance: on one device there is nothing to move"
+            yield "rebalance: there is one device, so no piece can move"
         elif config.layout.pieces == config.layout.num_devices:
-            yield "rebalance: each device has one piece, and none can move"
+            yield "rebalance: each device has one piece, so none can move"
         elif not config.layout.exact:
-            yield "rebalance: sums follow who computes what, so two runs differ by rounding; exact=true: by nothing"
+            yield "rebalance: the order of sums depends on times, so two runs differ by rounding; exact=true: same bits"
 
     def wrap_deal(self, deal: "Deal") -> "Deal":
         if deal.layout.replicas == 1:

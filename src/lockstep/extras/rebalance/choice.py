@@ -1,23 +1,24 @@
-"""How many pieces each device computes, from what a piece takes there. Pure."""
+"""Choose how many pieces each device computes, from the time that a piece takes there. Pure functions."""
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
-LEAST_GAIN = 0.05  # part of the slowest device's time that a change must save
-MOST_GAIN = 0.2  # a change that saves as much is made however noisy the times are
+LEAST_GAIN = 0.05  # a change must save this part of the slowest device's time
+MOST_GAIN = 0.2  # a change that saves this part is made even if the times are noisy
 
 
-def fastest(pieces: int, seconds: Sequence[float]) -> list[int]:
-    """Return the pieces of each device with which the last device ends as early as can be, at least one each.
+def fastest_counts(pieces: int, seconds: Sequence[float]) -> list[int]:
+    """Return the number of pieces of each device, at least one, with which a step takes the least time.
 
-    Each piece goes to the device that would end it first. No other deal ends earlier: a piece more on any device would
-    end no sooner than the last piece does here.
+    Each piece goes to the device that would end it first. No other choice is faster: another piece on any device would
+    end no sooner than the last piece ends here.
 
     Args:
-        seconds: what a piece takes on each device.
+        pieces: pieces of a step.
+        seconds: time of a piece on each device.
     """
     counts = [1] * len(seconds)
-    ends = [(2 * each, device) for device, each in enumerate(seconds)]  # with one piece more
+    ends = [(2 * each, device) for device, each in enumerate(seconds)]  # with one more piece
     heapify(ends)
     for _ in range(pieces - len(seconds)):
         device = ends[0][1]
@@ -26,21 +27,22 @@ def fastest(pieces: int, seconds: Sequence[float]) -> list[int]:
     return counts
 
 
-def slowest(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds after which the last device ends."""
+def slowest_time(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the seconds that the slowest device needs for its pieces."""
     return max(count * each for count, each in zip(counts, seconds, strict=True))
 
 
-def better(counts: Sequence[int], seconds: Sequence[float], noise: float) -> list[int] | None:
-    """Return other pieces for each device, if they save enough; None: all stays.
+def better_counts(counts: Sequence[int], seconds: Sequence[float], noise: float) -> list[int] | None:
+    """Return a new number of pieces for each device, or None if no change saves enough.
 
-    Enough is twice the noise of the times, but between LEAST_GAIN and MOST_GAIN: where speeds stay, so do pieces.
+    Enough is twice the noise, but at least LEAST_GAIN and at most MOST_GAIN, so that no piece moves while speeds stay
+    the same.
 
     Args:
-        counts: pieces of each device now.
-        seconds: what a piece takes on each device.
-        noise: the largest standard error of these times, as a part of them.
+        counts: present number of pieces of each device.
+        seconds: time of a piece on each device.
+        noise: the largest relative standard error of these times.
     """
-    others = fastest(sum(counts), seconds)
-    gain = 1 - slowest(others, seconds) / slowest(counts, seconds)
+    others = fastest_counts(sum(counts), seconds)
+    gain = 1 - slowest_time(others, seconds) / slowest_time(counts, seconds)
     return others if gain >= min(MOST_GAIN, max(LEAST_GAIN, 2 * noise)) else None

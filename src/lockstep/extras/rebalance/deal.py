@@ -1,4 +1,4 @@
-"""Who computes which piece, by a table that changes while loader processes read it."""
+"""An assignment of pieces to devices that can change while loader processes read it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +12,13 @@ NEVER = (1 << 63) - 1  # a step that no run reaches
 
 
 class MovingDeal(Deal):
-    """Deal pieces by a table in shared memory: loader processes, which are forked before it changes, read it too.
+    """Assigns pieces by a table in shared memory, so that loader processes that were forked earlier see changes too.
 
-    It has two rows, each a first step and the pieces of each device: those of the present steps, and those of steps
-    that nobody has fetched yet.
+    The table has two rows, one for the present steps and one for later steps that no process has fetched yet. A row is
+    its first step and the number of pieces of each device.
 
     Args:
-        layout: the run's, as which it begins.
+        layout: the run's layout, which holds until the first change.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -29,31 +29,31 @@ class MovingDeal(Deal):
 
     def layout_at(self, step: int) -> Layout:
         at = self._row(step)
-        return dealt(self.layout, tuple(self._table[at + 1 : at + self._width]))
+        return with_counts(self.layout, tuple(self._table[at + 1 : at + self._width]))
 
     def changes_after(self, step: int) -> bool:
-        """Whether a change is entered for a step that comes after `step`."""
+        """Check whether a change is entered for a step after `step`."""
         return any(step < first < NEVER for first in self._table[:: self._width])
 
     def change(self, first: int, now: int, counts: Sequence[int]) -> None:
-        """Deal the pieces anew from the step `first` on; there must be no change entered for a step after `now`.
+        """Change the number of pieces of each device. No change may be entered for a step after `now`.
 
         Args:
-            first: a step that nobody has fetched.
-            now: the step under way.
+            first: the first step that the change applies to; no process has fetched it.
+            now: the current step.
             counts: pieces of each device.
         """
         at = self._width - self._row(now)  # the other row
         self._table[at + 1 : at + self._width] = counts
-        self._table[at] = first  # last: until here the row is that of a step long gone, or of none
+        self._table[at] = first  # last, because until now no reader uses this row
 
     def _row(self, step: int) -> int:
-        """Where the row begins that holds for a step: of those that begin before it, the later one."""
+        """Return the index of the row for a step: of the rows that begin at or before it, the later one."""
         first, second = self._table[0], self._table[self._width]
         return 0 if second > step or (first > second and first <= step) else self._width
 
 
 @lru_cache(maxsize=16)
-def dealt(layout: Layout, counts: tuple[int, ...]) -> Layout:
-    """Return a layout with so many pieces for each device: one object for each `counts`."""
+def with_counts(layout: Layout, counts: tuple[int, ...]) -> Layout:
+    """Return a layout with this number of pieces for each device; the same object for the same `counts`."""
     return replace(layout, shares=tuple(map(float, counts)))

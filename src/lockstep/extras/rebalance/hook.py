@@ -1,4 +1,4 @@
-"""Measures what a piece takes on each rank, and deals the pieces anew where that saves time."""
+"""Measure the time of a piece on each rank, and move pieces where that saves time."""
 
 import logging
 import math
@@ -11,29 +11,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.extras.rebalance.choice import better, slowest
+from lockstep.extras.rebalance.choice import better_counts, slowest_time
 from lockstep.extras.rebalance.deal import MovingDeal
 from lockstep.step.batch import MicroBatch
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 
 LOG = logging.getLogger("lockstep")
-NAMED = 8  # ranks whose pieces a line of the log lists
+MOST_RANKS = 8  # a line of the log lists the pieces of at most so many ranks
 
 
 class RebalanceHook(StepHook):
-    """Every few steps the ranks share what a piece took on each of them, and all come to the same new deal.
+    """Compares the ranks' times every few steps and moves pieces. All ranks make the same decisions.
 
-    A rank's time runs from the start of a step's passes to the end of its last backward pass, so it has no waiting in
-    it. Under exact=true the sum of the pieces on this rank is part of it.
+    A rank's time runs from the start of a step's passes to the last gradient of its last backward pass, so it contains
+    no wait for other ranks. With exact=true, it contains the sum of the pieces on this rank.
 
     Args:
-        every: steps between two comparisons.
-        deal: who computes which piece; it is changed.
-        rank: of this process.
+        every: steps between comparisons.
+        deal: the assignment of pieces, which is changed.
+        rank: this process's rank.
 
     Attributes:
-        changes: so often have the pieces been dealt anew, since this process began.
+        changes: number of changes since this process began.
     """
 
     def __init__(self, every: int, deal: MovingDeal, rank: int) -> None:
@@ -42,18 +42,21 @@ class RebalanceHook(StepHook):
         self._clock: HostClock | CudaClock | None = None
         self._pieces_left = 0  # in this step
         self._parameters: list[torch.nn.Parameter] = []
-        self._watched: set[int] = set()  # ids of those that stop the clock
-        self._shown = -math.inf  # the step of the last point of the dashboard
+        self._watched: set[int] = set()  # ids of the parameters that stop the clock
+        self._logged = -math.inf  # the last step with a point in the loggers
 
     def before_step(self, step: Step) -> None:
-        """Start the clock."""
+        """Start the clock.
+
+        Raises:
+            RuntimeError: this rank has loaded other pieces than it must compute.
+        """
         if self._is_full(step):
             check_loaded(step, self.deal, self.rank)
         if self._clock is None:
-            device = step.strategy.root_device
-            self._clock = CudaClock(self.every) if device.type == "cuda" else HostClock(self.every)
+            self._clock = CudaClock() if step.strategy.root_device.type == "cuda" else HostClock()
         if not step.passes.gradients.exact:
-            self._watch(step)
+            self._watch_parameters(step)
         self._pieces_left = len(step.batch.micro_batches)
         self._clock.start()
 
@@ -65,135 +68,132 @@ class RebalanceHook(StepHook):
         if step.passes.gradients.exact:
             self._clock.stop()
         if self._is_full(step):
-            self._clock.keep(len(step.batch.micro_batches))
+            self._clock.record(len(step.batch.micro_batches))
 
     def after_optimizer_step(self, step: Step) -> None:
         if (step.number + 1) % self.every == 0:
             self._compare(step)
 
     def _is_full(self, step: Step) -> bool:
-        """Whether the step is no short last one, whose pieces are smaller."""
+        """Check that this is not a short last step, whose pieces are smaller."""
         return step.batch.samples == self.deal.layout.batch_size
 
-    def _watch(self, step: Step) -> None:
-        """Have the clock stopped by the last gradient of the last piece: DDP waits for other ranks before that backward
-        pass returns. Parameters may be trained from some step on."""
+    def _watch_parameters(self, step: Step) -> None:
+        """Let the last gradient of the last piece stop the clock, because DDP waits for other ranks after it.
+
+        Called at each step, since a parameter may become trainable later.
+        """
         self._parameters = self._parameters or list(step.module.parameters())
         for parameter in self._parameters:
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
-                parameter.register_post_accumulate_grad_hook(self._has_gradient)
+                parameter.register_post_accumulate_grad_hook(self._stop_clock)
 
-    def _has_gradient(self, parameter: Any) -> None:
+    def _stop_clock(self, parameter: Any) -> None:
         if self._pieces_left == 1 and self._clock is not None:
             self._clock.stop()
 
     def _compare(self, step: Step) -> None:
-        """Share the times, and deal the pieces anew where that saves enough. All ranks do so alike."""
+        """Gather the times of all ranks, and change the assignment of pieces if that saves enough."""
         assert self._clock is not None
         times = self._clock.times()
+        times = times[len(times) // 2 :]  # a change of speed shows sooner in the later half
         mean = fmean(times) if times else math.nan
         noise = stdev(times) / len(times) ** 0.5 / mean if len(times) > 1 else 0.0
         mine = torch.tensor([mean, noise, fetched_ahead(step.trainer)], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
         seconds, noises, ahead = torch.stack(rows).T.tolist()
-        counts = self.deal.layout_at(step.number).counts
         if any(map(math.isnan, seconds)) or self.deal.changes_after(step.number):
             return
-        others = better(counts, seconds, max(noises))
-        first = step.number + 1 + int(max(ahead))
+        counts = self.deal.layout_at(step.number).counts
+        others = better_counts(counts, seconds, max(noises))
         if others:
+            first = step.number + 1 + int(max(ahead))
             self.deal.change(first, step.number, others)
             self.changes += 1
+            if step.trainer.is_global_zero:
+                LOG.info(change_line(first + 1, counts, others, seconds))
         if step.trainer.is_global_zero:
-            if others:
-                LOG.info(line(first + 1, counts, others, seconds))
-            self._show(step, counts, seconds, changed=bool(others))
+            self._log_metrics(step, counts, seconds, changed=bool(others))
 
-    def _show(self, step: Step, counts: Sequence[int], seconds: Sequence[float], changed: bool) -> None:
-        """Write to the loggers the pieces of each rank, and the part of a step's passes that it waits for the slowest
-        rank: with each change, and else as often as other curves have a point."""
+    def _log_metrics(self, step: Step, counts: Sequence[int], seconds: Sequence[float], changed: bool) -> None:
+        """Send each rank's pieces and idle share to the loggers: before and after a change, and every `log_every`."""
         trainer, number = step.trainer, step.number + 1
-        if not changed and number < self._shown + trainer.log_every_n_steps:
+        if not changed and number < self._logged + trainer.log_every_n_steps:
             return
-        self._shown = -math.inf if changed else number  # what comes of a change is shown too
-        longest = slowest(counts, seconds)
-        shown: dict[str, float] = {}
+        self._logged = -math.inf if changed else number
+        longest = slowest_time(counts, seconds)
+        metrics: dict[str, float] = {}
         for rank, (count, each) in enumerate(zip(counts, seconds, strict=True)):
-            shown[f"rebalance/pieces_of_rank_{rank}"] = count
-            shown[f"rebalance/idle_of_rank_{rank}"] = 1 - count * each / longest
+            metrics[f"rebalance/pieces_of_rank_{rank}"] = count
+            metrics[f"rebalance/idle_of_rank_{rank}"] = 1 - count * each / longest
         for logger in trainer.loggers:
-            logger.log_metrics(shown, number)
+            logger.log_metrics(metrics, number)
 
 
 class HostClock:
-    """Times of a CPU's passes.
+    """Measures the passes on a CPU."""
 
-    Args:
-        most: steps whose times are held.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._times: deque[float] = deque(maxlen=(most + 1) // 2)  # the latest: a change shows sooner
+    def __init__(self) -> None:
+        self._times: list[float] = []
         self._start = self._stop = 0.0
 
     def start(self) -> None:
-        """At the start of a step's passes."""
+        """Begin to measure the passes of a step."""
         self._start = self._stop = time.perf_counter()
 
     def stop(self) -> None:
-        """At their end; the last call counts."""
+        """End the measurement; the last call counts."""
         self._stop = time.perf_counter()
 
-    def keep(self, pieces: int) -> None:
-        """Hold the step's time; it had so many pieces."""
+    def record(self, pieces: int) -> None:
+        """Record the time of a step with `pieces` pieces on this rank."""
         self._times.append((self._stop - self._start) / pieces)
 
     def times(self) -> list[float]:
-        """Return the seconds of a piece in each step since the last call, of the latest steps only."""
-        times = list(self._times)
-        self._times.clear()
+        """Return the seconds of a piece in each recorded step since the last call."""
+        times, self._times = self._times, []
         return times
 
 
 class CudaClock:
-    """Times of a GPU's passes, by events on its stream: the host runs ahead of it, and does not wait.
+    """Measures the passes on a GPU with events on its stream, so that the host need not wait for them."""
 
-    Args:
-        most: steps whose times are held.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._events: deque[tuple[Any, Any, int]] = deque(maxlen=most)
+    def __init__(self) -> None:
+        self._events: deque[tuple[Any, Any, int]] = deque()
         self._start: Any = None
         self._stop: Any = None
 
     def start(self) -> None:
-        """At the start of a step's passes."""
+        """Begin to measure the passes of a step."""
         self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._start.record()
         self._stop.record()
 
     def stop(self) -> None:
-        """At their end; the last call counts."""
+        """End the measurement; the last call counts."""
         self._stop.record()
 
-    def keep(self, pieces: int) -> None:
-        """Hold the step's time; it had so many pieces."""
+    def record(self, pieces: int) -> None:
+        """Record the time of a step with `pieces` pieces on this rank."""
         self._events.append((self._start, self._stop, pieces))
 
     def times(self) -> list[float]:
-        """Return the seconds of a piece in each step since the last call, of the latest that the GPU has ended."""
-        ended = []
+        """Return the seconds of a piece in each recorded step that the GPU has completed since the last call."""
+        times = []
         while self._events and self._events[0][1].query():
-            ended.append(self._events.popleft())
-        latest = ended[len(ended) // 2 :]
-        return [start.elapsed_time(stop) / 1000 / pieces for start, stop, pieces in latest]
+            start, stop, pieces = self._events.popleft()
+            times.append(start.elapsed_time(stop) / 1000 / pieces)
+        return times
 
 
 def check_loaded(step: Step, deal: MovingDeal, rank: int) -> None:
-    """Raise RuntimeError if a rank has loaded other pieces of a step than the deal says: one would be lost."""
+    """Check that a rank has loaded the pieces of a step that it must compute.
+
+    Raises:
+        RuntimeError: it has loaded others, so that a piece would be lost.
+    """
     loaded = [micro_batch.piece for micro_batch in step.batch.micro_batches]
     right = [piece for _, piece in deal.layout_at(step.number).micro_batches(rank)]
     if loaded != right:
@@ -201,23 +201,23 @@ def check_loaded(step: Step, deal: MovingDeal, rank: int) -> None:
 
 
 def fetched_ahead(trainer: Any) -> int:
-    """Return how many steps after the present one loader processes may have fetched."""
+    """Return how many later steps the loader processes may have fetched."""
     loader = trainer.train_dataloader
     return int(loader.num_workers * (loader.prefetch_factor or 0))
 
 
-def line(first: int, counts: Sequence[int], others: Sequence[int], seconds: Sequence[float]) -> str:
-    """Return what the log says of a change from step `first` (1-based) on, and why it is made."""
+def change_line(first: int, counts: Sequence[int], others: Sequence[int], seconds: Sequence[float]) -> str:
+    """Return the line of the log about a change: what changes, from which step (1-based), and why."""
     ranks = sorted(range(len(seconds)), key=lambda rank: seconds[rank])
     fast, slow = (f"{1000 * seconds[rank]:.3g} ms on rank {rank}" for rank in (ranks[0], ranks[-1]))
-    before, after = slowest(counts, seconds), slowest(others, seconds)
+    before, after = (f"{slowest_time(each, seconds):.3g} s" for each in (counts, others))
     return (
-        f"rebalance: from step {first} on pieces {_listed(others)} instead of {_listed(counts)}, since a piece takes "
-        f"{fast} and {slow}: the passes of a step take {1000 * after:.3g} ms instead of {1000 * before:.3g}"
+        f"rebalance: pieces {_show(others)} instead of {_show(counts)} from step {first} on: a piece takes {fast} and "
+        f"{slow}, so the passes of a step take {after} instead of {before}"
     )
 
 
-def _listed(counts: Sequence[int]) -> str:
-    if len(counts) > NAMED:
+def _show(counts: Sequence[int]) -> str:
+    if len(counts) > MOST_RANKS:
         return f"{min(counts)} to {max(counts)} a rank"
     return " + ".join(map(str, counts))

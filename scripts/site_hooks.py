@@ -1,0 +1,159 @@
+"""Functions that mkdocs calls while it builds the site: tables of keys from conf/, pages of extras and decisions.
+
+mkdocs.yml names this file; `make docs` builds the site.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
+# Sections whose pages are found in a folder, in the order of their titles.
+FOLDERS = {"Extras": "extras", "Decisions": "decisions"}
+KEY = re.compile(r"^(?P<indent> *)(?P<dash>- )?(?P<key>[\w./]+):(?: (?P<value>.*?))?(?: *# (?P<comment>.*))?$")
+SECTION = re.compile(r"^# --- (.*) ---$")
+
+
+def on_config(config: Any) -> Any:
+    """Leave out pages of the navigation whose extra was deleted; add pages of FOLDERS that it does not list."""
+    docs = Path(config["docs_dir"])
+    config["nav"] = [entry for entry in (_existing(entry, docs) for entry in config["nav"]) if entry is not None]
+    listed = set(_pages(config["nav"]))
+    for title, entries in _sections(config["nav"]):
+        if title in FOLDERS:
+            folder = docs / FOLDERS[title]
+            names = {f"{FOLDERS[title]}/{path.name}" for path in folder.glob("*.md") if path.name != "index.md"}
+            entries += sorted(names - listed)
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Replace `<!-- keys of NAME -->` by tables, of train.yaml, of groups or of programs; link the table of extras."""
+    makers = {
+        "train": lambda: _front_page("train", 2),
+        "the groups": _groups,
+        "the programs": lambda: "\n\n".join(
+            f"## {name}\n\n{_front_page(name, 3)}" for name in PROGRAMS if (CONF / f"{name}.yaml").exists()
+        ),
+    }
+    if page.file.src_uri == "extras.md":  # its table can't link by itself: an extra's page goes with the extra
+        names = "|".join(path.stem for path in Path(config["docs_dir"], "extras").glob("*.md"))
+        markdown = re.sub(rf"^\| ({names}) \|", r"| [\1](extras/\1.md) |", markdown, flags=re.MULTILINE)
+    return re.sub(r"<!-- keys of ([\w ]+) -->", lambda match: makers[match[1]](), markdown)
+
+
+def rows(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield key, default and comment of each key of a yaml file; nested keys with dots. A list's items are left out."""
+    parents: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        match = KEY.match(line)
+        if not match or match["dash"]:
+            continue
+        indent = len(match["indent"])
+        parents = [(depth, key) for depth, key in parents if depth < indent]
+        path = ".".join([*(key for _, key in parents), match["key"]])
+        parents.append((indent, match["key"]))
+        if match["key"] != "defaults":
+            yield path, match["value"] or "", match["comment"] or ""
+
+
+def _front_page(name: str, level: int) -> str:
+    """Return the groups and keys of a program's front page as Markdown."""
+    text = (CONF / f"{name}.yaml").read_text()
+    head, _, body = text.partition("defaults:\n")
+    choices, _, keys = body.partition("\n\n")
+    parts = [] if name == "train" else [_comment(head)]  # the page of train has its own
+    groups = [
+        (match["key"].removeprefix("override "), match["value"] or "", match["comment"] or "")
+        for match in map(KEY.match, choices.splitlines())
+        if match and match["key"] not in ("hydra", "_self_")
+    ]
+    if groups:
+        parts.append(f"{'#' * level} Groups\n\n{_table(groups, ('group', 'default', 'what it chooses'))}")
+    title, section = "Keys", ""
+    for line in [*keys.splitlines(), "# ---  ---"]:
+        if match := SECTION.match(line):
+            if table := list(rows(section)):
+                parts.append(f"{'#' * level} {title[0].upper()}{title[1:]}\n\n{_table(table)}")
+            title, section = match[1].replace("`", "") or "Keys", ""
+        else:
+            section += line + "\n"
+    return "\n\n".join(parts)
+
+
+def _groups() -> str:
+    """Return a section for each group of conf/, with a table for each of its files."""
+    parts = []
+    for folder in sorted({path.parent for path in CONF.rglob("*/*.yaml")} - {CONF}):
+        group = folder.relative_to(CONF).as_posix()
+        if group.startswith("hydra"):
+            continue
+        parts.append(f"## {group}")
+        for file in sorted(folder.glob("*.yaml")):
+            text = file.read_text()
+            comments = re.match(r"(?:#.*\n)*", text)
+            parts.append(f"### {group}={file.stem}\n\n{_comment(comments[0] if comments else '')}")
+            if table := list(rows(text)):
+                parts.append(_table(table))
+    return "\n\n".join(parts)
+
+
+def _comment(text: str) -> str:
+    """Return the comments at the head of a yaml file as Markdown: sentences, then commands as code."""
+    lines = [line.removeprefix("#") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+    prose = " ".join(line.strip() for line in lines)
+    commands = re.findall(r"(?:python|tensorboard|mlflow) \S[^#]*?(?=  |$)", "\n".join(lines), flags=re.MULTILINE)
+    for command in commands:
+        prose = prose.replace(command.strip(), "")
+    sentence = re.sub(r"\s+", " ", prose).strip().rstrip(":")
+    code = "".join(f"\n\n    {command.strip()}" for command in commands)
+    return _escaped(sentence[:1].upper() + sentence[1:]) + code
+
+
+def _table(table: list[tuple[str, str, str]], head: tuple[str, str, str] = ("key", "default", "what it means")) -> str:
+    """Return rows of key, default and meaning as a Markdown table."""
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|"]
+    for key, value, comment in table:
+        shown = f"`{value.replace('|', chr(92) + '|')}`" if value else ""
+        lines.append(f"| `{key}` | {shown} | {_escaped(comment)} |")
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Return plain text so that Markdown shows it as it is."""
+    return re.sub(r"([|*_\[\]])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;"))
+
+
+def _existing(entry: Any, docs: Path) -> Any:
+    """Return an entry of the navigation without pages in extras/ that are not there; None where nothing is left."""
+    if isinstance(entry, str):
+        return None if entry.startswith("extras/") and not (docs / entry).exists() else entry
+    ((title, inside),) = entry.items()
+    if isinstance(inside, list):
+        left = [each for each in (_existing(each, docs) for each in inside) if each is not None]
+    else:
+        left = _existing(inside, docs)
+    return {title: left} if left else None
+
+
+def _pages(nav: list[Any]) -> Iterator[str]:
+    """Yield every page of a navigation."""
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            (inside,) = entry.values()
+            yield from _pages(inside if isinstance(inside, list) else [inside])
+
+
+def _sections(nav: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield title and entries of every section of a navigation."""
+    for entry in nav:
+        if isinstance(entry, dict):
+            ((title, inside),) = entry.items()
+            if isinstance(inside, list):
+                yield title, inside
+                yield from _sections(inside)

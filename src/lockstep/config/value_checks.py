@@ -1,0 +1,157 @@
+"""Checks of values: pydantic finds the first bad one, and the message has what was typed and what would be right."""
+
+import difflib
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import yaml
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+
+from lockstep.config.suggestions import no_such_key_message
+from lockstep.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
+
+Check = Callable[[str, Any], Any]
+
+
+def as_text(value: Any) -> Any:
+    """Return a number as text, since `name=5` is parsed as a number. Return other values unchanged."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path of a folder."""
+    if not path:
+        raise ValueError("must be a folder")
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def file_name(name: str) -> str:
+    """Check that a name can be that of a folder, and return it."""
+    if not re.fullmatch(r"\w[\w.+ -]{,99}", name):
+        raise ValueError("must be a letter or digit, and then at most 99 of those, '.', '_', '+', '-' and spaces")
+    return name
+
+
+Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
+FromZero: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Fraction: TypeAlias = Annotated[float, Field(strict=True, ge=0, lt=1)]
+Share: TypeAlias = Annotated[float, Field(strict=True, ge=0, le=1)]
+Flag: TypeAlias = Annotated[bool, Field(strict=True)]
+Text: TypeAlias = Annotated[str, BeforeValidator(as_text)]
+Folder: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(absolute)]
+Name: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(file_name)]
+
+
+def checker(kind: Any) -> Check:
+    """Return a function `check(key, value)` that validates a value and returns it as `kind`.
+
+    The function raises a UserError that names the first wrong key, and what would be right.
+
+    Args:
+        kind: any type that pydantic can validate.
+    """
+
+    @cache  # built on the first call
+    def adapter() -> TypeAdapter[Any]:
+        return TypeAdapter(kind)
+
+    def check(key: str, value: Any) -> Any:
+        try:
+            return adapter().validate_python(value)
+        except ValidationError as error:
+            schema = adapter().json_schema()
+            groups = [schema, *schema.get("$defs", {}).values()]
+            known = {name for group in groups for name in group.get("properties", ())}
+            raise UserError(
+                _error_message(key, value, error.errors(include_url=False, include_context=False), known)
+            ) from None
+
+    return check
+
+
+def whole_number(least: int) -> Check:
+    """Return a check for a whole number of at least `least`."""
+    return checker(Annotated[int, Field(strict=True, ge=least)])
+
+
+folder, run_name = checker(Folder), checker(Name)
+
+
+def show(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def options(group: str) -> list[str]:
+    """Return the names of the files of a config group, without those whose names begin with an underscore."""
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
+
+
+def group_file(group: str, name: str) -> dict[str, Any]:
+    """Return the content of a file of a config group, merged with the files in its `defaults`."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
+    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
+    return {key: value for part in (*bases, content) for key, value in part.items()}
+
+
+def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the last pattern that each name matches. Names without a match are left out.
+
+    Args:
+        patterns: shell patterns such as `net.layer?.*`.
+        names: names of parameters.
+
+    Raises:
+        ValueError: a pattern matches no name.
+    """
+    pattern_of: dict[str, str] = {}
+    for pattern in patterns:
+        hit = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
+        if not hit:
+            near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
+            raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
+        pattern_of |= dict.fromkeys(hit, pattern)
+    return pattern_of
+
+
+def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
+    """Return the message for pydantic's errors: the first wrong key, and what it must be in pydantic's words.
+
+    If a key may have several types, the message has all of them.
+
+    Args:
+        key: the dotted key of the value; empty for the whole config.
+        value: the value that was validated.
+        errors: pydantic's errors.
+        known: the names that the value's keys may have.
+    """
+    place: tuple[Any, ...] = errors[0]["loc"]
+    keys, top = [key] if key else [], value
+    for depth, part in enumerate(place):
+        if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
+            name = ".".join([*keys, part])
+            return f"{name} must be given: {name}=..."
+        if not isinstance(value, Mapping) or part not in value:  # `part` is one of several types, or an index
+            place = place[:depth]
+            break
+        keys.append(str(part))
+        value = value[part]
+    name = ".".join(keys)
+    if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        inner = value
+        while not key and isinstance(inner, Mapping) and len(inner) == 1:  # the full key of `+trainer.max_epochs=3`
+            part, inner = next(iter(inner.items()))
+            name = f"{name}.{part}"
+        others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}
+        return no_such_key_message(name, others, known if key or len(keys) > 1 else ())
+    messages = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
+    right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
+    return f"{name}={show(value)}: must be {right}"

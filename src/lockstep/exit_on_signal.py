@@ -1,0 +1,22 @@
+"""Exit with one line when a signal arrives during the imports. A program imports this module first.
+
+The imports take a second or more. Without these handlers, Python would print a traceback on Ctrl-C. A signal that is
+ignored when the program starts stays ignored: SIGHUP under nohup, SIGINT in background jobs of a shell.
+"""
+
+import os
+import signal
+from types import FrameType
+
+
+def exit_now(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal: exit at once with 130 (SIGINT) or 143. There is nothing to save yet."""
+    try:
+        os.write(2, f"interrupted by {signal.Signals(signum).name}\n".encode())
+    finally:
+        os._exit(130 if signum == signal.SIGINT else 143)
+
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+        signal.signal(number, exit_now)

@@ -1,0 +1,248 @@
+"""Write and read `ledger.jsonl`.
+
+A line is written after its checkpoint, which stores the line too. So the next start can repair the file: it adds a line
+that a kill prevented, and removes lines after the checkpoint from which the run continues. Weights can be reproduced on
+the same layout without `exact=true`, and on every layout with it. So the ledger does not need `exact=true`, and records
+the layout where the bits depend on it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from lockstep.arithmetic.order import DataOrder
+from lockstep.config.check import Config
+from lockstep.config.instantiate import locate
+from lockstep.data import Splits
+from lockstep.errors import UserError
+from lockstep.run.provenance import code_sha256, git_info, versions
+from lockstep.run.summary import weights_sha256
+
+LOG = logging.getLogger("lockstep")
+NAME = "ledger.jsonl"
+ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII
+MOST = 1 << 28  # most bytes of a ledger to read: half a million lines
+# Keys of train.yaml that do not affect the bits of the weights. For the layout see `decisive_config`.
+BESIDE = (
+    *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
+    *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
+    *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
+)
+# The parts of a checkpoint, beside the weights, that affect the next step: of Lightning, its loss scaler and EMA.
+STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
+
+
+class LedgerFile:
+    """Writes the file. Only rank zero has one. The thread that writes checkpoints calls its methods.
+
+    Args:
+        folder: the run's folder.
+        resumed: the checkpoint from which the run continues; empty: none.
+        weights: the module's state_dict at the start.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, splits: Splits, resumed: Mapping[str, Any], weights: Mapping[str, Any]
+    ) -> None:
+        self._path = folder / NAME
+        self._order = splits.order(config.layout, config.seed)
+        self._about: dict[str, Any] = {"config": decisive_config(config), "data": splits.fingerprint}
+        self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
+        self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
+        self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
+        self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
+        self._last: dict[str, Any] | None = None  # the last line; None until the file is repaired
+        self._changed = False  # whether `_about` differs from the file
+        self._begin = self._end = 0  # the last line's bytes in the file
+
+    def before_write(self, checkpoint: dict[str, Any]) -> None:
+        """Add the line that `after_write` will write to a checkpoint, under `ledger`."""
+        before, step = self.repair(), checkpoint["global_step"]
+        again = before["step"] == step and not self._changed  # a second checkpoint of a step replaces the first
+        self._end = self._begin if again else self._end
+        since = before["since"] if again else before["step"]
+        chain = before["before"] if again else line_sha256(text_of(before))
+        line = {"step": step, "since": since, "before": chain, **hashes(checkpoint)}
+        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._facts(again, before)}
+        self._last, self._changed = line, False
+        checkpoint["ledger"] = text_of(line)
+
+    def after_write(self) -> None:
+        """Write the line of the checkpoint that has just been written."""
+        assert self._last is not None
+        self._write(self._end, text_of(self._last))
+
+    def repair(self) -> dict[str, Any]:
+        """Repair the file, at the first call. Return its last line.
+
+        Lines after the checkpoint from which the run continues are removed. The checkpoint's own line is added if it is
+        missing. If the file has neither this line nor the one before it, a new ledger begins.
+        """
+        if self._last is not None:
+            return self._last
+        self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
+        lines = read(self._path) if self._path.exists() else []
+        base = parse_line(self._base) if self._base else {}
+        ends = [line for line in lines if line == self._base or line_sha256(line) == base.get("before")]
+        if base.get("step") == self._opening["step"] and ends:
+            valid_lines = lines[: lines.index(ends[-1]) + 1]
+            valid_lines += [self._base] * (valid_lines[-1] != self._base)
+            last_about: dict[str, Any] = next(
+                (about for line in reversed(valid_lines) if (about := parse_line(line).get("about"))), {}
+            )
+            self._changed = any(last_about.get(key) != value for key, value in self._about.items() if key != "data_dir")
+        else:
+            opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
+            valid_lines = [text_of(opening)]
+            if self._opening["step"]:
+                LOG.warning("%s has no lines up to step %d: a new ledger begins there", NAME, self._opening["step"])
+        self._end = sum(len(line) + 1 for line in valid_lines[:-1])
+        self._write(self._end, valid_lines[-1])
+        self._last = parse_line(valid_lines[-1])
+        return self._last
+
+    def _facts(self, again: bool, before: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
+        """Return the config's hash, and `_about` if the file does not have it yet."""
+        facts: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
+        facts |= {"about": before["about"]} if again and "about" in before else {}
+        return {"config_sha256": config_sha256(self._about["config"]), **facts}
+
+    def _write(self, at: int, line: str) -> None:
+        """Write a line at byte `at`, and make it the last one of the file."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise type(error)(error.errno, f"can't write ({error.strerror})", str(self._path)) from error
+        with open(descriptor, "r+b") as file:
+            file.seek(at)
+            file.truncate()
+            file.write(f"{line}\n".encode(ENCODING))
+            self._begin, self._end = at, file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class RepairLedger(Callback):
+    """Repairs the ledger at the end of a run that had nothing left to train and so wrote no checkpoint."""
+
+    def __init__(self, ledger: LedgerFile) -> None:
+        self.ledger = ledger
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.ledger.repair()
+
+
+def decisive_config(config: Config) -> dict[str, Any]:
+    """Return the part of the resolved config that affects the weights' bits. Without `exact` it has the layout too."""
+    layout, record = config.layout, config.record
+    decisive = {key: value for key, value in record.items() if key not in BESIDE}
+    callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
+    sync = record["strategy"].get("sync_batchnorm", False)
+    strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}
+    extras = {name: record["extras"][name] for name, extra in config.extras.items() if extra.changes_weights}
+    layout_keys = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
+    layout_keys["shares"] = list(layout.shares)
+    return decisive | {
+        "callbacks": callbacks,
+        "strategy": strategy if layout.exact else strategy | layout_keys,
+        "extras": extras,
+        "speed": {"memory_format": config.speed.memory_format},
+        "accelerator": layout.accelerator,
+        "pieces": layout.pieces,
+        "precision": config.precision,
+        "threads": config.worker_threads,
+    }
+
+
+def _may_change(name: str, options: Mapping[str, Any]) -> bool:
+    """Check whether a callback may change the weights: its class has no `changes_weights = False`."""
+    target = locate(f"callbacks.{name}._target_", str(options.get("_target_")))
+    return bool(getattr(target, "changes_weights", True))
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[str]:
+    """Return the lines of a ledger, without a last line that a kill has cut short.
+
+    Raises:
+        UserError: The file can't be read.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            content = file.read(MOST + 1)
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
+    if len(content) > MOST:
+        raise UserError(f"{path} is too long for a ledger: it must have at most {MOST >> 20} MiB")
+    return content.decode(ENCODING).split("\n")[:-1]
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """Return the content of a ledger's line; empty if the line is not valid."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    whole = isinstance(content, dict) and all(type(content.get(key)) is int for key in ("step", "since"))
+    return content if whole and isinstance(content.get("about", {}), dict) else {}
+
+
+def text_of(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, sort_keys=True, default=str)
+
+
+def line_sha256(line: str) -> str:
+    return hashlib.sha256(line.encode(ENCODING)).hexdigest()
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(text_of(config).encode()).hexdigest()
+
+
+def samples_sha256(order: DataOrder, since: int, step: int) -> str:
+    """Return the SHA-256 over the sample ids, int64, of the optimizer steps after `since` up to `step`, in order."""
+    sha256 = hashlib.sha256()
+    for position in map(order.position, range(since, step)):
+        sha256.update(order.step(*position).astype("<i8").tobytes())
+    return sha256.hexdigest()
+
+
+def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of a checkpoint: of its weights, and of the other state that affects the next step.
+
+    That state is the optimizer's, the schedule's and the late gradients.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
+    state = {name: checkpoint[name] for name in STATE if name in checkpoint}
+    state["waiting"] = loop.get("gradients", {}).get("waiting", [])
+    sha256 = hashlib.sha256()
+    for part in _parts(state):
+        sha256.update(part)
+    return {"weights_sha256": weights_sha256(checkpoint["state_dict"]), "optimizer_sha256": sha256.hexdigest()}
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield bytes that identify a value, for a hash."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{list(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    elif isinstance(value, Mapping):
+        yield f"{{{len(value)}".encode()
+        for key in sorted(value, key=str):
+            yield f"{key}:".encode()
+            yield from _parts(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"[{len(value)}".encode()
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield f"{value!r};".encode()

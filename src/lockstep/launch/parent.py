@@ -1,0 +1,207 @@
+"""The parent process: it runs a function in the worker processes that a layout needs.
+
+Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
+runs a parallel operation or touches CUDA, so it may fork. User code that opens data runs in a thread that ends before
+the fork (new_thread.py). A forked worker starts in a fraction of a second with everything imported. The parent has one
+thread while it forks, so rank zero, not the parent, serves the store of the process group. When one worker dies, the
+parent ends all of them. If an engine (torchrun, SLURM, MPI) has started the workers already (launch/environment.py),
+the function runs in this process.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lockstep.arithmetic.layout import Layout
+from lockstep.errors import UserError
+from lockstep.launch import logs, worker
+from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
+from lockstep.launch.process_group import (
+    NAMING_SECONDS,
+    hanging_ranks_message,
+    is_lost_rank,
+    is_timeout,
+    join_external,
+    missing_ranks_message,
+    open_store_socket,
+    use_timeout,
+)
+from lockstep.launch.process_lifetime import freeze_imports
+from lockstep.launch.scratch import scratch_folder
+from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
+from lockstep.launch.worker import WorkerResult
+
+LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
+GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
+# If workers end in different ways, the run has the outcome that comes first here.
+OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
+
+
+def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
+    """Call `work(*args)` in every worker of this machine and return rank zero's result.
+
+    Args:
+        work: a function that a worker can import; its result must be picklable.
+        args: positional arguments of `work`.
+        layout: it has the number of workers.
+        hang_timeout: seconds after which a collective that a worker does not join ends the run.
+        restarts: how many times the workers were restarted.
+
+    Raises:
+        UserError: a worker refused its input, or an engine has started another number of workers than the layout has.
+        WorkerFailed: a worker failed or died.
+        Interrupted: a signal ended the run; its checkpoint is saved.
+    """
+    freeze_imports()
+    if external_workers():
+        return _run_in_external_worker(work, args, layout, hang_timeout)
+    context: Any = multiprocessing.get_context(start_method())
+    workers: list[_Worker] = []
+    with forward_signals() as received, scratch_folder() as scratch, open_store_socket() as listener:
+        try:
+            with block_signals():
+                for rank in range(layout.world_size):
+                    receiver, sender = context.Pipe(duplex=False)
+                    place = worker.WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    process = context.Process(target=worker.run_worker, args=(work, args, place))
+                    process.start()
+                    workers.append(_Worker(f"rank {rank}", process, receiver))
+                    sender.close()
+            listener.close()
+            if received:  # the signal arrived before all workers were started
+                signal_children(signal.SIGTERM)
+            _wait(workers)
+            first = min((w for w in workers if w.answer), key=lambda w: OUTCOME_PRIORITY.index(w.answer.outcome.kind))
+            if first.answer.outcome.kind == "completed":
+                return first.answer.result
+            if received:
+                raise Interrupted(received[0])
+            raise _failure(first, workers, hang_timeout, scratch)
+        except (Interrupted, WorkerFailed):
+            if sys.stderr.isatty():
+                sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
+            raise
+        finally:
+            _end_processes([each.process for each in workers])
+
+
+def _run_in_external_worker(
+    work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float
+) -> Any:
+    """Call `work(*args)` in this process, which is a worker that an engine has started. See `launch`."""
+    world = external_workers()
+    if world != layout.world_size:
+        raise UserError(
+            f"{environment().started_by} has started {world} workers, but the layout needs {layout.world_size}: "
+            "give strategy=ddp, and leave out devices and num_nodes"
+        )
+    join_external()
+    use_timeout(hang_timeout)
+    try:
+        with logs.log_failure():
+            return work(*args)
+    except Exception as error:
+        if not is_lost_rank(error):
+            raise
+        failed = WorkerFailed(hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION)
+        failed.victim = True
+        raise failed from error
+    finally:
+        end_children()
+
+
+@dataclass
+class _Worker:
+    """The parent's record of a worker."""
+
+    name: str
+    process: Any
+    receiver: Connection
+    answer: Any = None  # a WorkerResult, once the worker has sent it or has died
+
+    def receive_answer(self) -> None:
+        """Read the worker's answer if it has sent one. Create the answer if the worker died without one."""
+        alive = self.process.is_alive()  # check this first: a dead worker's last message is then in the pipe
+        with suppress(EOFError):
+            if self.receiver.poll():
+                self.answer = self.receiver.recv()
+        if alive or self.answer:
+            return
+        code = self.process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
+        how += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
+        self.answer = WorkerResult(Outcome("failed", how, signum=-code))
+
+
+def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
+    """Wait until all workers have answered or one has failed; with `seconds`, until all have answered or time is up."""
+    until = None if seconds is None else time.monotonic() + seconds
+    while working := [each for each in workers if each.answer is None]:
+        wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
+        for each in working:
+            each.receive_answer()
+        over = until is not None and time.monotonic() > until
+        failed = any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers)
+        if over or (failed and until is None):
+            return
+
+
+def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
+    """Return the exception for a worker that did not complete."""
+    outcome, local_rank = first.answer.outcome, workers.index(first)
+    if outcome.kind == "waited":  # another worker hangs
+        _wait(workers, NAMING_SECONDS)
+        silent = [index for index, each in enumerate(workers) if each.answer is None]
+        text = outcome.text
+        if silent:
+            local_rank = silent[0]
+            where = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
+            text = missing_ranks_message([local_rank], hang_timeout, where)
+        outcome = replace(outcome, kind="failed", text=text)
+    elif outcome.signum == signal.SIGTERM:
+        return Interrupted(signal.SIGTERM)
+    elif outcome.kind != "refused" and not outcome.without:
+        outcome = replace(outcome, text=f"{first.name} {outcome.text}")
+    steps = max(each.answer.outcome.steps if each.answer else 0 for each in workers)
+    error: Any = replace(outcome, steps=steps).raised()
+    error.local_rank = local_rank
+    if first.answer.trace:
+        error.add_note(first.answer.trace)
+    return error
+
+
+def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
+    """Kill a worker that hangs, after its stack is in its log. Return the place where it hung, or ""."""
+    for signum in (signal.SIGQUIT, signal.SIGCONT):  # SIGCONT lets a stopped worker handle SIGQUIT
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+    where = last_frame(logs.read_stack(scratch, rank, NAMING_SECONDS))
+    process.kill()
+    return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
+
+
+def _end_processes(processes: Sequence[Any]) -> None:
+    """Send SIGTERM to processes, and SIGKILL to those that do not end in time."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        process.join(max(0, until - time.monotonic()))
+        process.kill()
+        process.join()
+
+
+def start_method() -> str:
+    """Return `fork` on Linux, else `spawn`. Return `spawn` also if CUDA is initialised, and in a notebook."""
+    import torch
+
+    unsafe = torch.cuda.is_initialized() or "ipykernel" in sys.modules
+    return "fork" if sys.platform == "linux" and not unsafe else "spawn"

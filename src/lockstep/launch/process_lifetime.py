@@ -1,0 +1,54 @@
+"""A faster start and end of a Python process: no garbage collection during imports, and no teardown at exit.
+
+Measured on a run of one step, in seconds of CPU time, on a busy machine: 7.1 with Python's defaults, 6.6 without
+garbage collection during the imports of torch and Lightning, 4.2 if the process also exits without teardown.
+"""
+
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from lockstep.launch.environment import external_workers
+from lockstep.launch.process_group import leave_group
+
+
+def disable_garbage_collector() -> None:
+    """Turn the garbage collector off until `freeze_imports`. Call it only in the command's own process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler warns about missing GPUs
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn about each peer name they can't resolve
+    gc.disable()
+
+
+def freeze_imports() -> None:
+    """Prepare the garbage collector for forks. Call it before this process forks.
+
+    The first call after `disable_garbage_collector` exempts all present objects from collection, here and in the forks,
+    so that they share the memory of these objects (see Python's `gc.freeze`). Later calls collect what earlier workers
+    left: a fork that collects torch's store would wait for a thread that it does not have.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+    else:
+        gc.collect()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Flush all output and exit with `code`, without Python's teardown.
+
+    An external worker leaves the process group first, unless it failed: otherwise other workers would report a lost
+    connection before this one has reported its reason.
+    """
+    if external_workers() and not code:
+        leave_group()
+    for child in multiprocessing.active_children():  # the pool of a launcher (joblib), which would wait for more jobs
+        child.terminate()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,100 @@
+"""Decisions that external workers share before training: values from rank zero, and the ranks that write to disk."""
+
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
+
+
+def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
+    """Call `make` on rank zero and return its result on all ranks. Without an engine, call it in this process.
+
+    torchrun restarts workers and may give rank zero to a machine that joined later. So each machine stores the decided
+    values in a file for as long as its torchrun agent runs, and a value stored on any machine is used by all.
+
+    Args:
+        what: the value's name, the same on all ranks.
+        make: called on rank zero if no machine has stored the value; must return plain data.
+
+    Raises:
+        UserError: `make` raised it on rank zero; all ranks raise it.
+    """
+    if not external_workers():
+        return make()
+    memory = _memory()
+    remembered = memory and json.loads(memory.read_text() if memory.exists() else "{}")
+    decided = next((each for each in gather_objects((remembered or {}).get(what)) if each is not None), None)
+    answer = ("", decided)
+    if decided is None and environment().rank == 0:
+        try:
+            answer = ("", json.loads(json.dumps(make())))
+        except UserError as refusal:
+            answer = (str(refusal), None)
+    refused, value = broadcast_from_rank_zero(answer)
+    if refused:
+        raise UserError(refused)
+    if memory and environment().local_rank == 0:
+        with suppress(OSError):  # without the file, a restart calls `make` again
+            memory.write_text(json.dumps({**(remembered or {}), what: value}))
+    return value
+
+
+def forget_decisions() -> None:
+    """Remove this machine's file of decided values. Call it when the run is completed."""
+    if (memory := _memory()) and environment().local_rank == 0:
+        memory.unlink(missing_ok=True)
+
+
+def _memory() -> Path | None:
+    """Return the file that holds the decided values of this torchrun agent; None under another engine.
+
+    The file name contains the agent's process id and start time, so a later agent never reads it. Remove the files of
+    agents that have exited.
+    """
+    if environment().launcher != "torchrun":
+        return None
+    agent = os.getppid()
+    for other in Path(tempfile.gettempdir()).glob("lockstep-agent-*.json"):
+        with suppress(OSError, ValueError):
+            pid, began = map(int, other.stem.split("-")[2:])
+            if _start_time(pid) != began:
+                other.unlink()
+    return Path(tempfile.gettempdir(), f"lockstep-agent-{agent}-{_start_time(agent)}.json")
+
+
+def _start_time(pid: int) -> int:
+    """Return when a process started, in kernel ticks since boot; 0 if it has exited. See proc(5)."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def ranks_with_folder(folder: Path) -> list[int]:
+    """Return the ranks that write in the run's folder. All ranks must call it.
+
+    These are rank zero and the first rank of each machine that does not see rank zero's folder. The latter keep copies
+    of the checkpoints.
+
+    Args:
+        folder: the run's folder; each machine has one of this name in its own `outputs`.
+    """
+    if external_workers() <= 1:
+        return [0]
+    sign = broadcast_from_rank_zero(uuid.uuid4().hex)
+    mark = folder / f".{sign}"
+    if environment().rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    broadcast_from_rank_zero(None)  # wait until rank zero has created the file
+    rows = gather_objects((environment().local_rank == 0, mark.exists()))
+    if environment().rank == 0:
+        mark.unlink(missing_ok=True)
+    return [0, *(rank for rank, (first, sees) in enumerate(rows) if rank and first and not sees)]

@@ -1,0 +1,214 @@
+"""Make the lines that a run prints when it starts and when it has completed."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.arithmetic.order import DataOrder
+from lockstep.callbacks import Checkpoint
+from lockstep.checkpoint import paths
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.data.datasets import Ids, labels_of
+from lockstep.errors import UserError
+from lockstep.run.run_length import run_length
+from lockstep.text import plural, short_path
+
+LOG = logging.getLogger("lockstep")
+WIDTH = 100  # columns of a start-up line; only paths are longer
+CLASSES_WIDTH = 60  # columns for the names and counts of the classes
+CHANCE = 3.0  # an accuracy within so many standard deviations of a guess is chance level
+
+
+class StartLines(pl.Callback):
+    """Prints a run's first lines. It waits until the optimizer exists, since the lines name its learning rate.
+
+    Args:
+        lines: makes the lines from the learning rate, `lr 0.01`.
+
+    Attributes:
+        lr: the optimizer's peak learning rate, as text.
+    """
+
+    lr = ""
+
+    def __init__(self, lines: Callable[[str], Iterable[str]]) -> None:
+        self._lines = lines
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.lr = peak_lr(trainer.optimizers)
+        if trainer.is_global_zero:
+            for line in self._lines(self.lr):
+                LOG.info(line)
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    """Return the learning rate of each parameter group before a schedule changes it.
+
+    For a schedule with a peak (`OneCycleLR`) it is the peak. The config's `lr` may differ from these values.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
+
+
+def peak_lr(optimizers: Sequence[Optimizer]) -> str:
+    """Return the peak learning rates of the optimizers' schedules as text: `lr 0.01`, or `lr 0.01 to 0.05`.
+
+    Args:
+        optimizers: the run's optimizers, `trainer.optimizers`, with one parameter group at least.
+    """
+    peaks = set(learning_rates(optimizers))
+    return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
+
+
+def start_lines(
+    config: Config, splits: Splits, module: nn.Module, fresh: Iterable[str], folder: Path, chosen: str, lr: str
+) -> list[str]:
+    """Return a run's first lines: model, data, step, length and folder.
+
+    Args:
+        fresh: names of the tensors that `init_from` has not filled.
+        chosen: the choices for speed, as text.
+        lr: the optimizer's peak learning rate, as text.
+    """
+    if config.lr_scaling != "none" and lr == f"lr {config.step_lr:g}":
+        lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
+    model, data = (str(group.get("name")) for group in (config.model, config.data))
+    return [
+        *wrap_parts(f"model {model}", parameters_text(module, fresh)),
+        *wrap_parts(f"data {data}", *data_counts(splits)),
+        *wrap_parts(*step_parts(config), lr),
+        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, chosen),
+        f"folder {short_path(folder)}",
+    ]
+
+
+def headline(config: Config, splits: Splits, folder: Path) -> str:
+    """Return the description of a run for a dashboard, which adds the learning rate."""
+    parts = [*step_parts(config), length_text(config, len(splits.train)), config.precision]
+    return "\n".join([*wrap_parts(*parts), str(folder)])
+
+
+def wrap_parts(*parts: str) -> list[str]:
+    """Join parts to lines of at most WIDTH columns. A longer part gets a line of its own."""
+    lines: list[str] = []
+    for part in filter(None, parts):
+        if lines and len(lines[-1]) + len(part) + 3 <= WIDTH:
+            lines[-1] += f" | {part}"
+        else:
+            lines.append("  " * bool(lines) + part)
+    return lines
+
+
+def step_parts(config: Config) -> list[str]:
+    """Return texts about the step and its layout."""
+    layout = config.layout
+    parts = [layout.describe(), f"{layout.strategy} on {layout.accelerator}"]
+    if layout.exact:
+        parts.append("exact")
+    return [*parts, *filter(None, (extra.describe() for extra in config.extras.values()))]
+
+
+def length_text(config: Config, samples: int) -> str:
+    """Return the length of a run, and the key that limits it, as text."""
+    epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
+    whole = run_length(config, samples)
+    limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
+    return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of a module's parameters, counted in elements.
+
+    `fresh` ones were not in the file that the other weights came from. They count among `trained` or `frozen` too.
+    """
+
+    trained: int
+    frozen: int
+    fresh: int
+
+
+def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
+    """Return how many parameters of a module are trained, frozen and newly initialised.
+
+    Args:
+        fresh: names of the tensors that a file has not filled, see `LoadedWeights.fresh`. Names of buffers are ignored.
+    """
+    sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
+    new = set(fresh)
+    trained = sum(size for _, size, trains in sizes if trains)
+    total = sum(size for _, size, _ in sizes)
+    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
+
+
+def parameters_text(module: nn.Module, fresh: Iterable[str]) -> str:
+    """Return the numbers of all, frozen and newly initialised parameters of a module, as text."""
+    counts = parameter_counts(module, fresh)
+    total = f"{counts.trained + counts.frozen:,} parameters"
+    parts = [f"{counts.trained:,} trained, {counts.frozen:,} frozen"] * bool(counts.frozen)
+    parts += [f"{counts.fresh:,} newly initialised"] * bool(counts.fresh)
+    return total + f": {', '.join(parts)}" * bool(parts)
+
+
+def data_counts(splits: Splits) -> list[str]:
+    """Return texts about the sizes of the splits and the classes. Few classes are listed with their sample counts."""
+    sizes = ", ".join(f"{name} {size:,}" for name, size in splits.sizes.items() if size is not None)
+    names = splits.spec.classes
+    if len(names) < 2:
+        return [sizes]
+    classes = f"{len(names)} classes"
+    counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None
+    if counts is not None and not all(name.isdecimal() for name in names):  # names that are numbers say nothing new
+        each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        classes += f": {each}" * (len(each) <= CLASSES_WIDTH)
+    return [sizes, classes]
+
+
+def labels_in(dataset: Any, num_classes: int) -> Ids | None:
+    """Return the class of each sample, int64 [n]; None if the labels are not one valid class each."""
+    try:
+        labels = labels_of(dataset)
+    except UserError:
+        return None
+    return labels if len(labels) and labels.min() >= 0 and labels.max() < num_classes else None
+
+
+# --- the end ---
+
+
+def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) -> list[str]:
+    """Return the lines about the files of a completed run and their use. A sweep's job has none."""
+    if (folder.parent / "multirun.yaml").exists():
+        return []
+    run, outputs = short_path(folder), short_path(config.outputs)
+    best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
+    board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
+    look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()
+    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
+    return list(filter(None, [f"completed: {run}", *wrap_parts(best, look), use]))
+
+
+def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
+    """Return a warning for a run whose accuracy is that of a guess; None for any other run.
+
+    A guess is the most common class, or any accuracy within a few standard deviations of 1 / classes. The accuracy is
+    that of the test, or of validation if nothing is tested. Where samples have no class there is no warning.
+    """
+    split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)
+    num_classes = splits.spec.num_classes
+    dataset = getattr(splits, split) if split else None
+    if dataset is None or num_classes < 2 or (labels := labels_in(dataset, num_classes)) is None:
+        return None
+    accuracy, guess = metrics[f"{split}/acc"], 1 / num_classes
+    common = float(np.bincount(labels).max()) / len(labels)
+    if accuracy > max(common, guess + CHANCE * math.sqrt(guess * (1 - guess) / len(labels))):
+        return None
+    guessed = f"always the most common class has {common:.4f}"
+    return f"{split}/acc {accuracy:.4f} is chance level ({guessed}): the usual cause is the learning rate, {lr}"

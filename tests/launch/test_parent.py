@@ -1,0 +1,120 @@
+"""lockstep.launch.parent where nobody trains: workers that end in odd ways."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.config.check import check
+from lockstep.errors import UserError
+from lockstep.launch import logs
+from lockstep.launch.environment import environment
+from lockstep.launch.parent import WorkerFailed, launch
+from lockstep.launch.signals import Interrupted
+from lockstep.run.api import compose
+from lockstep.run.supervisor import run_in_workers
+from lockstep.run.sweeps import Job, Slot, run_jobs
+
+ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
+
+
+def fails_in_a_loader(where: str) -> None:
+    logs.configure_logging(Path(where), 0)
+    list(DataLoader(Torn(), num_workers=1))
+
+
+class Torn(Dataset[int]):
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or OSError("cannot identify\nx.jpg")
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+def refused_in_a_loader() -> None:
+    list(DataLoader(Torn(UserError("x.jpg can't be decoded")), num_workers=1))
+
+
+def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
+    """The message of a loader process's own failure is torch's, over its traceback."""
+    with pytest.raises(WorkerFailed) as failed:
+        launch(fails_in_a_loader, str(tmp_path), layout=ALONE)
+    at, last = os.path.relpath(__file__), Torn.__getitem__.__code__.co_firstlineno + 1
+    assert str(failed.value) == (
+        f"rank 0 failed: OSError: cannot identify ({at}:{last} in __getitem__; traceback in train.log)"
+    )
+    assert f"line {last}, in __getitem__" in (tmp_path / "train.log").read_text()
+    with pytest.raises(UserError, match=r"^x\.jpg can't be decoded$"):
+        launch(refused_in_a_loader, layout=ALONE)
+
+
+def killed(seconds: float) -> str:
+    """Is killed `seconds` after its result is there."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if not seconds:
+        time.sleep(60)
+    return "done"
+
+
+def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
+    with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL \(out of memory\?\)$"):
+        launch(killed, 0, layout=ALONE)
+    for milliseconds in range(100, 150, 10):
+        assert launch(killed, milliseconds / 1000, layout=ALONE) == "done"
+
+
+@pytest.mark.parametrize("what", ["worker", "job"])
+def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It comes by another thread, before multiprocessing takes note of the fork."""
+    fork = os.fork
+    errors: list[str] = []
+
+    def interrupted() -> int:
+        if pid := fork():
+            handler: Any = signal.getsignal(signal.SIGTERM)
+            handler(signal.SIGTERM, None)
+        return pid
+
+    def job(start: Callable[[float], Any], seconds: float, **_: object) -> None:
+        jobs = [Job(0, tmp_path, [])]
+        run_jobs(jobs, lambda _: start(seconds), lambda _, told: errors.append(told["error"]), [Slot()])
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    starts: dict[str, Callable[..., Any]] = {"worker": launch, "job": job}
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        starts[what](time.sleep, 20, layout=ALONE)
+    assert errors == ["the job was killed by SIGTERM"] * (what == "job")
+
+
+def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
+    with pytest.raises(UserError, match=r"torchrun has started 2 workers, but the layout needs 4: give strategy=ddp"):
+        launch(print, layout=four)
+
+
+@pytest.mark.parametrize("asked", ["max_restarts=2", "elastic=true"])
+def test_workers_of_others_are_started_again_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    config = check(dict(compose("strategy=ddp", "devices=2", asked)))
+    environment.cache_clear()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=rf"^{asked}: an engine restarts its workers itself"):
+        run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,83 @@
+"""Names in `src/` and `scripts/` say what a thing is: no participle in a noun's place, nothing that speaks or knows."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BANNED = {
+    *("told", "held", "given", "found", "kept", "own", "said", "there", "asked"),
+    *("tell", "tells", "say", "says", "hear", "hears", "know", "knows"),
+    *("keeper", "wire", "endings", "let_in", "alike"),
+}
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+def banned_words(name: str) -> set[str]:
+    """Return the banned words in a name, between its underscores and capitals."""
+    joined = "_".join(WORD.findall(name)).lower()
+    return {word for word in BANNED if f"_{word}_" in f"_{joined}_"}
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each function, class, argument, variable and attribute that a module defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield node.lineno, name
+
+
+def offences(text: str, path: str) -> list[str]:
+    """Return `file:line: name` for each name that has a banned word, the module's own among them."""
+    names = [(1, Path(path).stem), *names_in(ast.parse(text))]
+    return [f"{path}:{line}: {name}" for line, name in names if banned_words(name)]
+
+
+def test_no_name_has_a_banned_word() -> None:
+    for folder, least in (("src", 100), ("scripts", 40)):
+        files = sorted((ROOT / folder).rglob("*.py"))
+        assert len(files) > least
+        assert [each for file in files for each in offences(file.read_text(), str(file.relative_to(ROOT)))] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def told(): ...",
+        "def held_out(): ...",
+        "async def keep(*own): ...",
+        "class BatchKeeper: ...",
+        "kept = 1",
+        "KEPT: int = 1",
+        "for at, found in pairs: ...",
+        "lines = [said for said in words]",
+        "self._let_in = 1",
+        "import torch as wire",
+        "if (there := name): ...",
+        "try: ...\nexcept ValueError as asked: ...",
+        "work(lambda given: 0)",
+        "class Row:\n    alike: bool",
+    ],
+)
+def test_a_planted_name_is_seen(text: str) -> None:
+    assert len(offences(text, "planted.py")) == 1
+
+
+def test_the_name_of_a_module_is_seen() -> None:
+    assert offences("", "launch/endings.py") == ["launch/endings.py:1: endings"]
+
+
+@pytest.mark.parametrize("name", ["owner", "_foundation", "unknown", "saying", "Tellurium", "thereafter", "alive"])
+def test_a_longer_word_is_another_word(name: str) -> None:
+    assert banned_words(name) == set()
