@@ -10,9 +10,10 @@ the last worker gets a quarter of its part. Each number of workers has three run
 (the control), until 10 steps after A; and on one device. The first and the last must end with the same weights, to the
 bit (exact=true).
 
-Prints a table: samples per second before the throttle, during it from 20 steps after its start, and after it likewise;
-the part of the usual rate (the mean of before and after) that is left during the throttle, without the extra and with
-it; and the ideal, which is the part of all workers' speed that is left. Draws rates and pieces over time.
+Prints a table: pieces of each rank during the throttle; samples per second before it, during it from 20 steps after its
+start, and after it likewise; the part of the usual rate (the mean of before and after) that is left during it, without
+the extra and with it; the ideal, which is the part of all workers' speed that is left; and the steps until pieces had
+moved, and moved back. Draws rates and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -248,8 +249,8 @@ def ideal(workers: int) -> float:
 
 
 COLUMNS = (
-    *("workers", "pieces, throttled", "samples/s before", "throttled", "after"),
-    *("part left without", "with the extra", "ideal", "of ideal", "steps until moved / back"),
+    *("workers", "pieces", "before", "throttled", "after"),
+    *("left without", "left with", "ideal", "of ideal", "moved"),
 )
 
 
