@@ -1,11 +1,11 @@
 """Measure how fast pieces move when a worker is throttled in the middle of a run, and what that gains:
 
     python scripts/lab/rebalance.py                    # 2, 3 and 4 workers; Linux, root
-    python scripts/lab/rebalance.py --workers 2 --steps 60,120,180 --picture rebalance.png
+    python scripts/lab/rebalance.py --workers 2 --steps 60 120 180 --picture rebalance.png
     python scripts/lab/rebalance.py --still 6          # what the extra costs where nothing changes
 
 Each worker runs in its own control group (`cpu.max`; in version 1, `cpu.cfs_quota_us`). Together they get `--room` of
-this machine's cores, in equal parts; the rest is for all other programs. From step A to step B of `--steps A,B,end`
+this machine's cores, in equal parts; the rest is for all other programs. From step A to step B of `--steps A B END`
 the last worker gets a quarter of its part. Each number of workers has three runs: with `extras=[rebalance]`; without it
 (the control), until 10 steps after A; and on one device. The first and the last must end with the same weights, to the
 bit (exact=true).
@@ -327,15 +327,16 @@ def compare_still(rounds: int, cores: float, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0].rstrip(":"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4], choices=list(PIECES))
-    parser.add_argument("--steps", default="30,60,90", help="first and last step of the throttle, and of the run")
+    names = ("A", "B", "END")
+    parser.add_argument("--steps", type=int, nargs=3, default=(30, 60, 90), metavar=names, help="throttled from A to B")
     parser.add_argument("--room", type=float, default=0.5, help="part of the cores that the workers share")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     parser.add_argument("--still", type=int, default=0, help="instead, so many pairs of runs without a throttle")
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
     options = parser.parse_args()
-    begin, end, last = map(int, options.steps.split(","))
-    if not 2 * ANSWER <= begin + ANSWER <= end <= last - ANSWER - 1:
-        parser.error(f"--steps={options.steps}: each part must have more than {ANSWER} steps")
+    begin, end, last = steps = tuple(options.steps)
+    if min(begin, end - begin, last - end) <= ANSWER:
+        parser.error(f"--steps {begin} {end} {last}: each part must have more than {ANSWER} steps")
     if not 0 < options.room <= 1:
         parser.error(f"--room={options.room:g}: must be above 0 and at most 1")
     cores = options.room * available_cores()
@@ -346,7 +347,6 @@ def main() -> int:
             if options.still:
                 compare_still(options.still, cores, folder)
                 return 0
-            steps = begin, end, last
             results = {workers: compare_throttled(workers, steps, cores, folder) for workers in options.workers}
         except Failed as failure:
             print(f"error: {failure}", file=sys.stderr)
