@@ -203,7 +203,7 @@ def compare(
         the rows, the tolerance, and the text below the table.
     """
     rows: list[Row] = []
-    first: dict[tuple[bool, int], Outcome] = {}  # on one device, by exact and by steps late
+    first: dict[tuple[bool | str, int], Outcome] = {}  # on one device, by exact and by steps late
     usual = steps_late(raw)
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []

@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
+from lockstep.config.portable import choose_kernels
 from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
@@ -115,7 +116,8 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
             "callbacks": {**(recorded.get("callbacks") or {}), "saving": SAVING},
         }
     )
-    if recorded.get("exact") is not True and config_sha256(decisive_config(config)) != config_sha256(recorded):
+    choose_kernels(config.layout.exact)
+    if not recorded.get("exact") and config_sha256(decisive_config(config)) != config_sha256(recorded):
         original = recorded["strategy"]
         layout = (
             f"strategy={original.get('name')} devices={original.get('devices')} num_nodes={original.get('num_nodes')}"[

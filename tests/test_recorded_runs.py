@@ -24,6 +24,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_another_seed_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
-from bench import folders, growth, programs, steps
+from bench import folders, growth, portable, programs, steps
 from bench.machine import cpu_name
 from bench.players import Row
 from common.showing import markdown
@@ -43,6 +43,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # from a scratch folder 
     "memory": lambda *_: programs.memory(),
     "folders": lambda folder, _: folders.folders(folder),
     "growth": lambda *_: growth.growth(),
+    "portable": lambda folder, _: portable.portable(folder),
     "gpu": lambda folder, _: steps.gpu(folder),
 }
 

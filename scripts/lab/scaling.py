@@ -99,7 +99,7 @@ def predict(
     for count in numbers(config):
         one = measure(batch // count)
         for name, link in by_name.items():
-            reducing, step = steps(one, link, count, COMPRESSED_SIZE[compression], config.layout.exact)
+            reducing, step = steps(one, link, count, COMPRESSED_SIZE[compression], bool(config.layout.exact))
             rows.append(Several(name, count, batch // count, one.step, reducing, step))
     return sorted(rows, key=lambda row: list(by_name).index(row.link))
 

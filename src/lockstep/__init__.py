@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.run.api import Composed, compose, train
     from lockstep.run.loggers import hyper_parameters
     from lockstep.run.report_lines import peak_lr
+    from lockstep.run.summary import weights_sha256
     from lockstep.step.batch import StepBatch
     from lockstep.step.lightning_quirks import is_last_step
     from lockstep.step.metrics import Count, ExactMean
@@ -58,6 +59,7 @@ __all__ = [
     "plural",
     "train",
     "weights_message",
+    "weights_sha256",
 ]
 # The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
@@ -88,6 +90,7 @@ HOMES = {
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
     "weights_message": "lockstep.checkpoint.weights",
+    "weights_sha256": "lockstep.run.summary",
 }
 
 began = time.time()  # when the command started: it imports this module first

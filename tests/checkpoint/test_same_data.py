@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conftest import Program, checkpoint_of, summary_of
 from PIL import Image
 
@@ -21,6 +22,7 @@ def photos(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.proof
 def test_another_data_set_is_refused_and_a_moved_one_is_not(run_train: Program, tmp_path: Path) -> None:
     folder, images = tmp_path / "run", photos(tmp_path / "photos")
     run_train("data=image_folder", "data.image_size=12", f"data_dir={images}", *RUN, f"hydra.run.dir={folder}")

@@ -40,7 +40,7 @@ NOT_RUN = (
     (r".*experiment=|.*data=(mnist|cifar10)\b", "downloads a data set and trains for minutes"),
     (r"python scripts/lab/(?!scaling)", "measures for minutes or hours: tests/lab/ run it"),
     (r"python scripts/(parity|search|fit_memory|dashboard)", "makes many runs: tests/scripts/ run it"),
-    (r"python scripts/(export|verify)|python tests/", "has tests of its own, or is one"),
+    (r"(python scripts/(export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
     (r".*seed=0,1,2,3,4|python scripts/compare.py .* --by", "60 runs"),
     (r"python src/train.py( -m seed=0,1,2)?$", "trains to its end: the console block of first-run.md does"),
     (r".*(<their checkpoint>|debug=profile)", "has tests of its own"),
@@ -146,6 +146,7 @@ LAB = [command for _, command in COMMANDS if re.match(r"python scripts/lab/(?!ad
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_arguments_of_the_lab_are_parsed(tmp_path: Path) -> None:
     """By the programs' own parsers, which end them then."""
     parse = tmp_path / "parse.py"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the engines that the slow tests in this folder start: SLURM and Open MPI as Debian's packages, for which it needs root and apt, and Ray in
+# Installs the engines that the slow tests in this folder start, and what emulates processors: SLURM, Open MPI and qemu-user as Debian's packages, for which it needs root and apt, and Ray in
 # .venv/engines. What is there already is left alone. It prints what it could not install, and then fails; the tests are skipped, and say why.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -7,7 +7,7 @@ missing=()
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
-declare -A programs=([slurm-wlm]=slurmctld [munge]=munged [openmpi-bin]=mpirun [iproute2]=ip [util-linux]=unshare)
+declare -A programs=([slurm-wlm]=slurmctld [munge]=munged [openmpi-bin]=mpirun [iproute2]=ip [util-linux]=unshare [qemu-user]=qemu-x86_64)
 packages=()
 for package in "${!programs[@]}"; do
     PATH=$PATH:/usr/sbin command -v "${programs[$package]}" >/dev/null || packages+=("$package")

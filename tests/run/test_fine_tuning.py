@@ -52,6 +52,7 @@ def tuned(place: Path, name: str, *overrides: str, without: str = "", ok: bool =
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: Path) -> None:
     runs = {name: tuned(place, name, *layout) for name, layout in LAYOUTS.items()}
     hashes = {run.summary["weights_sha256"] for run in runs.values()}

@@ -42,6 +42,7 @@ def templated(project: Path) -> Path:
     return project
 
 
+@pytest.mark.proof
 def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) -> None:
     script = str(templated / "src" / "train.py")
     whole = Program(tmp_path / "whole", script)(*TASK, cwd=templated)

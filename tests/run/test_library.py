@@ -19,6 +19,7 @@ COMPUTED = "import torch; a = torch.randn(600, 600); a @ a\n"  # a forked worker
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "max_epochs=1", "logger=none")
 
 
+@pytest.mark.proof
 def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     """From a script that no `if __name__` guards."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use" / "python.md").read_text(), flags=re.DOTALL)

@@ -65,6 +65,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert not list(run.folder.rglob("*.npz"))
 
 
+@pytest.mark.proof
 def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
     run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
     assert run.returncode == 1

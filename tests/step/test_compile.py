@@ -68,6 +68,7 @@ def test_networks_are_what_is_called_and_has_weights() -> None:
 
 
 @compiles
+@pytest.mark.proof
 def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 

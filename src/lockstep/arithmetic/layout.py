@@ -28,7 +28,7 @@ class Layout:
         num_nodes: machines.
         batch_size: samples of one optimizer step, over all devices, nodes and accumulated micro-batches.
         pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
-        exact: whether sums must not depend on their order.
+        exact: whether sums must not depend on their order; `portable`: nor on the kind of processor.
         shares: relative number of pieces of each device, in rank order; empty: even.
         staged: whether each device is a process with one stage of the network, and every piece passes all stages.
     """
@@ -39,7 +39,7 @@ class Layout:
     num_nodes: int
     batch_size: int
     pieces: int
-    exact: bool = False
+    exact: bool | str = False
     shares: tuple[float, ...] = ()
     staged: bool = False
 
@@ -163,7 +163,7 @@ def resolve(
     batch_size: int,
     pieces: int | None = None,
     accumulate_grad_batches: int | None = None,
-    exact: bool = False,
+    exact: bool | str = False,
     shares: tuple[float, ...] = (),
     staged: bool = False,
     even: bool = True,
@@ -202,7 +202,9 @@ def resolve(
             )
     layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares, staged)
     if wanted > layout.most:
-        raise UserError(f"{why} is too many: a step has at most {layout.most:,} pieces{' with exact=true' * exact}")
+        raise UserError(
+            f"{why} is too many: a step has at most {layout.most:,} pieces{' with exact=true' * bool(exact)}"
+        )
     if even and batch_size % wanted:
         raise UserError(
             f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "

@@ -17,6 +17,7 @@ from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import instantiate
+from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.schema import Keys, RunKeys
 from lockstep.config.targets import check_target, targets_in
 from lockstep.config.value_checks import checker, show
@@ -220,7 +221,8 @@ def _torchrun(nodes: int, devices: Any) -> str:
 
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
-    exact = "exact=true" * keys.exact
+    exact = f"exact={show(keys.exact)}" * bool(keys.exact)
+    portable = exact * (keys.exact == PORTABLE)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
     no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
     precision = f"precision={keys.precision}"
@@ -245,6 +247,9 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
             exact,
             "it may choose other kernels in each run; leave it out",
         ),
+        (precision * keys.precision.startswith(("bf16", "auto")), portable, "give precision=32-true"),
+        (compiled, portable, "compiled code differs between processors; give compile=false"),
+        ("accelerator=gpu" * (layout.accelerator == "gpu"), portable, "it works on CPUs only; give exact=true"),
         (
             "elastic=true" * keys.elastic,
             alone,
@@ -271,6 +276,8 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         )
         same = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}: {right}")
+    if portable and (missing := missing_instructions()):
+        raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 

@@ -198,5 +198,5 @@ class Keys(RunKeys):
     batch_size: Whole
     pieces: Whole | None = None
     accumulate_grad_batches: Whole | None = None
-    exact: Flag = False
+    exact: Flag | Literal["portable"] = False
     sweep: Annotated[Sweep, BeforeValidator(filled)] = field(default_factory=Sweep)

@@ -208,6 +208,6 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder,
         # False, not None: torch keeps the setting of an earlier run in this process.
-        **({"deterministic": layout.exact and layout.accelerator == "gpu"} | debug),
+        **({"deterministic": bool(layout.exact) and layout.accelerator == "gpu"} | debug),
     )
     return call("debug.trainer", make)  # only these arguments come unchecked from the user

@@ -26,7 +26,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, value_checks
+from lockstep.config import arguments, portable, value_checks
 from lockstep.config.arguments import check_arguments
 from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
@@ -142,6 +142,8 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
                 print(page, flush=True)
             return 0, ""
         refuse_unread(os.environ)
+        if portable.is_requested(sys.argv[1:]):
+            portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()

@@ -13,6 +13,7 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.resume import last_checkpoint_id, record_of
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
+from lockstep.config.portable import choose_kernels
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
@@ -27,6 +28,7 @@ from lockstep.run.summary import progress_counts, summarise, summary_of, write_c
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """Train one run in its folder: check, open the data, launch the workers. Return the run's summary."""
     config = check(raw, overridden=overridden_keys())
+    choose_kernels(config.layout.exact)
 
     from lockstep.checkpoint.io import refuse_broken
     from lockstep.checkpoint.weights import refuse_broken_weights

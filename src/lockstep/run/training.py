@@ -107,7 +107,7 @@ def fit_and_test(
     parts = RunParts(config, splits, folder, module, resumed, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
     if config.compile:
-        compile_networks(module, config.layout.exact)
+        compile_networks(module, bool(config.layout.exact))
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)

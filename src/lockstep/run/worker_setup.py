@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.config import portable
 from lockstep.config.check import Config
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
@@ -26,6 +27,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     tempfile.tempdir = environment().scratch or None  # the run removes this folder at its end
     if config.speed.allocator != "system":
         keep_freed_memory()
+    portable.set_up_worker(config.layout.exact)
     torch.set_flush_denormal(True)  # a loss near zero has gradients below 1e-38, which make a step up to 5 times slower
     threads = config.worker_threads
     torch.set_num_threads(threads)

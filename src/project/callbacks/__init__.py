@@ -2,6 +2,7 @@
 
 from project.callbacks.dashboard import Dashboard
 from project.callbacks.first_page import TensorBoard
+from project.callbacks.golden import Golden
 from project.callbacks.pictures import Pictures
 
-__all__ = ["Dashboard", "Pictures", "TensorBoard"]
+__all__ = ["Dashboard", "Golden", "Pictures", "TensorBoard"]

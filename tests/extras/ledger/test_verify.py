@@ -19,6 +19,7 @@ from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
 from lockstep.checkpoint.io import keep_step_checkpoint, save
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.check import check
+from lockstep.config.portable import missing_instructions
 from lockstep.data.build import open_data
 from lockstep.extras.ledger.ledger_file import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
@@ -173,6 +174,7 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
     assert (code, "step 5 differs from its ledger: other weights and optimizer; first" in said) == (1, True), said
 
 
+@pytest.mark.proof
 def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     job = [*STRUCK, "checkpoint_every=5", "extras=[ledger]", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
     job += ["data.sampling=balanced"]
@@ -212,3 +214,13 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         kept = {5: [5], 10: [5, 10], 12: [10, 12], 15: [12, 15], 9: [9]}[step]
         assert [*step_checkpoints(tmp_path)] == kept, "of steps behind which a run has gone back, none"
     assert (tmp_path / "step_9.ckpt").samefile(last)
+
+
+@pytest.mark.skipif(bool(missing_instructions()), reason="this processor has no AVX2 and FMA")
+def test_a_portable_run_comes_out_again(run_train: Program) -> None:
+    """verify.py computes by the kernels that the ledger's config asks for: others give other bits."""
+    folder = run_train(*STRUCK, "exact=portable", "pieces=4", "extras=[ledger]", "max_epochs=1").folder
+    assert ledger(folder)[0]["about"]["config"]["exact"] == "portable"
+    code, said = verified(folder, "steps=[12]")
+    assert code == 0, said
+    assert "steps 0 to 12: the same bits" in said

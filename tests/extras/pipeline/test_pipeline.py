@@ -37,6 +37,7 @@ def test_the_bits_of_one_device(tmp_path: Path) -> None:
     assert found(tmp_path / "plain", *TASK, *cut, "exact=false") == [one[1]] * 2
 
 
+@pytest.mark.proof
 def test_the_bits_of_one_device_in_other_precisions(tmp_path: Path) -> None:
     task = (*TASK, "max_epochs=1", "exact=true", "precision=bf16-mixed,64-true")
     one = found(tmp_path / "one", *task, *ONE)
@@ -45,6 +46,7 @@ def test_the_bits_of_one_device_in_other_precisions(tmp_path: Path) -> None:
     assert len(set(one)) == 2
 
 
+@pytest.mark.proof
 def test_own_modules_train_and_log_as_on_one_device(project: Path, tmp_path: Path) -> None:
     """Of two parts that drop, the second one draws on; a gradient that is not finite in one stage is skipped by all;
     each sample is counted once."""
