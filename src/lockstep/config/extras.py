@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
+    from lockstep.arithmetic.deal import Deal
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
     from lockstep.step.hooks import StepHook
@@ -96,6 +97,14 @@ class Extra:
             resumes: whether the run continues from a checkpoint.
         """
         return ()
+
+    def wrap_deal(self, deal: "Deal") -> "Deal":
+        """Return the assignment of pieces to devices to use. It is called first, in each worker.
+
+        Args:
+            deal: the assignment of the core, or of an earlier extra.
+        """
+        return deal
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         """Return the gradient sum to use. It is called before `step_hooks` and `callbacks`.

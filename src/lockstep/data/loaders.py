@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
+from lockstep.arithmetic.deal import Deal
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.data.augment import Augment
@@ -83,14 +84,17 @@ class StepDataset:
         order: the order of its samples.
         rank: the process's number.
         augment: shifts and flips, for which random numbers are drawn.
+        deal: assigns the pieces of each step to devices. None: as the layout of `order` does.
     """
 
-    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment) -> None:
+    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, deal: Deal | None = None) -> None:
         self.dataset = dataset
         self.order = order
         self.augment = augment
-        self.micro_batches = order.layout.micro_batches(rank)
+        self.deal = deal or Deal(order.layout)
+        self.rank = rank
         self._gathered: dict[StepPosition, StepBatch] = {}
+        self._gathered_on: Layout | None = None  # the layout of the gathered steps
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -100,8 +104,9 @@ class StepDataset:
         loader_process = get_worker_info() is not None
         if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*at))
-        if at not in self._gathered:
-            self._gathered = self._gather(*at)
+        layout = self.deal.layout_at(self._number(*at))
+        if at not in self._gathered or layout is not self._gathered_on:
+            self._gathered, self._gathered_on = self._gather(*at), layout
         return self._gathered.pop(at)
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
@@ -144,8 +149,8 @@ class StepDataset:
 
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
         """Return a process's part of a step, without its samples. Pieces without a sample are left out."""
-        order = self.order
-        pieces = order.pieces(epoch, index)
+        pieces, step = self.order.pieces(epoch, index), self._number(epoch, index)
+        layout = self.deal.layout_at(step)
         nonempty = sum(1 for ids in pieces if len(ids))
 
         def has_data(micro_batches: list[tuple[int, int]]) -> bool:
@@ -153,14 +158,17 @@ class StepDataset:
 
         local_batches = [
             self._micro_batch(epoch, pieces[piece], piece, device)
-            for device, piece in self.micro_batches
+            for device, piece in layout.micro_batches(self.rank)
             if len(pieces[piece])
         ]
-        step = epoch * order.steps_per_epoch + index
         all_ranks_have_data = nonempty == len(pieces) or all(
-            has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.replicas)
+            has_data(layout.micro_batches(rank)) for rank in range(layout.replicas)
         )
         return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
+
+    def _number(self, epoch: int, index: int) -> int:
+        """Return the number of a step since the run began, 0-based."""
+        return epoch * self.order.steps_per_epoch + index
 
     def _micro_batch(self, epoch: int, ids_with_repeats: Ids, piece: int, device: int) -> MicroBatch:
         """Return a micro-batch without its samples; `DataOrder.ids_with_repeats` describes the ids."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
+from lockstep.arithmetic.deal import Deal
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO, Loaded, Sender
 from lockstep.config.check import Config
@@ -88,7 +89,10 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
     rank = rank if config.layout.replicas > 1 else 0  # all stages get the same pieces
-    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, trains)
+    deal = Deal(config.layout)
+    for extra in config.extras.values():
+        deal = extra.wrap_deal(deal)
+    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, trains, deal)
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:

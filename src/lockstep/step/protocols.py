@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lockstep.arithmetic.deal import Deal
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.step.batch import MicroBatch, StepBatch
@@ -90,11 +91,13 @@ class StepData(Protocol):
     """Gives a step its samples.
 
     Attributes:
-        layout: assigns pieces to devices.
+        layout: the run's layout.
+        deal: assigns the pieces of each step to devices.
         order: the order of the training samples.
     """
 
     layout: Layout
+    deal: Deal
     order: DataOrder
 
     @property

@@ -70,7 +70,8 @@ class AuditHook(StepHook):
         """Choose the piece that is computed again, and copy the buffers if there is one."""
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
-        self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, self.layout), None
+        layout = step.data.deal.layout_at(step.number)
+        self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, layout), None
         self._right_up_to = self._right_up_to or dict.fromkeys(self._devices, step.number)
         self._start = copy_buffers(step.module) if self.choice else {}
 

@@ -1,0 +1,75 @@
+"""`extras=[rebalance]`: move pieces from slow devices to fast ones during the run. The step stays the same."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.extras import Extra, RunParts
+from lockstep.launch.environment import external_workers
+from lockstep.text import plural
+
+if TYPE_CHECKING:
+    from lockstep.arithmetic.deal import Deal
+    from lockstep.config.check import Config
+    from lockstep.step.hooks import StepHook
+
+
+class Rebalance(Extra):
+    """Assigns pieces to devices by the time that a piece takes on each.
+
+    Args:
+        every: optimizer steps between comparisons of these times.
+    """
+
+    changes_weights = False
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: must be 1 or more")
+        self.every = every
+        self._deal: Any = None
+        self._hook: Any = None
+
+    def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
+        layout = config.layout
+        if layout.staged:
+            yield f"strategy={layout.strategy}", "every piece passes all devices, so none can move; strategy=ddp"
+        if layout.strategy == "dp":
+            yield "strategy=dp", "one process runs all devices, so no device has a time of its own; strategy=ddp"
+        if getattr(config.strategy, "sync_batchnorm", False):
+            yield "strategy.sync_batchnorm=true", "all devices must have equally many pieces"
+        for extra in config.extras.values():
+            if extra.separate_weights:
+                yield extra.setting, "the result depends on which device computes which piece"
+        if layout.num_devices == layout.pieces > 1 and not external_workers():  # an engine may have started fewer
+            why = f"each of {layout.num_devices} devices has one piece, so none can move"
+            yield f"pieces={layout.pieces}", f"{why}; pieces={8 * layout.num_devices}"
+
+    def describe(self) -> str:
+        return f"pieces move to faster devices, at most every {plural(self.every, 'step')}"
+
+    def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
+        if config.layout.replicas == 1:
+            yield "rebalance: there is one device, so no piece can move"
+        elif config.layout.pieces == config.layout.num_devices:
+            yield "rebalance: each device has one piece, so none can move"
+        elif not config.layout.exact:
+            yield "rebalance: the order of sums depends on times, so two runs differ by rounding; exact=true: same bits"
+
+    def wrap_deal(self, deal: "Deal") -> "Deal":
+        if deal.layout.replicas == 1:
+            return deal
+        from lockstep.extras.rebalance.deal import MovingDeal
+
+        self._deal = MovingDeal(deal.layout)
+        return self._deal
+
+    def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
+        if self._deal is None:
+            return []
+        from lockstep.extras.rebalance.hook import RebalanceHook
+
+        self._hook = RebalanceHook(self.every, self._deal, parts.rank)
+        return [self._hook]
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"rebalance/changes": self._hook.changes if self._hook else 0}

@@ -1,0 +1,200 @@
+"""Whole runs in which ranks are slow for a while: pieces move, and the weights are those of one device."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from conftest import RANDOM, Program, Run, apart, wait_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.extras.rebalance.choice import LEAST_GAIN, MOST_GAIN, better_counts, fastest_counts, slowest_time
+from lockstep.extras.rebalance.deal import MovingDeal, with_counts
+
+# 270 samples to train on: eight whole steps an epoch, and one of 14 samples for 8 pieces; 45 steps.
+TASK = (
+    *(*RANDOM, "data.samples=300", "batch_size=32", "pieces=8", "max_epochs=5", "checkpoint_every=4"),
+    *("model=mnist_cnn", "model._target_=uneven.Uneven", "model.dropout=0.3"),
+)
+MOVING = ("strategy=ddp", "extras=[rebalance]", "extras.rebalance.every=4")
+BACK_AND_FORTH = "+model.slow=[[1,2,18],[0,22,34]]"
+CHANGE = re.compile(r"rebalance: pieces ([\d +]+) instead of [\d +]+ from step \d+ on: a piece takes ")
+
+
+@pytest.fixture(scope="module")
+def train(project: Path) -> Path:
+    """Return the program `src/train.py` of a project that has the file uneven.py."""
+    shutil.copy(Path(__file__).with_name("uneven.py"), project / "src" / "uneven.py")
+    return project / "src" / "train.py"
+
+
+def run(train: Path, outputs: Path, *overrides: str, ok: bool = True) -> Run:
+    return Program(outputs, str(train))(*overrides, cwd=train.parents[1], ok=ok)
+
+
+@pytest.fixture(scope="module")
+def single(train: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(train, tmp_path_factory.mktemp("single"), *TASK, "exact=true")
+
+
+def sha(done: Run) -> str:
+    return str(done.summary["weights_sha256"])
+
+
+def changes(folder: Path) -> list[list[int]]:
+    """Return the pieces of each rank after each change, from a run's log."""
+    matches = CHANGE.findall((folder / "train.log").read_text())
+    return [[int(count) for count in pieces.split("+")] for pieces in matches]
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "loaders"), [(2, 2), (3, 0)])
+def test_one_sha256_while_pieces_move(single: Run, train: Path, tmp_path: Path, devices: int, loaders: int) -> None:
+    """Two loader processes fetch four steps ahead; without them, one gather fetches an epoch from memory."""
+    options = ("exact=true", f"devices={devices}", f"num_workers={loaders}", BACK_AND_FORTH)
+    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    counts = changes(moved.folder)
+    assert any(pieces[1] <= 2 for pieces in counts), moved  # of eight
+    assert any(pieces[0] < pieces[1] for pieces in counts), moved
+    assert moved.summary["metrics"]["rebalance/changes"] == len(counts)
+    assert sha(moved) == sha(single)
+
+
+def test_ranks_that_change_at_different_steps_have_other_bits(single: Run, train: Path, tmp_path: Path) -> None:
+    """The control: at such a step, a piece is computed twice or never."""
+    options = ("exact=true", "devices=2", BACK_AND_FORTH, "+callbacks.apart._target_=uneven.Apart")
+    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    assert changes(moved.folder)
+    assert sha(moved) != sha(single)
+
+
+def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(train: Path, tmp_path: Path) -> None:
+    options = ("exact=true", "devices=2", "num_workers=2", BACK_AND_FORTH)
+    early = "+callbacks.early._target_=uneven.TooEarly"
+    done = run(train, tmp_path, *TASK, *MOVING, *options, early, ok=False)
+    assert done.returncode == 1
+    assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
+
+
+def test_a_run_that_is_killed_while_shares_are_uneven_ends_with_the_same_bits(
+    single: Run, train: Path, tmp_path: Path
+) -> None:
+    program = Program(tmp_path, str(train))
+    lasting = ("exact=true", "devices=2", "callbacks=default", "+model.slow=[[1,0,1000]]")
+    process = program.start(*TASK, *MOVING, *lasting, cwd=train.parents[1])
+    (last,) = wait_for(lambda: [path for path in tmp_path.rglob("last.ckpt") if changes(path.parent.parent)], process)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert program.finish(process).returncode == -signal.SIGKILL
+    folder = last.parent.parent
+    resumed = program(f"resume={folder}", "devices=3", "+model.slow=[[2,0,1000]]", cwd=train.parents[1])
+    assert re.search(r"resumes after step \d", resumed.stdout + resumed.stderr)
+    assert len(changes(folder)) >= 2
+    assert sha(resumed) == sha(single)
+
+
+def test_without_exact_weights_agree_to_rounding_and_the_loggers_get_idle_shares(train: Path, tmp_path: Path) -> None:
+    """DDP waits for the slowest rank inside the last backward pass. With that wait, all ranks would seem equal."""
+    task = (*TASK, "optimizer=sgd", "lr=0.05", "precision=64-true", "callbacks=default")
+    alone = run(train, tmp_path / "alone", *task)
+    options = ("devices=2", "+model.slow=[[1,0,1000]]", "logger=csv", "log_every=4")
+    moved = run(train, tmp_path / "moved", *task, *MOVING, *options)
+    assert max(fast for fast, _ in changes(moved.folder)) >= 6  # of eight; how many depends on other programs
+    assert apart(moved, alone) < 1e-10
+    assert sha(moved) != sha(alone)
+    (file,) = moved.folder.rglob("metrics.csv")
+    rows = [row for row in csv.DictReader(file.open()) if row.get("rebalance/idle_of_rank_0")]
+    first = rows[0]
+    assert first["rebalance/pieces_of_rank_0"] == "4"
+    assert max(int(row["rebalance/pieces_of_rank_0"]) for row in rows) >= 6
+    assert float(first["rebalance/idle_of_rank_0"]) > 0.5 > float(first["rebalance/idle_of_rank_1"]) == 0
+
+
+def test_a_run_begins_with_the_shares_of_the_command_line(single: Run, train: Path, tmp_path: Path) -> None:
+    options = ("exact=true", "devices=2", "strategy.shares=[1,7]", "+model.slow=[[1,0,1000]]")
+    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    assert "instead of 1 + 7" in (moved.folder / "train.log").read_text()
+    assert max(fast for fast, _ in changes(moved.folder)) >= 6
+    assert sha(moved) == sha(single)
+
+
+@pytest.mark.slow
+def test_the_audit_follows_pieces_that_move(single: Run, train: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lockstep.extras.audit")
+    options = ("exact=true", "devices=3", BACK_AND_FORTH, "extras=[rebalance,audit]", "extras.audit.share=1")
+    moved = run(train, tmp_path, *TASK, "strategy=ddp", *options, "extras.rebalance.every=4")
+    assert len(changes(moved.folder)) >= 2
+    assert moved.summary["metrics"]["audit/pieces"] == moved.summary["steps"]
+    assert sha(moved) == sha(single)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+speeds = st.lists(st.floats(0.1, 10), min_size=1, max_size=3)
+
+
+@given(st.integers(0, 6), speeds)
+def test_no_other_choice_is_faster(more: int, seconds: list[float]) -> None:
+    pieces = len(seconds) + more
+    others = [each for each in product(range(1, pieces + 1), repeat=len(seconds)) if sum(each) == pieces]
+    chosen = fastest_counts(pieces, seconds)
+    assert sum(chosen) == pieces
+    assert slowest_time(chosen, seconds) == min(slowest_time(each, seconds) for each in others)
+
+
+def test_pieces_stay_where_a_change_saves_little_or_times_are_noisy() -> None:
+    assert 1 - 31.9 / 33 < LEAST_GAIN < 1 - 33 / 36
+    assert better_counts([30, 30], [1.0, 1.1], noise=0.01) is None
+    assert better_counts([30, 30], [1.0, 1.2], noise=0.01) == [33, 27]
+    assert better_counts([30, 30], [1.0, 1.2], noise=0.06) is None
+    assert better_counts([30, 30], [1.0, 1.2], noise=0.03) is not None
+    assert better_counts([30, 30], [1.0, 2.0], noise=MOST_GAIN) == [40, 20]
+    assert better_counts([1, 1], [1.0, 9.0], noise=0.0) is None
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def layout(pieces: int, devices: int) -> Layout:
+    on = {"strategy": "ddp", "accelerator": "cpu", "devices": devices, "num_nodes": 1}
+    return resolve(**on, batch_size=pieces, pieces=pieces)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20))
+def test_each_device_has_as_many_pieces_as_the_table_says(counts: list[int]) -> None:
+    assert with_counts(layout(sum(counts), len(counts)), tuple(counts)).counts == counts
+
+
+def test_a_process_that_was_forked_earlier_reads_changes_and_earlier_steps_stay() -> None:
+    deal = MovingDeal(layout(8, 2))
+    context = get_context("fork")
+    pipe, end = context.Pipe()
+    steps = range(40)
+
+    def read() -> None:
+        while end.recv():
+            end.send([deal.layout_at(step).counts for step in steps])
+
+    reader = context.Process(target=read, daemon=True)
+    reader.start()
+    for now, first, counts in [(3, 6, [7, 1]), (9, 10, [2, 6]), (20, 30, [5, 3])]:
+        before = [deal.layout_at(step).counts for step in range(now, first)]
+        assert not deal.changes_after(now)
+        deal.change(first, now, counts)
+        assert deal.changes_after(now)
+        assert not deal.changes_after(first)
+        pipe.send(True)
+        seen = pipe.recv()
+        assert seen[now:first] == before
+        assert seen[first:] == [counts] * (len(steps) - first)
+        assert deal.layout_at(first) is deal.layout_at(first + 1)
+    pipe.send(False)
+    reader.join()
