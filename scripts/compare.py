@@ -3,10 +3,16 @@
     python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
-Runs that differ only in the seed share a row. Rows are sorted by validation accuracy; test accuracy is shown but does
-not affect the order. Notes below the table name the rows that took the same steps on different layouts.
+Runs that differ only in the seed or the fold share a row. Rows are sorted by validation accuracy; test accuracy is
+shown but does not affect the order. Notes below the table name the rows that took the same steps on different layouts.
 
-The table is printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
+For runs with data.folds a table has the mean over the folds, their standard deviation, and the score of all validation
+samples as one set. Folds that do not belong together are refused.
+
+If rows have several seeds, a table has the difference of each row from the first one, and whether it is larger than the
+noise. Rows with the same seeds are compared seed by seed.
+
+The tables are printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
 plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
 other keys is a column of the table and a line of the plot. Two runs are compared in detail, down to the bits of their
 weights.
@@ -19,7 +25,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -27,18 +34,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from common.showing import markdown
-from comparison import pair
+from comparison import noise, pair
+from comparison.folds import SCORES, CrossValidation, cross_validations
 from comparison.runs import Group, Lines, Run, against, brief, find_runs, grouped, is_run, same_steps
 
 from lockstep.errors import UserError
 from lockstep.text import plural
 
 CAPTION = (
-    "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
-    "GiB: largest process"
+    "mean over seeds and folds, +- their standard deviation; efficiency: samples/s of a device against the fastest run "
+    "on one; GiB: largest process"
 )
 FORMATS = {"test acc": ".4f", "+-": ".4f", "val acc": ".4f", "samples/s": ",.0f", "efficiency": ".0%"}
 FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
+FORMATS |= dict.fromkeys(("val loss", *(f"{name} +-" for name in SCORES), *(f"out-of-fold {n}" for n in SCORES)), ".4f")
 
 
 def main() -> int:
@@ -68,12 +77,14 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
         UserError: there is nothing to compare.
     """
     groups = sorted(grouped(runs := find_runs(folders)), key=result, reverse=True)
+    validations, differences = cross_validations(groups), noise.against_first(groups_to_test(groups))
     lines = against(groups, key) if key else {}
     root = Path(os.path.commonpath([run.absolute() for run in folders]))
     rows = [{"folder": places(group, root), **group.row()} for group in groups]
-    text = markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
     remarks = [best(groups), *roundings(groups, root), *oddities(groups, len(runs))]
+    text = table(rows)
     text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}; {CAPTION}", *filter(None, remarks)]) + "\n"
+    text += folds_text(validations) + noise_text(groups, differences)
     if key:
         text += f"\n{by_key(lines, key)}\n"
     print(text)
@@ -86,6 +97,8 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
+        row["cross_validation"] = [each.row() for each in validations if each.runs[0] in group.runs]
+        row["noise"] = {name: asdict(difference) for other, name, difference in differences if other is group}
     (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
@@ -133,6 +146,11 @@ def roundings(groups: Sequence[Group], root: Path) -> list[str]:
     return sentences
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same columns as a Markdown table."""
+    return markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
+
+
 def shown(column: str, value: Any) -> str:
     return pair.ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
 
@@ -147,6 +165,56 @@ def oddities(groups: Sequence[Group], runs: int) -> list[str]:
                 outcome = (run.summary.get("status", "did not finish"), run.summary.get("error"))
                 lines.append(f"{run.folder.name} ({group.label}): {', '.join(filter(None, outcome))}")
     return lines
+
+
+def folds_text(validations: Sequence[CrossValidation]) -> str:
+    """Return the table of the cross-validations and what it means, or nothing."""
+    if not validations:
+        return ""
+    folds, complete = validations[0].folds, [each for each in validations if not each.missing and each.sizes]
+    lines = [f"\nCross-validation, {folds} folds, by the weights at the end of training:\n"]
+    lines += [table([each.row() for each in validations]), ""]
+    lines += ["mean over the folds, +- their standard deviation; out-of-fold: all validation samples as one set"]
+    if complete:
+        samples = sum(complete[0].sizes)
+        lines[-1] += f", {samples:,} samples, each of them predicted once, by the run that was not trained on it"
+    for each in validations:
+        if each.missing:
+            which = f"{'folds' if len(each.missing) > 1 else 'fold'} {', '.join(map(str, each.missing))}"
+            lines += [f"{each.name}: no completed run of {which}, so it has no out-of-fold score"]
+    return "\n".join(lines) + "\n"
+
+
+def groups_to_test(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups without those that took the same steps as the first one: their results are the same."""
+    same = next((members for members in same_steps(groups) if groups[0] in members), [])
+    return [group for group in groups if group is groups[0] or group not in same]
+
+
+def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, noise.Difference]]) -> str:
+    """Return the table of the differences from the first row, or what is missing for it."""
+    if not differences:
+        several = len(groups_to_test(groups)) > 1 and len(groups[0].completed) < 2
+        lacks = "whether their differences are larger than the noise takes several seeds: -m seed=0,1,2,3,4"
+        return f"one run in the first row: {lacks}\n" * several
+    rows = []
+    for group, name, each in differences:
+        ends = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
+        row: dict[str, Any] = {"": group.label, "score": name, "difference": f"{each.mean:+.4f}", "95% interval": ends}
+        further = "" if each.verdict != "no" else f"more than {noise.MOST}" if each.further is None else each.further
+        row |= {"runs": each.compared, "more than noise": each.verdict, "further seeds": further}
+        rows.append(row)
+    lines = [
+        f"\nIs a difference larger than the noise? Each row minus the first, {groups[0].label}:\n",
+        table(rows),
+        "",
+    ]
+    lines += [
+        "yes: its 95% interval (Student's t) leaves out 0. pairs: runs with the same seed, and so the same initial "
+        "weights, order and augmentation",
+        f"further seeds: so many more of each show such a difference in {noise.POWER:.0%} of all cases, if it is real",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def by_key(lines: Lines, key: str) -> str:

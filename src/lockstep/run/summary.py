@@ -78,6 +78,7 @@ class RunRecord:
             **summarise(self.config, self.folder, status, error),
             **progress_counts(self.config, len(self.splits.train), trainer.global_step),
             "epochs": trainer.current_epoch,
+            "samples": self.splits.sizes,
             "metrics": self.metrics,
             "throughput": {
                 "samples_per_second": getattr(meter, "samples_per_second", None),
