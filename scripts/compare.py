@@ -42,8 +42,8 @@ from lockstep.errors import UserError
 from lockstep.text import plural
 
 CAPTION = (
-    "mean over seeds and folds, +- their standard deviation; efficiency: samples/s of a device against the fastest run "
-    "on one; GiB: largest process"
+    "+-: standard deviation of test acc over {}",
+    "efficiency: samples/s of a device against the fastest run on one; GiB: largest process",
 )
 FORMATS = {"test acc": ".4f", "+-": ".4f", "val acc": ".4f", "samples/s": ",.0f", "efficiency": ".0%"}
 FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
@@ -81,9 +81,10 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     lines = against(groups, key) if key else {}
     root = Path(os.path.commonpath([run.absolute() for run in folders]))
     rows = [{"folder": places(group, root), **group.row()} for group in groups]
-    remarks = [best(groups), *roundings(groups, root), *oddities(groups, len(runs))]
+    remarks = [best(groups, root), *roundings(groups, root), *oddities(groups, len(runs))]
     text = table(rows)
-    text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}; {CAPTION}", *filter(None, remarks)]) + "\n"
+    caption = "\n".join(CAPTION).format("seeds and folds" if validations else "seeds")
+    text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}", caption, *filter(None, remarks)]) + "\n"
     text += folds_text(validations) + noise_text(groups, differences)
     if key:
         text += f"\n{by_key(lines, key)}\n"
@@ -118,12 +119,16 @@ def run_place(run: Run, root: Path) -> str:
     return run.folder.absolute().relative_to(root).as_posix()
 
 
-def best(groups: Sequence[Group]) -> str:
-    """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
+def best(groups: Sequence[Group], root: Path) -> str:
+    """Return a line with the folders of the best runs, or nothing if there is no choice or no validation.
+
+    Several folders are written as a shell understands them, `sweep/{0,2}`.
+    """
     first = groups[0]
     if len(groups) == 1 or max(result(first)) == -math.inf:
         return ""
-    return f"best by validation: {', '.join(os.path.relpath(run.folder) for run in first.completed)}"
+    names = ",".join(run_place(run, root) for run in first.completed)
+    return f"best by validation: {os.path.relpath(root / ('{' + names + '}' if ',' in names else names))}"
 
 
 def roundings(groups: Sequence[Group], root: Path) -> list[str]:
@@ -171,17 +176,16 @@ def folds_text(validations: Sequence[CrossValidation]) -> str:
     """Return the table of the cross-validations and what it means, or nothing."""
     if not validations:
         return ""
-    folds, complete = validations[0].folds, [each for each in validations if not each.missing and each.sizes]
-    lines = [f"\nCross-validation, {folds} folds, by the weights at the end of training:\n"]
+    lines = [f"\nCross-validation with {validations[0].folds} folds, by the weights at the end of training:\n"]
     lines += [table([each.row() for each in validations]), ""]
-    lines += ["mean over the folds, +- their standard deviation; out-of-fold: all validation samples as one set"]
-    if complete:
-        samples = sum(complete[0].sizes)
-        lines[-1] += f", {samples:,} samples, each of them predicted once, by the run that was not trained on it"
+    lines += ["val acc, val loss: means over the folds; +-: their standard deviations over the folds"]
+    samples = {f"{sum(each.sizes):,}" for each in validations if each.sizes and not each.missing}
+    for count in samples:
+        lines += [f"out-of-fold: all {count} samples as one set, each predicted by the run that was not trained on it"]
     for each in validations:
         if each.missing:
             which = f"{'folds' if len(each.missing) > 1 else 'fold'} {', '.join(map(str, each.missing))}"
-            lines += [f"{each.name}: no completed run of {which}, so it has no out-of-fold score"]
+            lines += [f"{each.name}: no completed run of {which}, so there is no out-of-fold score"]
     return "\n".join(lines) + "\n"
 
 
@@ -194,26 +198,24 @@ def groups_to_test(groups: Sequence[Group]) -> list[Group]:
 def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, noise.Difference]]) -> str:
     """Return the table of the differences from the first row, or what is missing for it."""
     if not differences:
-        several = len(groups_to_test(groups)) > 1 and len(groups[0].completed) < 2
-        lacks = "whether their differences are larger than the noise takes several seeds: -m seed=0,1,2,3,4"
-        return f"one run in the first row: {lacks}\n" * several
-    rows = []
+        several = sum(bool(group.completed) for group in groups_to_test(groups)) > 1
+        lacks = "one run of a row does not show whether a difference is larger than the noise: -m seed=0,1,2,3,4 does"
+        return f"{lacks}\n" * several
+    rows: list[dict[str, Any]] = []
     for group, name, each in differences:
         ends = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
-        row: dict[str, Any] = {"": group.label, "score": name, "difference": f"{each.mean:+.4f}", "95% interval": ends}
-        further = "" if each.verdict != "no" else f"more than {noise.MOST}" if each.further is None else each.further
-        row |= {"runs": each.compared, "more than noise": each.verdict, "further seeds": further}
-        rows.append(row)
-    lines = [
-        f"\nIs a difference larger than the noise? Each row minus the first, {groups[0].label}:\n",
-        table(rows),
-        "",
-    ]
-    lines += [
-        "yes: its 95% interval (Student's t) leaves out 0. pairs: runs with the same seed, and so the same initial "
-        "weights, order and augmentation",
-        f"further seeds: so many more of each show such a difference in {noise.POWER:.0%} of all cases, if it is real",
-    ]
+        row = {"": group.label, "score": name, "runs": each.compared, "difference": f"{each.mean:+.4f}"}
+        further = f"{noise.MOST} or more" if each.further == noise.MOST else each.further
+        rows.append(row | {"95% interval": ends, "more than noise": each.verdict, "further seeds": further})
+    folds = any(run.draw[1] is not None for run in groups[0].runs)
+    pairs = f"the same {'seed and fold' if folds else 'seed'}"
+    lines = [f"\nIs a difference larger than the noise? Each row minus the first one, {groups[0].label}:\n"]
+    lines += [table(rows), "", "yes: 0 is outside the 95% interval (Student's t)"]
+    lines += [f"pairs: runs with {pairs}, so with the same initial weights, order and augmentation"]
+    if folds:
+        lines += ["folds share training samples, so the interval is wider than usual (Nadeau and Bengio, 2003)"]
+    if any(each.further for _, _, each in differences):
+        lines += [f"further seeds: of each row, to find such a difference {noise.POWER:.0%} of the time, if it is real"]
     return "\n".join(lines) + "\n"
 
 

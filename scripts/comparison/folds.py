@@ -75,7 +75,9 @@ def cross_validations(groups: Sequence[Group]) -> list[CrossValidation]:
     """
     runs = [run for group in groups for run in group.runs if isinstance(run.config.get("data.fold"), int)]
     for key in ("data.folds", "data.split_seed"):
-        values = {show(run.config.get(key)): run for run in reversed(runs)}
+        values: dict[str, Run] = {}
+        for run in runs:
+            values.setdefault(show(run.config.get(key)), run)
         if len(values) > 1:
             (one, first), (other, second) = list(values.items())[:2]
             raise UserError(

@@ -10,6 +10,7 @@ s^2 (1 / n + validation samples / training samples).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist, fmean, variance
 from typing import Any
 
@@ -18,7 +19,7 @@ from comparison.runs import Group
 LEVEL, POWER = 0.95, 0.8
 SCORES = ("val/acc", "test/acc")
 OTHERWISE = ("val/loss",)  # of models that are no classifiers
-MOST = 1000  # runs; more are not counted
+MOST = 1000  # further seeds; more are not counted
 LARGE = 300  # degrees of freedom from which Student's t is taken as normal
 
 
@@ -30,8 +31,8 @@ class Difference:
         compared: the runs, as text: `5 pairs`, `5 and 4 runs`.
         mean: the second group's mean minus the first one's.
         margin: half the width of the interval at LEVEL.
-        further: how many further seeds of each would show such a difference with the probability POWER; None: unknown,
-            as with folds, or more than MOST.
+        further: how many further seeds of each would show such a difference with the probability POWER, at most MOST;
+            None: none are needed, or further seeds can't help, as with folds.
     """
 
     compared: str
@@ -78,7 +79,7 @@ def compare(one: dict[tuple[Any, Any, int], float], other: dict[tuple[Any, Any, 
     shared = sorted(one.keys() & other.keys(), key=str)
     if len(shared) >= 2 and 2 * len(shared) > few:
         pairs = [other[draw] - one[draw] for draw in shared]
-        spread, degrees, runs = variance(pairs), len(pairs) - 1.0, len(pairs)
+        spread, degrees, runs, sides = variance(pairs), len(pairs) - 1.0, len(pairs), 1
         text, mean, square = f"{runs} pairs", fmean(pairs), spread * share(runs, folds)
     else:
         parts = [variance(values.values()) * share(len(values), folds) for values in (one, other)]
@@ -86,11 +87,11 @@ def compare(one: dict[tuple[Any, Any, int], float], other: dict[tuple[Any, Any, 
         square = sum(parts)
         below = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
         degrees = square**2 / below if below else 1.0  # Welch and Satterthwaite
-        spread, runs = sum(variance(values.values()) for values in (one, other)), few
+        spread, runs, sides = sum(variance(values.values()) for values in (one, other)), few, 2
         text, mean = f"{sizes[0]} and {sizes[1]} runs", fmean(other.values()) - fmean(one.values())
     margin = student_quantile((1 + LEVEL) / 2, degrees) * math.sqrt(square)
     decided = abs(mean) > margin or not mean or folds
-    return Difference(text, mean, margin, None if decided else further_seeds(mean, spread, runs))
+    return Difference(text, mean, margin, None if decided else further_seeds(mean, spread, runs, sides))
 
 
 def share(runs: int, folds: int) -> float:
@@ -98,22 +99,23 @@ def share(runs: int, folds: int) -> float:
     return 1 / runs + (1 / (folds - 1) if folds else 0)
 
 
-def further_seeds(mean: float, spread: float, runs: int) -> int | None:
-    """Return how many further seeds show a difference like `mean` with the probability POWER; None: more than MOST.
+def further_seeds(mean: float, spread: float, runs: int, sides: int) -> int:
+    """Return how many further seeds show a difference like `mean` with the probability POWER, at most MOST.
 
     Args:
         mean: the difference so far.
         spread: the variance of the difference of one seed.
         runs: the number of seeds so far.
+        sides: 1 for pairs, 2 for runs with other seeds.
     """
     normal = sum(NormalDist().inv_cdf(p) for p in ((1 + LEVEL) / 2, POWER))
     number = max(runs + 1, math.ceil(spread * (normal / mean) ** 2))
-    while number <= MOST:
-        quantiles = sum(student_quantile(p, number - 1.0) for p in ((1 + LEVEL) / 2, POWER))
+    while number < MOST + runs:
+        quantiles = sum(student_quantile(p, sides * (number - 1)) for p in ((1 + LEVEL) / 2, POWER))
         if quantiles * math.sqrt(spread / number) <= abs(mean):
-            return number - runs
+            break
         number += 1
-    return None
+    return min(number - runs, MOST)
 
 
 def student_quantile(probability: float, degrees: float) -> float:
@@ -123,12 +125,17 @@ def student_quantile(probability: float, degrees: float) -> float:
         probability: above 0.5.
         degrees: degrees of freedom.
     """
+    return _quantile(probability, max(1, int(degrees)))
+
+
+@cache
+def _quantile(probability: float, degrees: int) -> float:
     if degrees >= LARGE:
         return NormalDist().inv_cdf(probability)
     low, high = 0.0, 1e6
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if _inside(middle, max(1, int(degrees))) < 2 * probability - 1 else (low, middle)
+        low, high = (middle, high) if _inside(middle, degrees) < 2 * probability - 1 else (low, middle)
     return high
 
 
