@@ -211,7 +211,7 @@ def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, 
     pairs = f"the same {'seed and fold' if folds else 'seed'}"
     lines = [f"\nIs a difference larger than the noise? Each row minus the first one, {groups[0].label}:\n"]
     lines += [table(rows), "", "yes: 0 is outside the 95% interval (Student's t)"]
-    lines += [f"pairs: runs with {pairs}, so with the same initial weights, order and augmentation"]
+    lines += [f"pairs: runs with {pairs}, which share order, augmentation and, in the same network, initial weights"]
     if folds:
         lines += ["folds share training samples, so the interval is wider than usual (Nadeau and Bengio, 2003)"]
     if any(each.further for _, _, each in differences):

@@ -125,6 +125,7 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "steps": 0,
         "epochs": 0,
         "samples_seen": 0,
+        "samples": {},
         "metrics": {},
         "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},
         "weights_sha256": None,
