@@ -112,23 +112,32 @@ def result(group: Group) -> tuple[float, float]:
 
 def places(group: Group, root: Path) -> str:
     """Return the group's folders relative to `root`. For the jobs of a sweep these are numbers."""
-    return ", ".join(run.folder.name if run.folder.absolute() == root else run_place(run, root) for run in group.runs)
+    by_parent = runs_by_parent(group.runs, root)
+    names = [", ".join(each) if parent == root else braced(parent, each) for parent, each in by_parent.items()]
+    return ", ".join(os.path.relpath(name, root) if "/" in name else name for name in names)
 
 
-def run_place(run: Run, root: Path) -> str:
-    return run.folder.absolute().relative_to(root).as_posix()
+def runs_by_parent(runs: Sequence[Run], root: Path) -> dict[Path, list[str]]:
+    """Return the names of run folders, by the folder that they are in; of `root` itself, its name."""
+    by_parent: dict[Path, list[str]] = {}
+    for run in runs:
+        folder = run.folder.absolute()
+        by_parent.setdefault(root if folder == root else folder.parent, []).append(folder.name)
+    return by_parent
+
+
+def braced(parent: Path, names: Sequence[str]) -> str:
+    """Return the paths of folders as a shell understands them: `sweep/0`, or `sweep/{0,2}`."""
+    return f"{parent}/{names[0] if len(names) == 1 else '{' + ','.join(names) + '}'}"
 
 
 def best(groups: Sequence[Group], root: Path) -> str:
-    """Return a line with the folders of the best runs, or nothing if there is no choice or no validation.
-
-    Several folders are written as a shell understands them, `sweep/{0,2}`.
-    """
+    """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
     first = groups[0]
     if len(groups) == 1 or max(result(first)) == -math.inf:
         return ""
-    names = ",".join(run_place(run, root) for run in first.completed)
-    return f"best by validation: {os.path.relpath(root / ('{' + names + '}' if ',' in names else names))}"
+    folders = [braced(*each) for each in runs_by_parent(first.completed, root).items()]
+    return f"best by validation: {', '.join(map(os.path.relpath, folders))}"
 
 
 def roundings(groups: Sequence[Group], root: Path) -> list[str]:

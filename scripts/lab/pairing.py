@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--change", action="append", required=True, help="overrides of a second setting, in quotes")
     parser.add_argument("--seeds", type=int, default=6, help="seeds of each setting, 4 at least")
     parser.add_argument("--to", type=Path, help="folder that keeps the runs")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser.parse_args()
     if arguments.seeds < 4:
         parser.error(f"--seeds {arguments.seeds}: must be 4 or more, since fewer have no correlation to speak of")
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,9 +84,9 @@ def row(change: str, score: str, base: Sequence[float], changed: Sequence[float]
         f"`{change}`",
         score,
         len(base),
-        f"{measured['difference']:+.4f}",
-        f"{measured['paired']:.4f}",
-        f"{measured['unpaired']:.4f}",
+        f"{measured['difference']:+.5f}",
+        f"{measured['paired']:.5f}",
+        f"{measured['unpaired']:.5f}",
         f"{10 * (measured['paired'] / measured['unpaired']) ** 2:.1f}" if measured["unpaired"] else "-",
         f"{measured['correlation']:+.2f} ({low:+.2f} to {high:+.2f})",
     ]

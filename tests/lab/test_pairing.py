@@ -33,7 +33,7 @@ def test_runs_are_paired_by_seed() -> None:
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
     assert [row[:5] for row in rows] == [
-        ["`lr=0.02`", score, "4", "+0.0000", "0.0000"] for score in ("val/acc", "val/loss", "test/acc", "test/loss")
+        ["`lr=0.02`", score, "4", "+0.00000", "0.00000"] for score in ("val/acc", "val/loss", "test/acc", "test/loss")
     ]
     assert all(float(row[5]) > 0 for row in rows[1::2]), "the seeds differ"
     failed = forked(*program, "--change", "lr=-1")
