@@ -73,7 +73,7 @@ def cross_validations(groups: Sequence[Group]) -> list[CrossValidation]:
     Raises:
         UserError: folds do not belong together: they are of different splits or settings, or a fold is there twice.
     """
-    runs = [run for group in groups for run in group.runs if isinstance(run.config.get("data.fold"), int)]
+    runs = [run for group in groups for run in _runs_with_folds(group)]
     for key in ("data.folds", "data.split_seed"):
         values: dict[str, Run] = {}
         for run in runs:
@@ -87,9 +87,8 @@ def cross_validations(groups: Sequence[Group]) -> list[CrossValidation]:
     every = []
     for group in groups:
         by_seed: dict[str, list[Run]] = {}
-        for run in group.runs:
-            if run in runs:
-                by_seed.setdefault(show(run.config.get("seed")), []).append(run)
+        for run in _runs_with_folds(group):
+            by_seed.setdefault(show(run.config.get("seed")), []).append(run)
         for seed, members in sorted(by_seed.items()):
             name = group.label + f", seed={seed}" * (len(by_seed) > 1)
             members.sort(key=lambda run: int(run.config["data.fold"]))
@@ -100,6 +99,10 @@ def cross_validations(groups: Sequence[Group]) -> list[CrossValidation]:
         if not first_set.present & second_set.present:
             raise UserError(_difference(first_set.runs[0], second_set.runs[0]))
     return every
+
+
+def _runs_with_folds(group: Group) -> list[Run]:
+    return [run for run in group.runs if isinstance(run.config.get("data.fold"), int)]
 
 
 def _check_complete_runs(each: CrossValidation) -> None:
