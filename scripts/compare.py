@@ -3,10 +3,16 @@
     python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
-Runs that differ only in the seed share a row. Rows are sorted by validation accuracy; test accuracy is shown but does
-not affect the order. Notes below the table name the rows that took the same steps on different layouts.
+Runs that differ only in the seed or the fold share a row. Rows are sorted by validation accuracy; test accuracy is
+shown but does not affect the order. Notes below the table name the rows that took the same steps on different layouts.
 
-The table is printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
+For runs with data.folds a table has the mean over the folds, their standard deviation, and the score of all validation
+samples as one set. Folds that do not belong together are refused.
+
+If rows have several seeds, a table has the difference of each row from the first one, and whether it is larger than the
+noise. Rows with the same seeds are compared seed by seed.
+
+The tables are printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
 plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
 other keys is a column of the table and a line of the plot. Two runs are compared in detail, down to the bits of their
 weights.
@@ -19,7 +25,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -27,18 +34,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from common.showing import markdown
-from comparison import pair
+from comparison import noise, pair
+from comparison.folds import SCORES, CrossValidation, cross_validations
 from comparison.runs import Group, Lines, Run, against, brief, find_runs, grouped, is_run, same_steps
 
 from lockstep.errors import UserError
 from lockstep.text import plural
 
 CAPTION = (
-    "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
-    "GiB: largest process"
+    "+-: standard deviation of test acc over {}",
+    "efficiency: samples/s of a device against the fastest run on one; GiB: largest process",
 )
 FORMATS = {"test acc": ".4f", "+-": ".4f", "val acc": ".4f", "samples/s": ",.0f", "efficiency": ".0%"}
 FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
+FORMATS |= dict.fromkeys(("val loss", *(f"{name} +-" for name in SCORES), *(f"out-of-fold {n}" for n in SCORES)), ".4f")
 
 
 def main() -> int:
@@ -68,12 +77,15 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
         UserError: there is nothing to compare.
     """
     groups = sorted(grouped(runs := find_runs(folders)), key=result, reverse=True)
+    validations, differences = cross_validations(groups), noise.against_first(groups_to_test(groups))
     lines = against(groups, key) if key else {}
     root = Path(os.path.commonpath([run.absolute() for run in folders]))
     rows = [{"folder": places(group, root), **group.row()} for group in groups]
-    text = markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
-    remarks = [best(groups), *roundings(groups, root), *oddities(groups, len(runs))]
-    text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}; {CAPTION}", *filter(None, remarks)]) + "\n"
+    remarks = [best(groups, root), *roundings(groups, root), *oddities(groups, len(runs))]
+    text = table(rows)
+    caption = "\n".join(CAPTION).format("seeds and folds" if validations else "seeds")
+    text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}", caption, *filter(None, remarks)]) + "\n"
+    text += folds_text(validations) + noise_text(groups, differences)
     if key:
         text += f"\n{by_key(lines, key)}\n"
     print(text)
@@ -86,6 +98,8 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
+        row["cross_validation"] = [each.row() for each in validations if each.runs[0] in group.runs]
+        row["noise"] = {name: asdict(difference) for other, name, difference in differences if other is group}
     (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
@@ -98,19 +112,32 @@ def result(group: Group) -> tuple[float, float]:
 
 def places(group: Group, root: Path) -> str:
     """Return the group's folders relative to `root`. For the jobs of a sweep these are numbers."""
-    return ", ".join(run.folder.name if run.folder.absolute() == root else run_place(run, root) for run in group.runs)
+    by_parent = runs_by_parent(group.runs, root)
+    names = [", ".join(each) if parent == root else braced(parent, each) for parent, each in by_parent.items()]
+    return ", ".join(os.path.relpath(name, root) if "/" in name else name for name in names)
 
 
-def run_place(run: Run, root: Path) -> str:
-    return run.folder.absolute().relative_to(root).as_posix()
+def runs_by_parent(runs: Sequence[Run], root: Path) -> dict[Path, list[str]]:
+    """Return the names of run folders, by the folder that they are in; of `root` itself, its name."""
+    by_parent: dict[Path, list[str]] = {}
+    for run in runs:
+        folder = run.folder.absolute()
+        by_parent.setdefault(root if folder == root else folder.parent, []).append(folder.name)
+    return by_parent
 
 
-def best(groups: Sequence[Group]) -> str:
+def braced(parent: Path, names: Sequence[str]) -> str:
+    """Return the paths of folders as a shell understands them: `sweep/0`, or `sweep/{0,2}`."""
+    return f"{parent}/{names[0] if len(names) == 1 else '{' + ','.join(names) + '}'}"
+
+
+def best(groups: Sequence[Group], root: Path) -> str:
     """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
     first = groups[0]
     if len(groups) == 1 or max(result(first)) == -math.inf:
         return ""
-    return f"best by validation: {', '.join(os.path.relpath(run.folder) for run in first.completed)}"
+    folders = [braced(*each) for each in runs_by_parent(first.completed, root).items()]
+    return f"best by validation: {', '.join(map(os.path.relpath, folders))}"
 
 
 def roundings(groups: Sequence[Group], root: Path) -> list[str]:
@@ -133,6 +160,11 @@ def roundings(groups: Sequence[Group], root: Path) -> list[str]:
     return sentences
 
 
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same columns as a Markdown table."""
+    return markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
+
+
 def shown(column: str, value: Any) -> str:
     return pair.ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
 
@@ -147,6 +179,53 @@ def oddities(groups: Sequence[Group], runs: int) -> list[str]:
                 outcome = (run.summary.get("status", "did not finish"), run.summary.get("error"))
                 lines.append(f"{run.folder.name} ({group.label}): {', '.join(filter(None, outcome))}")
     return lines
+
+
+def folds_text(validations: Sequence[CrossValidation]) -> str:
+    """Return the table of the cross-validations and what it means, or nothing."""
+    if not validations:
+        return ""
+    lines = [f"\nCross-validation with {validations[0].folds} folds, by the weights at the end of training:\n"]
+    lines += [table([each.row() for each in validations]), ""]
+    lines += ["val acc, val loss: means over the folds; +-: their standard deviations over the folds"]
+    samples = {f"{sum(each.sizes):,}" for each in validations if each.sizes and not each.missing}
+    for count in samples:
+        lines += [f"out-of-fold: all {count} samples as one set, each predicted by the run that was not trained on it"]
+    for each in validations:
+        if each.missing:
+            which = f"{'folds' if len(each.missing) > 1 else 'fold'} {', '.join(map(str, each.missing))}"
+            lines += [f"{each.name}: no completed run of {which}, so there is no out-of-fold score"]
+    return "\n".join(lines) + "\n"
+
+
+def groups_to_test(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups without those that took the same steps as the first one: their results are the same."""
+    same = next((members for members in same_steps(groups) if groups[0] in members), [])
+    return [group for group in groups if group is groups[0] or group not in same]
+
+
+def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, noise.Difference]]) -> str:
+    """Return the table of the differences from the first row, or what is missing for it."""
+    if not differences:
+        several = sum(bool(group.completed) for group in groups_to_test(groups)) > 1
+        lacks = "one run of a row does not show whether a difference is larger than the noise: -m seed=0,1,2,3,4 does"
+        return f"{lacks}\n" * several
+    rows: list[dict[str, Any]] = []
+    for group, name, each in differences:
+        ends = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
+        row = {"": group.label, "score": name, "runs": each.compared, "difference": f"{each.mean:+.4f}"}
+        further = f"{noise.MOST} or more" if each.further == noise.MOST else each.further
+        rows.append(row | {"95% interval": ends, "more than noise": each.verdict, "further seeds": further})
+    folds = any(run.draw[1] is not None for run in groups[0].runs)
+    pairs = f"the same {'seed and fold' if folds else 'seed'}"
+    lines = [f"\nIs a difference larger than the noise? Each row minus the first one, {groups[0].label}:\n"]
+    lines += [table(rows), "", "yes: 0 is outside the 95% interval (Student's t)"]
+    lines += [f"pairs: runs with {pairs}, which share order, augmentation and, in the same network, initial weights"]
+    if folds:
+        lines += ["folds share training samples, so the interval is wider than usual (Nadeau and Bengio, 2003)"]
+    if any(each.further for _, _, each in differences):
+        lines += [f"further seeds: of each row, to find such a difference {noise.POWER:.0%} of the time, if it is real"]
+    return "\n".join(lines) + "\n"
 
 
 def by_key(lines: Lines, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Group runs that share a config and differ in the seed, find what sets the groups apart, and read curves."""
+"""Group runs that differ in the seed or the fold only, find what sets the groups apart, and read curves."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lockstep.errors import UserError
 
 # Keys that may differ between runs of the same experiment.
-IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug)(\.|$)")
+IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug|data\.fold)(\.|$)")
 # Keys that the columns `layout` and `batch` show.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
 # Keys that decide which device computes which piece, how fast, and in which order it adds, but not what a step is.
@@ -59,6 +59,11 @@ class Run:
     def completed(self) -> bool:
         return bool(self.summary.get("status") == "completed")
 
+    @property
+    def draw(self) -> tuple[Any, Any]:
+        """The seed and the fold. Runs with the same ones have the same initial weights, order and augmentation."""
+        return self.config.get("seed"), self.config.get("data.fold")
+
     @cached_property
     def curves(self) -> dict[str, Curve]:
         return read_curves(self.folder, self.summary)
@@ -66,7 +71,7 @@ class Run:
 
 @dataclass
 class Group:
-    """Runs that differ in nothing but the seed."""
+    """Runs that differ in nothing but the seed and the fold."""
 
     runs: list[Run]
     differs: dict[str, Any]  # the keys that set it apart from other groups, without the layout
@@ -96,8 +101,8 @@ class Group:
 
     @property
     def digests(self) -> tuple[tuple[Any, Any], ...]:
-        """Return the seed and the SHA-256 of the weights of each completed run."""
-        return tuple(sorted((run.config.get("seed"), run.summary.get("weights_sha256")) for run in self.completed))
+        """Return the seed and fold, as text, and the SHA-256 of the weights of each completed run."""
+        return tuple(sorted((str(run.draw), run.summary.get("weights_sha256")) for run in self.completed))
 
     def values(self, key: str) -> list[float]:
         """Return the values of a summary key, one for each completed run that has it."""
@@ -171,7 +176,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
     gathered: dict[str, list[Run]] = {}
     for run in runs:
-        compared = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
+        compared = {key: show(value) for key, value in run.config.items() if counts(key, run.config)}
         gathered.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
     groups = [Group(members, {}) for members in gathered.values()]
     if not any(group.world for group in groups):
@@ -185,18 +190,18 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
-    """Return groups that took the same steps on different layouts, with the same seeds."""
+    """Return groups that took the same steps on different layouts, with the same seeds and folds."""
     gathered: dict[str, list[Group]] = {}
     for group in groups:
         if not group.completed or not group.completed[0].config:
             continue
-        config, seeds = group.completed[0].config, sorted(show(run.config.get("seed")) for run in group.completed)
+        config, draws = group.completed[0].config, sorted(str(run.draw) for run in group.completed)
         steps = {
             key: show(value)
             for key, value in config.items()
-            if _counts(key, config) and not PLACED.match(key) and not (key.startswith("strategy.") and _off(value))
+            if counts(key, config) and not PLACED.match(key) and not (key.startswith("strategy.") and _off(value))
         }
-        sizes = [group.layout("batch_size"), group.layout("pieces"), seeds]
+        sizes = [group.layout("batch_size"), group.layout("pieces"), draws]
         gathered.setdefault(json.dumps([steps, sizes], sort_keys=True), []).append(group)
     return [members for members in gathered.values() if len(members) > 1]
 
@@ -206,7 +211,7 @@ def _off(value: Any) -> bool:
     return value in (None, False, "none")
 
 
-def _counts(key: str, config: Mapping[str, Any]) -> bool:
+def counts(key: str, config: Mapping[str, Any]) -> bool:
     """Check whether runs that differ in a key are different experiments.
 
     With image_folder, `data_dir` is the data set, so it counts.
@@ -217,7 +222,7 @@ def _counts(key: str, config: Mapping[str, Any]) -> bool:
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys in which configs differ as they are shown, without those of the layout."""
     keys = differing([{key: show(value) for key, value in config.items()} for config in configs])
-    counting = [key for key in keys if any(_counts(key, config) for config in configs if key in config)]
+    counting = [key for key in keys if any(counts(key, config) for config in configs if key in config)]
     return [key for key in counting if not LAYOUT.match(key) and not key.endswith("_target_")]
 
 

@@ -1,19 +1,14 @@
 """What scripts/compare.py tells of two run folders."""
 
-import io
 import json
 import os
 import re
-import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import compare as program
 import numpy as np
 import pytest
+from compared_runs import LAYOUT, compare, written
 from comparison.runs import find_runs, grouped, read_curves
 from conftest import Program
 from torch.utils.tensorboard import SummaryWriter
@@ -21,29 +16,10 @@ from torch.utils.tensorboard import SummaryWriter
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "max_steps=2", "batch_size=32", "threads=1")
 
 
-def compare(*given: Path | str) -> SimpleNamespace:
-    """The program, in this process."""
-    said, complained = io.StringIO(), io.StringIO()
-    arguments = mock.patch.object(sys, "argv", ["compare.py", *map(str, given)])
-    with arguments, redirect_stdout(said), redirect_stderr(complained):
-        code = program.main()
-    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
-
-
 def rows(text: str) -> dict[str, tuple[str, str]]:
     """key -> the two values, of the table's rows."""
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {key: (one, other) for _, key, one, other in cells}
-
-
-def written(folder: Path, **summary: Any) -> Path:
-    """A run folder made by hand."""
-    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    (folder / ".hydra" / "config.yaml").write_text(
-        "lr: 0.1\nname: ${model.name}\nmodel: {name: mnist_cnn, dropout: 0.5}\n"
-    )
-    (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
 
 
 def test_two_runs_and_the_curves_of_one(tmp_path: Path) -> None:
@@ -114,9 +90,6 @@ def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, reason: st
 
 
 # Any number of runs
-
-
-LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
 
 
 def job(folder: Path, devices: int, seed: int, acc: float, speed: float, lr: float = 0.1, **summary: Any) -> None:

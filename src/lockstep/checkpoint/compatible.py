@@ -90,14 +90,6 @@ def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spli
     if before.get("_target_") != config.data.get("_target_"):
         names = [group.get("name") or group.get("_target_") for group in (config.data, before)]
         raise UserError(f"data={names[0]}, but {path} was trained on data={names[1]}: give the same data; {NEW_RUN}")
-    samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
-    if samples != now:
-        raise UserError(
-            f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
-            f"{NEW_RUN}"
-        )
-    if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
-        raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
     if changed and recorded["fingerprint"] != splits.fingerprint:
@@ -106,6 +98,14 @@ def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spli
         raise UserError(
             f"data.{name}={now_shown}, but {path} was trained with {shown}: give data.{name}={shown}; {NEW_RUN}"
         )
+    samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
+    if samples != now:
+        raise UserError(
+            f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
+            f"{NEW_RUN}"
+        )
+    if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
+        raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
 
 
 def resume_messages(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:

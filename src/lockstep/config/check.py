@@ -18,7 +18,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import instantiate
 from lockstep.config.portable import PORTABLE, missing_instructions
-from lockstep.config.schema import Keys, RunKeys
+from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.targets import check_target, targets_in
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
@@ -86,6 +86,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     if "max_steps" in overridden and "max_epochs" not in overridden and raw.get("max_steps") is not None:
         raw = {**raw, "max_epochs": None}  # the user's max_steps takes precedence over an experiment's max_epochs
     keys: Keys = check_keys("", raw)
+    chosen_fold(keys.data)
     optimizer_lr = keys.optimizer.get("lr")
     optimizer = {name: each for name, each in keys.optimizer.items() if name != "lr"}
     if "optimizer.lr" in overridden and optimizer_lr != keys.lr:

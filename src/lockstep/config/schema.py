@@ -4,6 +4,7 @@ Units and scope are beside each key in conf/train.yaml and conf/evaluate.yaml. A
 config lacks the key. A class or function that a group names by `_target_` checks its own options when it is called.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass as plain
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
@@ -13,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12
 
 from lockstep.config.value_checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
+from lockstep.errors import UserError
 
 STRICT = ConfigDict(extra="forbid", defer_build=True)  # no other keys; built on first use, which `--help` is not
 
@@ -67,11 +69,32 @@ class Data(TypedDict, total=False):
 
     val_fraction: Fraction
     split_seed: FromZero
+    folds: Annotated[int, Field(strict=True, ge=2)] | None
+    fold: FromZero | None
     augment: Augment | None
     transforms: Annotated[Transforms | None, BeforeValidator(no_file)]
     mix: Literal["mixup", "cutmix"] | None
     mix_alpha: Positive | None
     sampling: Literal["balanced"] | None
+
+
+def chosen_fold(data: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the number of folds and the fold for validation of a `data` group; None without folds.
+
+    Raises:
+        UserError: only one of the two is given, or there is no such fold.
+    """
+    folds, fold = data.get("folds"), data.get("fold")
+    if folds is None:
+        if fold is not None:
+            raise UserError(f"data.fold={fold} has no effect without data.folds: give data.folds=5, say")
+        return None
+    every = ",".join(map(str, range(folds))) if folds <= 10 else f"range({folds})"
+    if fold is None:
+        raise UserError(f"data.folds={folds} needs data.fold, 0 to {folds - 1}: -m data.fold={every} runs them all")
+    if fold >= folds:
+        raise UserError(f"data.fold={fold}: must be 0 to {folds - 1}, since data.folds={folds}")
+    return folds, fold
 
 
 @with_config(ConfigDict(extra="allow"))

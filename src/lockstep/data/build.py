@@ -12,10 +12,11 @@ from torch.utils.data import Subset
 
 from lockstep.arithmetic.order import hash64
 from lockstep.config.instantiate import instantiate
-from lockstep.config.schema import Data
+from lockstep.config.schema import Data, chosen_fold
 from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.data.datasets import Ids, Source, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.data.folds import validation_fold
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import image_of, moments, transformed
 from lockstep.errors import UserError
@@ -33,13 +34,16 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
             names the opener, which gets the other keys as options.
         data_dir: folder of downloaded data sets, or of the user's own images.
         seed: the run's seed, for an opener that takes `seed`. Ours do not, so runs with other seeds see the same data.
-            An opener that splits the data itself takes `val_fraction` and `split_seed`.
+            An opener that splits the data itself takes `val_fraction` and `split_seed`; with folds `val_fraction` is 0.
 
     Raises:
         UserError: data are missing, incomplete or damaged, or an option is out of range.
     """
     options = dict(check_data("data", config))
     val_fraction, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
+    folding = chosen_fold(options)
+    options = {key: value for key, value in options.items() if key not in ("folds", "fold")}
+    val_fraction = 0.0 if folding else val_fraction  # an opener must not hold out a part of its own
     augment = Augment(**(options.pop("augment", None) or {}))
     listed = options.pop("transforms", None) or {}
     mix, alpha, sampling = (options.pop(name, None) for name in ("mix", "mix_alpha", "sampling"))
@@ -58,8 +62,16 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
             f"{wrong}; write a function with the lines: train = {made}(...); test = {made}(...); "
             "return Source(train, test, Spec(channels, image_size, classes))"
         )
+    about = source.about
     if source.val is not None:
+        if folding:
+            has = f"data={config.get('name')} brings its own validation set"
+            raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
         train, val = source.train, source.val
+    elif folding:
+        val_ids, line = validation_fold(source.train, source.spec, *folding, split_seed)
+        train, val = divide(source.train, val_ids, source.val_candidates)
+        about = "; ".join(filter(None, [about, line]))
     else:
         train, val = hold_out(source.train, val_fraction, split_seed, source.val_candidates)
     for name, dataset in (("training", train), ("test", source.test)):
@@ -70,7 +82,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
     splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
-    splits = replace(splits, about=source.about, divided=source.divided)
+    splits = replace(splits, about=about, divided=source.divided)
     splits = with_transforms(splits, listed)
     splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:
@@ -217,11 +229,26 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
         raise UserError(
             f"data.val_fraction={fraction:g} leaves no image for training, of {samples}: use a smaller share"
         )
+    return divide(dataset, np.sort(by_hash[:val_size]), as_evaluated)
+
+
+def divide(dataset: Any, val_ids: Ids, as_evaluated: Any = None) -> tuple[Any, Any]:
+    """Return the training and the validation samples of a data set; both keep the order of samples.
+
+    Args:
+        dataset: the data set.
+        val_ids: numbers of the samples for validation, sorted.
+        as_evaluated: as of `hold_out`.
+
+    Raises:
+        UserError: `as_evaluated` has another length.
+    """
+    samples = len(dataset)
     if as_evaluated is None:
         as_evaluated = dataset
     if len(as_evaluated) != samples:
         raise UserError(
             f"data: the Source's val_candidates has {len(as_evaluated)} samples: it must have {samples}, as its train"
         )
-    train_ids, val_ids = np.sort(by_hash[val_size:]), np.sort(by_hash[:val_size])
+    train_ids = np.setdiff1d(np.arange(samples), val_ids)
     return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]

@@ -78,6 +78,7 @@ class RunRecord:
             **summarise(self.config, self.folder, status, error),
             **progress_counts(self.config, len(self.splits.train), trainer.global_step),
             "epochs": trainer.current_epoch,
+            "samples": self.splits.sizes,
             "metrics": self.metrics,
             "throughput": {
                 "samples_per_second": getattr(meter, "samples_per_second", None),
@@ -124,6 +125,7 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "steps": 0,
         "epochs": 0,
         "samples_seen": 0,
+        "samples": {},
         "metrics": {},
         "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},
         "weights_sha256": None,

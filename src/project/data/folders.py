@@ -77,7 +77,8 @@ def image_folder(
         what = "nothing is tested" if test is None else "a part of train/ is used for validation" if val is None else ""
     else:
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
-        what = "split by data.val_fraction, data.test_fraction and data.split_seed"
+        val_part = "data.val_fraction, " if val_fraction else ""  # 0 with folds
+        what = f"split by {val_part}data.test_fraction and data.split_seed"
     layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
     about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
     spec = image_spec(image_size, channels, mean, std, classes)

@@ -147,9 +147,9 @@ def image_spec(
 def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
     """Split files into training, validation and test.
 
-    The files of each class are sorted by a hash of their names and `seed`. The first ones are for validation, the next
-    ones for the test. A class with three files or more has at least one in each part. A file that is added later hardly
-    moves any other. A part with the fraction 0 is None.
+    The files of each class are sorted by a hash of their names and `seed`. The first ones are for the test, so that
+    `val_fraction` does not change it, and the next ones for validation. A class with three files or more has at least
+    one in each part. A file that is added later hardly moves any other. A part with the fraction 0 is None.
 
     Raises:
         ValueError: A fraction is out of range.
@@ -162,7 +162,7 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
     for label in np.unique(files.labels):
         members = by_hash[files.labels[by_hash] == label]
         start = 0
-        for part, fraction in ((1, val_fraction), (2, test_fraction)):
+        for part, fraction in ((2, test_fraction), (1, val_fraction)):
             least = fraction > 0 and len(members) >= 3
             stop = min(start + max(round(fraction * len(members)), int(least)), len(members) - 1)
             part_of[members[start:stop]] = part

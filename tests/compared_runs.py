@@ -1,0 +1,33 @@
+"""Run folders made by hand, and scripts/compare.py in this process."""
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import compare as program
+
+LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
+
+
+def compare(*given: Path | str) -> SimpleNamespace:
+    """The program, in this process."""
+    said, complained = io.StringIO(), io.StringIO()
+    arguments = mock.patch.object(sys, "argv", ["compare.py", *map(str, given)])
+    with arguments, redirect_stdout(said), redirect_stderr(complained):
+        code = program.main()
+    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
+
+
+def written(folder: Path, **summary: Any) -> Path:
+    """A run folder made by hand."""
+    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+    (folder / ".hydra" / "config.yaml").write_text(
+        "lr: 0.1\nname: ${model.name}\nmodel: {name: mnist_cnn, dropout: 0.5}\n"
+    )
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
