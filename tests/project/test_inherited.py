@@ -23,16 +23,19 @@ class TestFastCNN(ModuleTests):
     overrides = ["model=fast_cnn", "model.width=[4,4,8,8]", *DATA, "data.image_size=20"]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 class TestResNet9(ModuleTests):
     overrides = ["model=resnet9", "model.width=[4,4,8,8]", *DATA, "data.image_size=12", "data.mix=mixup"]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 class TestResNet18(ModuleTests):
     overrides = ["model=resnet18", "model.norm=group", *DATA, "data.image_size=9", "model.label_smoothing=0.1"]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 class TestTorchvision(ModuleTests):
     overrides = [
@@ -44,6 +47,7 @@ class TestTorchvision(ModuleTests):
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 class TestTimm(ModuleTests):

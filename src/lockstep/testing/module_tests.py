@@ -128,8 +128,8 @@ class ModuleTests:
         if names := differing(runs, "exact_one", "resumed"):
             fail(
                 f"killed after step {SAVED + 1} and continued from the checkpoint of step {SAVED}, the run has other "
-                f"weights: {few(names)}: what a later step needs must be a parameter, or be saved in "
-                f"on_save_checkpoint and restored in on_load_checkpoint{state_hint(runs)}"
+                f"weights: {few(names)}: what a later step needs must follow from self.global_step, be a parameter, or "
+                f"be saved in on_save_checkpoint and restored in on_load_checkpoint{state_hint(runs)}"
             )
 
     def test_evaluation_counts_each_sample_once(self, runs: Runs) -> None:

@@ -149,7 +149,7 @@ def make_run(overrides: list[str], folder: str, name: str) -> Any:
     work: Callable[..., Any] = changes.pop("_work", fit_and_test)
     after, at = changes.pop("_after", None), Path(folder, changes.pop("_in", name))
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
-    raw = {**compose(*overrides, f"strategy={changes.pop('strategy')}"), **SHORT}
+    raw = {**composed((*overrides, f"strategy={changes.pop('strategy')}")), **SHORT}
     raw |= {key: value for key, value in USUAL.items() if key not in chosen}
     splits = opened(tuple(overrides), int(raw["batch_size"]))
     shown = {key: options for key, options in raw["callbacks"].items() if work is fit_and_test and key not in SILENT}
@@ -161,10 +161,16 @@ def make_run(overrides: list[str], folder: str, name: str) -> Any:
     return launch(work, config, splits, at, layout=config.layout, hang_timeout=config.hang_timeout)
 
 
+@lru_cache(maxsize=8)
+def composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Return the config of these overrides."""
+    return dict(compose(*overrides))
+
+
 @lru_cache(maxsize=2)
 def opened(overrides: tuple[str, ...], batch_size: int) -> Splits:
     """Open the data set that overrides choose, and shorten it."""
-    config = compose(*overrides)
+    config = composed((*overrides, f"strategy={ONE['strategy']}"))
     return shorten(open_data(config["data"], config["data_dir"], config["seed"]), batch_size)
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.process_lifetime import disable_garbage_collector
 from lockstep.launch.signals import set_parent_death_signal
 
 HANGING = 600  # seconds until a request counts as hanging
@@ -98,6 +99,7 @@ def close() -> None:
 def serve() -> None:
     """Answer requests from stdin until it is closed. What else is printed goes to stderr."""
     set_parent_death_signal(int(sys.argv[1]))
+    disable_garbage_collector()  # until the first fork, which then exempts all that was imported
     sys.argv = ["src/train.py"]
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.set_inheritable(answers.fileno(), False)
