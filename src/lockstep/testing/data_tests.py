@@ -224,13 +224,13 @@ def steps(splits: Splits, backwards: bool = False) -> dict[tuple[int, int], list
 
 def digests(splits: Splits) -> dict[str, Any]:
     """Return what must be the same in every process that opens the data set, in plain values by what it is."""
-    found: dict[str, Any] = {"the classes of the Spec": list(splits.spec.classes)}
+    results: dict[str, Any] = {"the classes of the Spec": list(splits.spec.classes)}
     for name, _, batch in fetched(splits):
-        found[f"the samples of {name}"] = [
+        results[f"the samples of {name}"] = [
             len(getattr(splits, name)),
             *(hashlib.sha256(part).hexdigest() for part in parts(batch)),
         ]
-    return found
+    return results
 
 
 def reopened(overrides: list[str]) -> dict[str, Any]:

@@ -79,10 +79,10 @@ class ModuleTests:
 
     def test_a_sample_does_not_depend_on_its_batch(self, runs: Runs) -> None:
         """Check that `forward` gives a sample the same output alone as in a batch, in evaluation mode."""
-        found = runs.result("probe")
-        if found["skipped"]:
-            pytest.skip(found["skipped"])
-        if part := found["neighbour"]:
+        probed = runs.result("probe")
+        if probed["skipped"]:
+            pytest.skip(probed["skipped"])
+        if part := probed["neighbour"]:
             fail(
                 f"in evaluation, the output of {part} for a sample depends on the other samples of its batch: compute "
                 "over the dimensions from 1 on, never over dimension 0; a normalisation over the batch needs running "
@@ -152,15 +152,15 @@ class ModuleTests:
 
     def test_it_exports(self, runs: Runs) -> None:
         """Check that torch.export exports `forward` for batches of any size, with the same numbers."""
-        found = runs.result("probe")
-        if found.get("transfer"):
+        probed = runs.result("probe")
+        if probed.get("transfer"):
             fail(
                 "on_after_batch_transfer changes images in evaluation, and an exported file would not: move this into "
                 "forward, or do it only if self.trainer.training"
             )
-        if found["skipped"]:
-            fail(f"{found['skipped']}: forward(images) must return logits [n, num_classes]")
-        if error := found["export"]:
+        if probed["skipped"]:
+            fail(f"{probed['skipped']}: forward(images) must return logits [n, num_classes]")
+        if error := probed["export"]:
             sizes = ", ".join(map(str, EXPORTED))
             fail(
                 f"forward can't be exported for batches of {sizes}: {error}: compute with torch's operations only, "
@@ -219,7 +219,7 @@ def layout_hint(runs: Runs) -> str:
     if watched["state"]:
         reasons.append(
             f"each device has its own {few(watched['state'])}, which changes from step to step: compute it from "
-            "self.global_step, or make it a parameter"
+            "self.global_step, or turn it into a parameter"
         )
     if not reasons and differing(runs, "exact_one", "again"):
         reasons.append("a second run on one device differs too: see test_a_repetition_has_the_same_bits")

@@ -1,6 +1,5 @@
 """Calls of a module outside a run: its initial weights, its forward pass, its loss, its export."""
 
-import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,28 +54,40 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     set_up_worker(config, folder)
     module, other = make_module(config, splits), make_module(config, splits)
     states = module.state_dict(), other.state_dict()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "initial": [name for name, value in states[0].items() if not torch.equal(value, states[1][name])],
         "hyperparameters": {name: type(module.hparams[name]).__qualname__ for name in not_plain(module.hparams)},
         "skipped": None,
     }
-    module.load_state_dict(checkpoint_io.load(str(config.checkpoint), together=True)["state_dict"], strict=False)
-    module.eval().requires_grad_(False)
-    module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     batch = prepared(splits)
     if batch is None:
-        return {**found, "skipped": "a batch of this data set is not (images, labels)"}
+        return {**results, "skipped": "a batch of this data set is not (images, labels)"}
     x, y = batch
-    found["mean"] = loss_ratio(copy_of(module), x, y)
-    found["transfer"] = changes_images(copy_of(module), x, y)
-    if not overrides_method(module, "forward", pl.LightningModule):
-        return {**found, "skipped": "the module has no forward: define it, since predict.py and export.py call it"}
+    results["mean"] = loss_ratio(outside_a_run(config, splits), x, y)
     try:
-        found["neighbour"] = neighbour(copy_of(module), x)
+        results["transfer"] = changes_images(outside_a_run(config, splits), x, y)
     except Exception as error:
-        return {**found, "skipped": f"forward(images) failed: {first_line(error)}"}
-    found["export"] = export_error(module, x)
-    return found
+        return {**results, "skipped": f"on_after_batch_transfer failed outside a run: {first_line(error)}"}
+    if not overrides_method(module, "forward", pl.LightningModule):
+        return {**results, "skipped": "the module has no forward: define it, since predict.py and export.py call it"}
+    try:
+        results["neighbour"] = neighbour(outside_a_run(config, splits), x)
+    except Exception as error:
+        return {**results, "skipped": f"forward(images) failed: {first_line(error)}"}
+    results["export"] = export_error(outside_a_run(config, splits), x)
+    return results
+
+
+def outside_a_run(config: Config, splits: Splits) -> pl.LightningModule:
+    """Return the module of `config.checkpoint` in evaluation mode, with a trainer that does nothing.
+
+    Its `log` and `log_dict` do nothing either.
+    """
+    module = make_module(config, splits)
+    module.load_state_dict(checkpoint_io.load(str(config.checkpoint), together=True)["state_dict"], strict=False)
+    module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    module.log = module.log_dict = _drop  # type: ignore[method-assign]
+    return module.eval().requires_grad_(False)
 
 
 def prepared(splits: Splits) -> tuple[Tensor, Tensor] | None:
@@ -92,18 +103,6 @@ def normalised(images: Tensor, spec: Spec) -> Tensor:
     """Return uint8 images [n, C, H, W] as normalised float64."""
     mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (spec.mean, spec.std))
     return (images.double() / 255 - mean) / std
-
-
-def copy_of(module: pl.LightningModule) -> pl.LightningModule:
-    """Return a copy of a module whose `self.log` does nothing, in a trainer that does nothing."""
-    trainer, module.trainer = module.trainer, None
-    try:
-        copied = copy.deepcopy(module)
-    finally:
-        module.trainer = trainer
-    copied.trainer = trainer
-    copied.log = copied.log_dict = _drop  # type: ignore[method-assign]
-    return copied
 
 
 def loss_ratio(module: pl.LightningModule, x: Tensor, y: Tensor) -> float | None:
