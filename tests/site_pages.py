@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:python|make|pip|torchrun|scripts/|sbatch|mpirun|apt|eval|sed|export|unshare|ls) ?"
 )
-FILE = re.compile(r"`((?:src|conf)/[\w/.-]+)`")
+FILE = re.compile(r"`((?:src|conf|tests)/[\w/.-]+)`")
 # What depends on the machine or the moment: fractions, speeds, run folders, hashes, the step that was the best.
 VARIES = re.compile(
     r"outputs/\S+|\d[\d,]*(?= samples/s)|\d+(?= threads?)|\b[0-9a-f]{12,64}\b|(?<=correct )\d+|\d*\.\d+(?:e-?\d+)?"

@@ -1,5 +1,6 @@
 """Small data sets, and DataModules on them with what they ask of a Trainer."""
 
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,21 @@ def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: i
             for number in range(each):
                 Image.fromarray(rng.integers(0, 256, (20, 14, 3), dtype=np.uint8)).save(folder / f"{number}.png")
     return root
+
+
+def idx(values: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
+
+
+def write_mnist(folder: Path) -> None:
+    """Write a small set in MNIST's files."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    for prefix, count in (("train", 20), ("t10k", 5)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8) % 10))
 
 
 def one_line(error: pytest.ExceptionInfo[UserError]) -> str:

@@ -95,14 +95,6 @@ def test_every_layout_takes_the_same_steps_and_without_dropout_pieces_are_roundi
     assert distance(six, four) > 1e-4
 
 
-def test_batchnorm_sees_its_piece_on_every_layout(run_train: Program) -> None:
-    changes = ("model=fast_cnn", "data.image_size=19", "optimizer.momentum=0", "optimizer.nesterov=false")
-    task = [key for key in (*TASK, *PLAIN) if key != DROPOUT]
-    one, *others = states(run_train(*task, *changes, "strategy=ddp,dp", "devices=1,3", "-m"))
-    assert any(name.endswith("running_var") for name in one)
-    assert [distance(other, one) < 1e-10 for other in others] == [True] * 3
-
-
 # --- what a run can be told beside its layout -------------------------------------------------------------------------
 
 # Each row of conf/parity.yaml, several in a run; `python scripts/parity.py features=true` has them one by one, and

@@ -24,6 +24,7 @@ FOLLOWED_BY = {
     "use/losses-and-optimizers.md": "test_own_page.py",
     "use/own-data.md": "test_own_page.py",
     "use/metrics-callbacks-loggers.md": "test_own_page.py",
+    "use/test-your-own-code.md": "test_own_tests_page.py",
     "use/images.md": "test_data_page.py",
     "use/transforms.md": "test_data_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",

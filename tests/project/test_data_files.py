@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import http.server
 import socket
-import struct
 import threading
 from functools import partial
 from pathlib import Path
@@ -12,16 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_data import config, one_line
+from small_data import config, idx, one_line, write_mnist
 
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from project.data import files as file_sets
 from project.data import mnist
-
-
-def idx(values: np.ndarray) -> bytes:
-    return bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
 
 
 @pytest.fixture
@@ -32,13 +27,7 @@ def mnist_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise OSError("offline")
 
     monkeypatch.setattr("urllib.request.urlopen", offline)
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    rng = np.random.default_rng(1)
-    for prefix, count in (("train", 20), ("t10k", 5)):
-        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
-        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8) % 10))
+    write_mnist(tmp_path)
     return tmp_path
 
 

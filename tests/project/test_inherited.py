@@ -1,73 +1,109 @@
-"""The tests that users inherit, for the template's own; and data sets that fail them."""
+"""The template's own nets and data sets, tested by the classes that users inherit."""
 
-import os
-import time
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from small_data import write_images, write_mnist
 
-from lockstep import ArrayDataset, Spec
-from lockstep.data import Splits
 from lockstep.testing import DataTests, ModuleTests
+
+DATA = ("data=synthetic", "data.samples=100", "data.num_classes=3")
+
+# --- nets -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 class TestMnistCNN(ModuleTests):
-    overrides = "model=mnist_cnn model.dropout=0.3 data=synthetic data.samples=200 data.image_size=12"
+    overrides = ["model=mnist_cnn", "model.dropout=0.3", "model.class_weights=[1,2,5]", *DATA, "data.image_size=12"]
+
+
+@pytest.mark.slow
+class TestFastCNN(ModuleTests):
+    overrides = ["model=fast_cnn", "model.width=[4,4,8,8]", *DATA, "data.image_size=20"]
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+class TestResNet9(ModuleTests):
+    overrides = ["model=resnet9", "model.width=[4,4,8,8]", *DATA, "data.image_size=12", "data.mix=mixup"]
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+class TestResNet18(ModuleTests):
+    overrides = ["model=resnet18", "model.norm=group", *DATA, "data.image_size=9", "model.label_smoothing=0.1"]
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+class TestTorchvision(ModuleTests):
+    overrides = [
+        "model=torchvision",
+        "model.arch=mobilenet_v3_small",
+        *DATA,
+        "data.image_size=33",
+        "model.freeze=[net.features.0.*]",
+    ]
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
+class TestTimm(ModuleTests):
+    overrides = ["model=timm", "model.arch=test_efficientnet", *DATA, "data.image_size=33"]
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
 
 
 class TestDigits(DataTests):
-    overrides = "data=digits data/transforms=trivial_augment"
+    overrides = ["data=digits", "data/transforms=trivial_augment", "data.sampling=balanced"]
 
 
-SPEC = Spec(1, 12, ("a", "b"))
-IMAGES = np.random.default_rng(0).integers(0, 256, (20, 1, 12, 12), dtype=np.uint8)
+class TestSynthetic(DataTests):
+    overrides = [*DATA, "data/transforms=rand_augment"]
 
 
-def splits(train: Any, spec: Spec = SPEC) -> Splits:
-    return Splits(train, None, None, spec, "")
+class InFolder(DataTests):
+    """Data sets whose files are written first."""
+
+    options: tuple[str, ...] = ()
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def files(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Write the files, and name their folder."""
+        folder = tmp_path_factory.mktemp(cls.__name__)
+        cls.write(folder)
+        cls.overrides = [f"data_dir={folder}", *(option.replace("<folder>", str(folder)) for option in cls.options)]
+
+    @classmethod
+    def write(cls, folder: Path) -> None:
+        """Write the files."""
+        write_images(folder)
 
 
-class SharedFile:
-    """Items of a file that was opened before processes were forked: each moves the others' position."""
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(IMAGES.tobytes())
-        self.file = os.open(path, os.O_RDONLY)
-
-    def __len__(self) -> int:
-        return len(IMAGES)
-
-    def __getitem__(self, index: int) -> Any:
-        os.lseek(self.file, index * 144, os.SEEK_SET)
-        time.sleep(0.005)
-        content = os.read(self.file, 144).ljust(144)
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(1, 12, 12), torch.tensor(index % 2)
+class TestImageFolder(InFolder):
+    options = ("data=image_folder", "data/transforms=random_resized_crop")
 
 
-class Counting(SharedFile):
-    """Items that depend on how often one was fetched."""
+class TestImageList(InFolder):
+    options = ("data=image_list", "data.csv=<folder>/list.csv", "data.sampling=balanced")
 
-    count = 0
+    @classmethod
+    def write(cls, folder: Path) -> None:
+        """Write images in folders and a list of them."""
+        write_images(folder, each=20)
+        paths = sorted(folder.glob("*/*/*.png"))
+        rows = [f"{path.relative_to(folder)},{path.parent.name}" for path in paths]
+        (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
 
-    def __getitem__(self, index: int) -> Any:
-        self.count += 1
-        image, label = super().__getitem__(index)
-        return image + self.count, label
 
+class TestMnist(InFolder):
+    options = ("data=mnist",)
 
-def test_data_that_do_not_keep_it_fail(tmp_path: Path) -> None:
-    tests, shared = DataTests(), splits(SharedFile(tmp_path / "images"))
-    tests.test_samples_are_as_the_spec_has_them(shared)  # the controls
-    tests.test_samples_are_the_same_when_they_are_fetched_again(shared)
-    with pytest.raises(AssertionError):
-        tests.test_other_processes_fetch_the_same(shared)
-    with pytest.raises(AssertionError):
-        tests.test_samples_are_the_same_when_they_are_fetched_again(splits(Counting(tmp_path / "counted")))
-    labels = np.arange(20) % 3
-    for wrong in (Spec(3, 12, ("a", "b", "c")), Spec(1, 14, ("a", "b", "c")), SPEC):
-        with pytest.raises(AssertionError):
-            tests.test_samples_are_as_the_spec_has_them(splits(ArrayDataset(IMAGES, labels), wrong))
+    @classmethod
+    def write(cls, folder: Path) -> None:
+        """Write a small set in MNIST's files."""
+        write_mnist(folder)

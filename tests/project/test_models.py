@@ -1,4 +1,4 @@
-"""The nets: sizes, switches, weights that follow from the seed, refusals."""
+"""The nets: sizes, switches, refusals. test_inherited.py trains them."""
 
 from dataclasses import replace
 from functools import partial
@@ -55,19 +55,6 @@ def test_dropout_is_off_unless_asked_for() -> None:
     assert torch.equal(torch.get_rng_state(), before), "without dropout nothing may draw random numbers"
     assert not torch.equal(on(x), on(x))
     assert torch.equal(on.eval()(x), off(x)), "same weights, same parameter names"
-
-
-@pytest.mark.parametrize("build", [mnist_cnn, fast_cnn, resnet9, resnet18, partial(resnet18, norm="group")])
-def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> None:
-    first, second = [(torch.manual_seed(7), build())[1] for _ in range(2)]
-    for key, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[key])
-    state = first.state_dict()
-    batch = torch.randn_like(first.example_input_array), torch.tensor([0, 2])
-    first.training_step(batch, 0)
-    first.configure_optimizers()
-    assert set(first.state_dict()) == set(state) == {f"net.{key}" for key in first.net.state_dict()}
-    assert {name for name, _ in first.named_buffers()} == {f"net.{name}" for name, _ in first.net.named_buffers()}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Nets of torchvision and timm by their names: sizes, weights, refusals, whole runs."""
+"""Nets of torchvision and timm by their names: sizes, weights, refusals. test_inherited.py trains them."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from conftest import TINY, Program, summary_of
+from conftest import composed
 from small_models import task
 
 from lockstep.errors import UserError
@@ -113,15 +113,5 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
         torchvision(weights=str(tmp_path / "none.pth"))
 
 
-@pytest.mark.proof
-@pytest.mark.slow
-def test_a_named_net_is_the_same_bits_on_every_layout(tmp_path: Path) -> None:
-    run: tuple[str, ...] = (*TINY, "model=timm", "model.arch=test_efficientnet", "data.samples=100", "max_epochs=1")
-    run += ("data.image_size=33", "batch_size=30", "pieces=3", "exact=true", "lr=0.01", "logger=none")
-    jobs = Program(tmp_path / "layouts")(*run, "strategy=dp,ddp", "devices=3", "-m").jobs
-    jobs += [Program(tmp_path / "alone")(*run).folder]
-    (sha,) = {summary_of(job)["weights_sha256"] for job in jobs}
-    assert summary_of(jobs[0])["name"] == "test_efficientnet_synthetic"
-    other = Program(tmp_path / "other")(*run, "seed=1")
-    assert other.summary["weights_sha256"] != sha
-    Program(tmp_path / "tested", "src/evaluate.py")(f"checkpoint={jobs[1]}")
+def test_a_named_net_names_the_run() -> None:
+    assert composed("model=timm", "model.arch=test_efficientnet")["name"] == "test_efficientnet_digits"

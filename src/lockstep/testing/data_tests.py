@@ -1,0 +1,251 @@
+"""Tests of a user's data set."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.data.build import open_data
+from lockstep.data.datasets import Ids, Splits, fetch, labels_of
+from lockstep.errors import UserError
+from lockstep.launch.parent import launch
+from lockstep.run.api import compose
+from lockstep.testing.module_tests import fail
+from lockstep.testing.runs import check_overrides
+from lockstep.testing.server import server
+
+SAMPLES = 16  # evenly spaced samples of each split that are compared
+HANGING = 60.0  # seconds until a process that fetches them counts as hanging
+EPOCHS = 2
+SEEDED = "draw from the global generators of torch, Python or numpy, which are seeded for each sample"
+
+
+class DataTests:
+    """Tests of a data set. Inherit them: `class TestStripes(DataTests): overrides = ["data=stripes"]`.
+
+    They fetch up to 16 evenly spaced samples of each split, with transforms. A test that can't hold for a data set is
+    left out by setting it to None: `test_labels_are_in_range = None`.
+
+    Attributes:
+        overrides: command-line overrides that choose the data set, its options and transforms.
+    """
+
+    overrides: ClassVar[Sequence[str]] = ()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def splits(cls) -> Splits:
+        """Open the data set; fail if it can't be opened."""
+        return opened(cls.overrides)
+
+    def test_images_are_as_the_spec_has_them(self, splits: Splits) -> None:
+        """Check that images are uint8 or float, [channels, image_size, image_size]."""
+        spec = splits.spec
+        for name, _, batch in fetched(splits):
+            if not (isinstance(batch, list | tuple) and len(batch) >= 2 and isinstance(batch[0], Tensor)):
+                fail(f"a sample of {name} is no pair of tensors: return (image, label), the image a tensor [C, H, W]")
+            shape, wanted = tuple(batch[0].shape[1:]), (spec.channels, spec.image_size, spec.image_size)
+            if shape != wanted:
+                sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
+                fail(
+                    f"images of {name} are {sizes[0]}, but the Spec has {sizes[1]}: return images [C, H, W] of one "
+                    "size, and give Spec(channels=..., image_size=...) the same numbers"
+                )
+            if batch[0].dtype != torch.uint8 and not batch[0].is_floating_point():
+                fail(f"images of {name} are {batch[0].dtype}: return uint8, 0 to 255, or normalised floats")
+
+    def test_labels_are_in_range(self, splits: Splits) -> None:
+        """Check that labels are int64, from 0 to the number of classes in the `Spec`."""
+        for name, ids, batch in fetched(splits):
+            labels = batch[1]
+            if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
+                shown = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+                fail(
+                    f"a batch of labels of {name} is {shown}: return one int or int64 tensor for each sample; for "
+                    "another kind of target, set test_labels_are_in_range = None"
+                )
+            check_range(name, ids, labels.numpy(), splits)
+            try:
+                stored = labels_of(getattr(splits, name))  # of all samples
+            except UserError:
+                continue
+            check_range(name, np.arange(len(stored)), stored, splits)
+            if wrong := [int(at) for at, label in zip(ids, labels, strict=True) if int(label) != stored[at]]:
+                fail(
+                    f"sample {wrong[0]} of {name} has another label than its entry in the attribute `labels` or "
+                    "`targets`: give both one order"
+                )
+
+    def test_opened_again_it_has_the_same_samples_in_the_same_order(
+        self, splits: Splits, request: pytest.FixtureRequest
+    ) -> None:
+        """Check that another process that opens the data set gets the same samples, labels and classes."""
+        before, call = digests(splits), server(request.session).call
+        try:
+            after = call("lockstep.testing.data_tests.reopened", overrides=list(self.overrides))
+        except UserError as error:
+            fail(f"another process could not open the data set: {error}")
+        for what, value in before.items():
+            if after[what] != value:
+                fail(
+                    f"opened again, {what} differ: a data set must be the same in every process and every run: sort "
+                    "what comes from a set or from listing a folder, and seed what is drawn "
+                    "(numpy.random.default_rng(0))"
+                )
+
+    def test_the_order_of_a_step_is_a_pure_function(self, splits: Splits) -> None:
+        """Check that the samples of a step follow from seed, epoch and step alone, whatever was computed before."""
+        if len({len(splits.train) for _ in range(3)}) > 1 or steps(splits) != steps(splits, backwards=True):
+            fail(
+                "the samples of a step differ when they are computed again: __len__ and the attribute `labels` or "
+                "`targets` must always return the same"
+            )
+
+    def test_a_sample_follows_from_seed_epoch_and_number(self, splits: Splits) -> None:
+        """Check that a training sample with its transforms is the same alone, in a batch, and fetched again."""
+        ids = chosen(splits.train)
+        first, again = (parts(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
+        if wrong := unequal(ids, first, again):
+            fail(
+                f"sample {wrong[0]} of train is another one when it is fetched again: {SEEDED}, and not from a "
+                "generator that you make (random.Random(), numpy.random.default_rng()); leave out draws = False, and "
+                "keep no state between calls"
+            )
+        turned = parts(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
+        alone = [part for each in ids for part in parts(fetch(splits.train, np.array([each]), seed=0, epoch=1))]
+        if wrong := unequal(ids, first, turned) or unequal(ids, first, alone):
+            fail(
+                f"sample {wrong[0]} of train is another one in another batch: other layouts have other batches: let "
+                "__getitems__ return a list of samples, each drawn by itself, or leave it out and define __getitem__"
+            )
+
+    def test_validation_and_test_are_not_augmented(self, splits: Splits) -> None:
+        """Check that samples of validation and test do not depend on the seed."""
+        for name in ("val", "test"):
+            if (part := getattr(splits, name)) is None:
+                continue
+            ids = chosen(part)
+            one, other = (parts(fetch(part, ids, seed=seed, epoch=seed)) for seed in (0, 1))
+            if wrong := unequal(ids, one, other):
+                fail(
+                    f"sample {wrong[0]} of {name} is random: give the Source val= and test= without augmentation, or "
+                    "val_candidates= (the samples of train without it), or leave augmentation to conf/data/transforms/"
+                )
+
+    def test_processes_that_fetch_at_the_same_time_get_the_same(self, splits: Splits) -> None:
+        """Check that two forked processes fetch the same bits at the same time: they must not share a file position."""
+        context = get_context("fork")
+        answers, expected = context.SimpleQueue(), samples_of(splits)
+
+        def compare() -> None:
+            torch.set_num_threads(1)  # a forked child does not have the parent's threads
+            answers.put(samples_of(splits) == expected)
+
+        children = [context.Process(target=compare, daemon=True) for _ in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(HANGING)
+        if [child.exitcode for child in children] != [0, 0] or not all(answers.get() for _ in children):
+            fail(
+                "two processes that fetch at the same time get other samples, or fail: open a file at first use in "
+                "__getitem__, never in __init__, since forked processes share an open file's position"
+            )
+
+
+def opened(overrides: Sequence[str]) -> Splits:
+    """Open the data set that overrides choose; fail the test if that is refused."""
+    try:
+        config = compose(*check_overrides(overrides))
+        return open_data(config["data"], config["data_dir"], config["seed"])
+    except UserError as error:
+        fail(f"{' '.join(overrides)}: {error}")
+
+
+def check_range(name: str, ids: Ids, labels: Any, splits: Splits) -> None:
+    """Fail if a label of a split is no number of a class."""
+    last = splits.spec.num_classes - 1
+    outside = np.flatnonzero((labels < 0) | (labels > last))
+    if len(outside):
+        at = outside[0]
+        fail(
+            f"sample {ids[at]} of {name} has the label {labels[at]}, and the Spec has {last + 1} classes: "
+            f"labels must be 0 to {last}, in the order of Spec(classes=...)"
+        )
+
+
+def chosen(dataset: Any) -> Ids:
+    """Return the numbers of up to SAMPLES samples, evenly spaced over a data set."""
+    return np.unique(np.linspace(0, len(dataset) - 1, SAMPLES).astype(np.int64))
+
+
+def fetched(splits: Splits) -> Iterator[tuple[str, Ids, Any]]:
+    """Yield name, sample numbers and batch of each split, fetched as in the first epoch of a run."""
+    for name in ("train", "val", "test"):
+        if (part := getattr(splits, name)) is not None:
+            ids = chosen(part)
+            yield name, ids, fetch(part, ids)
+
+
+def parts(batch: Any) -> list[bytes]:
+    """Return the samples of a batch as bytes: of a tensor by its first dimension, of other values all at once."""
+    if isinstance(batch, Tensor):
+        return [each.contiguous().numpy().tobytes() for each in batch]
+    values = list(batch.values()) if isinstance(batch, dict) else batch
+    if not isinstance(values, list | tuple):
+        return [repr(values).encode()]
+    return [b"".join(each) for each in zip(*map(parts, values), strict=False)]
+
+
+def unequal(ids: Ids, one: Sequence[bytes], other: Sequence[bytes]) -> list[int]:
+    """Return the numbers of the samples whose bytes differ."""
+    return [int(number) for number, a, b in zip(ids, one, other, strict=False) if a != b]
+
+
+def samples_of(splits: Splits) -> list[list[bytes]]:
+    """Return the chosen samples of each split as bytes."""
+    return [parts(batch) for _, _, batch in fetched(splits)]
+
+
+def steps(splits: Splits, backwards: bool = False) -> dict[tuple[int, int], list[int]]:
+    """Return the sample numbers of some steps by their place (epoch, step), computed in this or the reverse order."""
+    size = min(SAMPLES, len(splits.train))
+    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=size)
+    order = splits.order(layout, seed=0)
+    places = [(epoch, step) for epoch in range(EPOCHS) for step in range(min(2, order.steps_per_epoch))]
+    return {place: np.asarray(order.step(*place)).tolist() for place in (places[::-1] if backwards else places)}
+
+
+def digests(splits: Splits) -> dict[str, Any]:
+    """Return what must be the same in every process that opens the data set, in plain values by what it is."""
+    results: dict[str, Any] = {"the classes of the Spec": list(splits.spec.classes)}
+    for name, _, batch in fetched(splits):
+        results[f"the samples of {name}"] = [
+            len(getattr(splits, name)),
+            *(hashlib.sha256(part).hexdigest() for part in parts(batch)),
+        ]
+    return results
+
+
+def reopened(overrides: list[str]) -> dict[str, Any]:
+    """Open a data set in a new worker, and return its digests. The server calls this.
+
+    Raises:
+        UserError: the data set can't be opened.
+        WorkerFailed: its samples can't be fetched.
+    """
+    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=1)
+    result: dict[str, Any] = launch(digests_of, overrides, layout=layout)
+    return result
+
+
+def digests_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """Open a data set in this process, and return its digests; raise as `reopened`."""
+    config = compose(*overrides)
+    return digests(open_data(config["data"], config["data_dir"], config["seed"]))

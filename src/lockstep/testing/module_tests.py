@@ -1,0 +1,226 @@
+"""Tests of a user's module."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+from torch import Tensor
+
+from lockstep.testing.probe import CLOSE, EXPORTED
+from lockstep.testing.runs import SAVED, STEPS, Runs
+from lockstep.testing.server import server
+from lockstep.text import join_names, plural
+
+METRIC = 1e-5  # relative difference of a metric that counts as rounding: torchmetrics' states are float32
+RULES = "docs/use/module-rules.md has what a module must respect"
+
+
+class ModuleTests:
+    """Tests of a module. Inherit them: `class TestMine(ModuleTests): overrides = ["model=mine"]`.
+
+    The runs are short: four optimizer steps of 16 samples in 4 pieces, with evenly spaced samples of the data set, on
+    the CPU, in a process of their own. Each is made when a test first needs it. A test that can't hold for a module is
+    left out by setting it to None: `test_it_exports = None`.
+
+    Attributes:
+        overrides: command-line overrides that choose the module, its data set and its options. `batch_size=` and
+            `pieces=` may be among them; layout, precision and length are the tests' choice.
+        tolerance: largest relative difference of a weight in float64 that counts as rounding.
+    """
+
+    overrides: ClassVar[Sequence[str]] = ()
+    tolerance: ClassVar[float] = 1e-8
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+        """Return the runs of this class; each is made when a test first needs it."""
+        return Runs(cls.overrides, tmp_path_factory.mktemp(cls.__name__), server(request.session))
+
+    def test_it_builds(self, runs: Runs) -> None:
+        """Check that two modules built with one seed have the same weights and buffers."""
+        if names := runs.result("probe")["initial"]:
+            fail(
+                f"built twice with one seed, the module has other weights: {few(names)}: draw them from torch's "
+                "default generator, which `seed` seeds (torch.nn.init, torch.randn), and not from numpy's default_rng()"
+            )
+
+    def test_it_trains(self, runs: Runs) -> None:
+        """Check that a run completes, that its weights are finite, and that training changes them."""
+        assert (runs.result("exact_one")["status"], runs.result("exact_one")["steps"]) == ("completed", STEPS)
+        if names := [name for name, value in runs.weights("exact_one").items() if not value.isfinite().all()]:
+            fail(f"after {STEPS} steps these are not finite: {few(names)}: use a smaller lr, or a loss without log(0)")
+        if not runs.watched()["trains"]:
+            fail(
+                f"{plural(STEPS, 'step')} changed no weight: training_step must return a loss that follows from the "
+                "weights, and configure_optimizers must give the optimizer self.parameters()"
+            )
+
+    def test_its_hyperparameters_are_plain(self, runs: Runs) -> None:
+        """Check that checkpoints can hold what `save_hyperparameters` saves: numbers, texts, lists, dicts, tensors."""
+        if named := runs.result("probe")["hyperparameters"]:
+            listed = join_names([f"{name} ({kind})" for name, kind in named.items()])
+            fail(
+                f"hyperparameters that are no plain data: {listed}: checkpoints leave them out, so write "
+                f"self.save_hyperparameters(ignore={list(named)})"
+            )
+
+    def test_training_step_returns_a_mean(self, runs: Runs) -> None:
+        """Check that a batch that has each sample twice has the same loss; in evaluation mode, without dropout."""
+        ratio = runs.result("probe").get("mean")
+        if ratio is None:
+            pytest.skip("the loss is random or zero, or can't be computed outside a run")
+        if abs(ratio - 1) > CLOSE:
+            fail(
+                f"with each sample twice, training_step returns {ratio:.4g} times the loss: it must return the mean "
+                "over the samples (reduction='mean'), since a step is cut into pieces of unequal sizes"
+            )
+
+    def test_a_sample_does_not_depend_on_its_batch(self, runs: Runs) -> None:
+        """Check that `forward` gives a sample the same output alone as in a batch, in evaluation mode."""
+        probed = runs.result("probe")
+        if probed["skipped"]:
+            pytest.skip(probed["skipped"])
+        if part := probed["neighbour"]:
+            fail(
+                f"in evaluation, the output of {part} for a sample depends on the other samples of its batch: compute "
+                "over the dimensions from 1 on, never over dimension 0; a normalisation over the batch needs running "
+                "statistics (track_running_stats=True)"
+            )
+
+    def test_a_repetition_has_the_same_bits(self, runs: Runs) -> None:
+        """Check that a second run with the same seed ends with the same bits, and draws from torch's generator only."""
+        if names := runs.watched()["generators"]:
+            fail(
+                f"training draws from {join_names(names)}: draw from torch instead (torch.rand, torch.randint, "
+                "torch.randperm), whose default generator is seeded for every piece"
+            )
+        if differing(runs, "exact_one", "again"):
+            fail(
+                "a second run with the same seed has other weights: draw from torch's default generator (torch.rand), "
+                "and not from one without a seed (numpy's default_rng(), random.SystemRandom()) or the clock"
+                + state_hint(runs)
+            )
+
+    @pytest.mark.parametrize("layout", ["ddp", "dp"])
+    def test_a_layout_has_the_same_weights(self, runs: Runs, layout: str) -> None:
+        """Check that ddp on two devices and dp on three give the weights of one device, to rounding in float64."""
+        one, other = runs.weights("rounded_one"), runs.weights(f"rounded_{layout}")
+        apart = distances(one, other)
+        if names := [name for name, far in apart.items() if not far <= self.tolerance]:
+            fail(
+                f"with {runs.layout(f'rounded_{layout}')} the weights differ from those of one device by up "
+                f"to {max(apart.values()):.1e} of their size: {few(names)}{layout_hint(runs)}"
+            )
+
+    @pytest.mark.parametrize("layout", ["ddp", "dp"])
+    def test_a_layout_has_the_same_bits_with_exact(self, runs: Runs, layout: str) -> None:
+        """Check that with exact=true ddp on two devices and dp on three give the bits of one device."""
+        if names := differing(runs, "exact_one", f"exact_{layout}"):
+            fail(
+                f"with {runs.layout(f'exact_{layout}')} these have other bits than on one device: "
+                f"{few(names)}{layout_hint(runs)}"
+            )
+
+    def test_a_killed_run_continues_to_the_same_bits(self, runs: Runs) -> None:
+        """Check that a run that is killed and started again ends with the bits of one that was never killed."""
+        if names := differing(runs, "exact_one", "resumed"):
+            fail(
+                f"killed after step {SAVED + 1} and continued from the checkpoint of step {SAVED}, the run has other "
+                f"weights: {few(names)}: what a later step needs must follow from self.global_step, be a parameter, or "
+                f"be saved in on_save_checkpoint and restored in on_load_checkpoint{state_hint(runs)}"
+            )
+
+    def test_evaluation_counts_each_sample_once(self, runs: Runs) -> None:
+        """Check that validation and test give the same numbers in batches of one and four, and on two devices."""
+        advice = "log a mean over the samples of a batch by self.log without batch_size=, or log a torchmetrics metric"
+        compared = [("rounded_one", "rounded_ddp", "val")]
+        if measured(runs.result("exact_one")["metrics"], "test"):
+            compared = [("tested_alone", "tested_one", ""), ("tested_one", "tested_ddp", ""), *compared]
+        for one, other, part in compared:
+            before, after = (measured(runs.result(name)["metrics"], part) for name in (one, other))
+            for name in sorted({*before, *after}):
+                values = [numbers.get(name, float("nan")) for numbers in (before, after)]
+                if abs(values[0] - values[1]) <= METRIC * max(map(abs, values)):
+                    continue
+                if one == "tested_alone":
+                    where, why = "in batches of one sample, in batches of four", "it depends on how samples are grouped"
+                else:
+                    where, why = "on one device, on two", "what a module collects itself has one device's samples"
+                fail(f"{name} is {values[0]:.6g} {where.replace(', ', f' and {values[1]:.6g} ')}: {why}: {advice}")
+
+    def test_it_exports(self, runs: Runs) -> None:
+        """Check that torch.export exports `forward` for batches of any size, with the same numbers."""
+        probed = runs.result("probe")
+        if probed.get("transfer"):
+            fail(
+                "on_after_batch_transfer changes images in evaluation, and an exported file would not: move this into "
+                "forward, or do it only if self.trainer.training"
+            )
+        if probed["skipped"]:
+            fail(f"{probed['skipped']}: forward(images) must return logits [n, num_classes]")
+        if error := probed["export"]:
+            sizes = ", ".join(map(str, EXPORTED))
+            fail(
+                f"forward can't be exported for batches of {sizes}: {error}: compute with torch's operations only, "
+                "without .item(), and without `if` and loops that depend on values or on the size of the batch"
+            )
+
+
+def fail(message: str) -> NoReturn:
+    """Fail the test with a message and without a traceback, which would show our code."""
+    pytest.fail(message, pytrace=False)
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more it has."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norm of the difference of two runs' tensors by name, as a part of the first one's norm.
+
+    The divisor is at least a thousandth of the norm of all tensors: the bias before a BatchNorm, for example, has a
+    gradient that is zero but for rounding, so its relative difference means nothing.
+    """
+    norms = {name: float(tensor.double().norm()) for name, tensor in one.items()}
+    least = 1e-3 * math.hypot(*norms.values())
+    return {
+        name: float((one[name].double() - other[name].double()).norm()) / (max(norms[name], least) or 1.0)
+        for name in one
+    }
+
+
+def differing(runs: Runs, one: str, other: str) -> list[str]:
+    """Return the names of the weights and running statistics of two runs whose bits differ."""
+    first, second = runs.weights(one), runs.weights(other)
+    return [name for name in first if first[name].numpy().tobytes() != second[name].numpy().tobytes()]
+
+
+def measured(metrics: Mapping[str, Any], part: str) -> dict[str, float]:
+    """Return the numbers of validation or test whose names begin with `part`."""
+    return {
+        name: float(value) for name, value in metrics.items() if name.startswith(part) and not name.startswith("train")
+    }
+
+
+def state_hint(runs: Runs) -> str:
+    """Return a line about what changes from step to step beside the parameters; "" if nothing does."""
+    names = runs.watched()["state"]
+    return f"\nchanges from step to step, and is no parameter: {few(names)}" if names else ""
+
+
+def layout_hint(runs: Runs) -> str:
+    """Return what to change where layouts differ."""
+    watched, reasons = runs.watched(), []
+    if watched["generators"]:
+        reasons.append(f"training draws from {join_names(watched['generators'])}: draw from torch instead (torch.rand)")
+    if watched["state"]:
+        reasons.append(
+            f"each device has its own {few(watched['state'])}, which changes from step to step: compute it from "
+            "self.global_step, or turn it into a parameter"
+        )
+    if not reasons and differing(runs, "exact_one", "again"):
+        reasons.append("a second run on one device differs too: see test_a_repetition_has_the_same_bits")
+    return "\n" + "\n".join(reasons or [RULES])

@@ -1,0 +1,285 @@
+"""Modules and data sets with one fault each, which `lockstep.testing` must find; and one of each without a fault."""
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from own_modules import CLASSES, SIZE, LitDigits
+from torch import nn
+
+from lockstep import ArrayDataset, Source, Spec
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Sound(LitDigits):
+    """What a module may have: dropout, state of one evaluation, a short name for its metrics, noise from torch."""
+
+    def extend(self):
+        self.dropout, self.outputs = nn.Dropout(0.2), []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(self.dropout(x) + 0.1 * torch.randn_like(x)), y)
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append(len(batch[1]))
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        self.outputs.clear()
+
+
+class Sum(LitDigits):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y, reduction="sum")
+
+
+class Neighbours(LitDigits):
+    def forward(self, x):
+        return self.net(x) - self.net(x).mean(0)
+
+
+class BatchStatistics(LitDigits):
+    def extend(self):
+        self.net.insert(0, nn.BatchNorm2d(1, track_running_stats=False))
+
+
+class Counts(LitDigits):
+    count = 0
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        return super().training_step(batch, batch_idx) / self.count
+
+
+class Average(LitDigits):
+    """One that follows its loss in a buffer: each device has its own, and a checkpoint has rank zero's."""
+
+    def extend(self):
+        self.register_buffer("average", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.average.lerp_(loss.detach().to(self.average), 0.5)
+        return loss / self.average
+
+
+class ByRank(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.global_rank)
+
+
+class PythonDraws(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * random.random()
+
+
+class NumpyDraws(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * np.random.rand()  # noqa: NPY002
+
+
+class OwnGenerator(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * np.random.default_rng().random()
+
+
+class OtherWeights(LitDigits):
+    def extend(self):
+        self.net[1].weight.data = torch.from_numpy(np.random.default_rng().normal(size=(16, SIZE**2))).float() / SIZE
+
+
+class NotPlain(LitDigits):
+    def extend(self):
+        self.hparams["activation"] = F.relu
+
+
+class NotExported(LitDigits):
+    def forward(self, x):
+        return self.net(x) if x.mean() > 0 else self.net(-x)
+
+
+class Resized(LitDigits):
+    """One whose evaluation changes images outside `forward`."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] / 2, batch[1]
+
+
+class NoForward(pl.LightningModule):
+    """One that has no test either."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/acc", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Still(LitDigits):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Infinite(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / 0
+
+
+class Fails(LitDigits):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("the shapes do not fit")
+
+
+class CountsBatches(LitDigits):
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test/loss", F.cross_entropy(self(x), y), batch_size=1)
+
+
+class Collects(LitDigits):
+    def on_test_epoch_start(self):
+        self.wrong = 0
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.wrong += int((self(x).argmax(1) != y).sum())
+
+    def on_test_epoch_end(self):
+        self.log("test/wrong", float(self.wrong))
+
+
+# --- data sets --------------------------------------------------------------------------------------------------------
+
+SPEC = Spec(1, SIZE, tuple("abc"))
+IMAGES = np.random.default_rng(0).integers(0, 256, (60, 1, SIZE, SIZE), dtype=np.uint8)
+LABELS = np.arange(60) % CLASSES
+NAMES = [f"class {number}" for number in range(30)]
+
+
+class Items:
+    """Items without a fault; `labels` are known."""
+
+    labels = LABELS
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.from_numpy(IMAGES[index]), torch.tensor(int(LABELS[index]))
+
+
+def turned(image: Any, generator: Any) -> Any:
+    return torch.rot90(image, int(generator.integers(4)), (1, 2))
+
+
+class Augmented(Items):
+    """Augmented as it should be: from a global generator, sample by sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return torch.rot90(image, int(torch.randint(4, ())), (1, 2)), label
+
+
+class Unseeded(Items):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return turned(image, np.random.default_rng()), label
+
+
+class DrawsNothing(Augmented):
+    draws = False
+
+
+class Counted(Items):
+    """Items that depend on how often one was fetched."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        image, label = super().__getitem__(index)
+        return image + self.count, label
+
+
+class DrawnTogether(Items):
+    """A whole batch at once, with one draw for each of its samples."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        images, labels = zip(*(self[int(index)] for index in indices), strict=True)
+        shifts = torch.randint(100, (len(images), 1, 1, 1), dtype=torch.uint8)
+        return torch.stack(images) + shifts, torch.stack(labels)
+
+
+class OtherLabels(Items):
+    @property
+    def labels(self) -> Any:  # type: ignore[override]
+        return np.random.default_rng().permutation(LABELS)
+
+
+class TurnedLabels(Items):
+    labels = LABELS[::-1].copy()
+
+
+class FloatLabels(Items):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, label.float()
+
+
+class Texts(Items):
+    """Items in a dict."""
+
+    def __getitem__(self, index: int) -> Any:
+        return dict(zip(("image", "label"), super().__getitem__(index), strict=True))
+
+
+class Integers(Items):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image.int(), label
+
+
+class SharedFile(Items):
+    """Items of a file that was opened before processes were forked: each moves the others' position."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(IMAGES.tobytes())
+        self.file = os.open(path, os.O_RDONLY)
+
+    def __getitem__(self, index: int) -> Any:
+        size = SIZE * SIZE
+        os.lseek(self.file, index * size, os.SEEK_SET)
+        time.sleep(0.005)
+        content = os.read(self.file, size).ljust(size)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(1, SIZE, SIZE), super().__getitem__(index)[
+            1
+        ]
+
+
+def sound() -> Source:
+    return Source(Augmented(), Items(), SPEC, val_candidates=Items())
+
+
+def shuffled() -> Source:
+    order = np.random.default_rng().permutation(len(IMAGES))
+    return Source(ArrayDataset(IMAGES[order], LABELS[order]), Items(), SPEC)
+
+
+def classes_of_a_set() -> Source:
+    return Source(Items(), Items(), Spec(1, SIZE, tuple(set(NAMES))))

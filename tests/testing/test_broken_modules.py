@@ -1,0 +1,90 @@
+"""`ModuleTests`: a module without a fault passes them all, and each fault fails its test with a message that helps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.testing import ModuleTests
+from lockstep.testing.runs import Runs
+from lockstep.testing.server import server
+
+DATA = ("~model", "data=synthetic", "data.samples=100", "data.image_size=12", "data.num_classes=3")
+pytestmark = pytest.mark.slow
+
+NAMES = sorted(name for name in vars(ModuleTests) if name.startswith("test_"))
+
+
+def overrides(module: str) -> list[str]:
+    return [*DATA, f"+model._target_=broken_code.{module}", "+model.name=broken"]
+
+
+class TestSound(ModuleTests):
+    overrides = overrides("Sound")
+
+
+FAULTS = [
+    ("Sum", "training_step_returns_a_mean", "returns 2 times the loss: it must return the mean over the samples"),
+    ("Neighbours", "a_sample_does_not_depend_on_its_batch", "the output of forward for a sample depends on the other"),
+    (
+        "BatchStatistics",
+        "a_sample_does_not_depend_on_its_batch",
+        r"of net.0 \(BatchNorm2d\) .*track_running_stats=True",
+    ),
+    ("Counts", "a_layout_has_the_same_weights", "own count, which changes from step to step: .*self.global_step"),
+    ("Counts", "a_killed_run_continues_to_the_same_bits", "changes from step to step, and is no parameter: count"),
+    ("Average", "a_layout_has_the_same_bits_with_exact", "each device has its own average, which changes"),
+    ("ByRank", "a_layout_has_the_same_weights", "strategy=ddp devices=2 .*net.1.weight.*module-rules.md"),
+    ("PythonDraws", "a_repetition_has_the_same_bits", "draws from Python's random: draw from torch instead"),
+    ("NumpyDraws", "a_repetition_has_the_same_bits", "draws from numpy's np.random: draw from torch instead"),
+    ("PythonDraws", "a_layout_has_the_same_weights", "draws from Python's random: draw from torch instead"),
+    ("OwnGenerator", "a_repetition_has_the_same_bits", "a second run with the same seed has other weights: draw from"),
+    ("OwnGenerator", "a_layout_has_the_same_weights", "a second run on one device differs too"),
+    ("OtherWeights", "it_builds", "built twice with one seed, the module has other weights: net.1.weight: draw them"),
+    ("NotPlain", "its_hyperparameters_are_plain", r"activation \(function\): .*save_hyperparameters\(ignore=\['activ"),
+    ("NotExported", "it_exports", "can't be exported for batches of 1, 2, 7: .*without `if` and loops that depend on"),
+    ("Resized", "it_exports", "on_after_batch_transfer changes images in evaluation, .*move this into forward"),
+    ("NoForward", "it_exports", "has no forward: define it"),
+    ("Still", "it_trains", "4 steps changed no weight: training_step must return a loss that follows from the weights"),
+    ("Infinite", "it_trains", "the run with strategy=auto precision=32-true exact=true failed: .*"),
+    ("Fails", "it_trains", "the run with strategy=auto .* failed: .*the shapes do not fit"),
+    ("CountsBatches", "evaluation_counts_each_sample_once", "test/loss is .* in batches of one .*without batch_size="),
+    ("Collects", "evaluation_counts_each_sample_once", "test/wrong is .* on one device and .* on two: .*one device's"),
+]
+FIRST = {test: module for module, test, _ in reversed(FAULTS)}  # of each test; the others are left to `make proof`
+CASES = [
+    pytest.param(module, test, says, id=f"{module}-{test}", marks=[pytest.mark.proof] * (FIRST[test] != module))
+    for module, test, says in FAULTS
+]
+
+
+@pytest.fixture(scope="module")
+def runs_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that returns the runs of a broken module."""
+    made: dict[str, Runs] = {}
+
+    def runs(module: str) -> Runs:
+        if module not in made:
+            made[module] = Runs(overrides(module), tmp_path_factory.mktemp(module), server(request.session))
+        return made[module]
+
+    return runs
+
+
+@pytest.mark.parametrize(("module", "test", "says"), CASES)
+def test_a_fault_is_found_and_named(module: str, test: str, says: str, runs_of: Any) -> None:
+    more = ["ddp"] if "layout" in test else []
+    with pytest.raises(pytest.fail.Exception, match=f"(?s){says}"):
+        getattr(ModuleTests(), f"test_{test}")(runs_of(module), *more)
+
+
+def test_every_test_has_a_fault_that_it_finds() -> None:
+    assert {f"test_{test}" for _, test, _ in FAULTS} == set(NAMES)
+
+
+def test_what_cant_be_run_is_said(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"overrides = 'model=mine': must be a list of texts"):
+        Runs("model=mine", tmp_path, server(request.session))
+    wrong = Runs(["model=mnist_cn"], tmp_path, server(request.session))
+    with pytest.raises(pytest.fail.Exception, match="failed: model=mnist_cn: did you mean mnist_cnn"):
+        ModuleTests().test_it_trains(wrong)
