@@ -211,7 +211,7 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
     if not fraction:
         return dataset, None
     samples = len(dataset)
-    by_hash = np.argsort(hash64(seed, 0x5B117, np.arange(samples)), kind="stable")
+    hashes = hash64(seed, 0x5B117, np.arange(samples))  # all differ
     val_size = max(1, round(fraction * samples))
     if val_size >= samples:
         raise UserError(
@@ -223,5 +223,6 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
         raise UserError(
             f"data: the Source's val_candidates has {len(as_evaluated)} samples: it must have {samples}, as its train"
         )
-    train_ids, val_ids = np.sort(by_hash[val_size:]), np.sort(by_hash[:val_size])
+    held_out = hashes < np.partition(hashes, val_size)[val_size]
+    train_ids, val_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]
