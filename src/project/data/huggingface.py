@@ -151,11 +151,14 @@ def columns_of(where: str, rows: Any, image: str, label: str) -> Any:
     """
     import datasets
 
+    if image == label:
+        raise ValueError(f"label={label}: must be another column than that of the images")
     if missing := [each for each in (image, label) if each not in rows.column_names]:
         columns = f"its columns are {', '.join(rows.column_names)}"
         raise UserError(f"{where}: no column {missing[0]}, {columns}: choose by data.image= and data.label=")
     feature = rows.features[image]
-    if not isinstance(feature, datasets.Image) and getattr(feature, "dtype", "") not in ("binary", "large_binary"):
+    stored = feature.get("bytes") if isinstance(feature, dict) else feature  # a struct of `bytes` and `path`, or bytes
+    if not isinstance(feature, datasets.Image) and getattr(stored, "dtype", "") not in ("binary", "large_binary"):
         raise UserError(f"{where}: the column {image} is {feature}: it must be Image, or the bytes of image files")
     return rows.select_columns([image, label]).cast_column(image, datasets.Image(decode=False)).with_format(None)
 

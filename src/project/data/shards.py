@@ -44,10 +44,10 @@ def shards(
     files = [path for path in files if path.suffix in (".tar", ".parquet")]
     if not files:
         raise UserError(f"shards: {root} has no shards: it must {WANTED}")
-    of_part = {name: [path for path in files if part_of(path.relative_to(root)) == name] for name in (*PARTS, "")}
+    of_part = {name: [path for path in files if part_of(path.relative_to(root)) == name] for name in (*PARTS, "all")}
     of_part = {name: paths for name, paths in of_part.items() if paths}
-    if "" in of_part and len(of_part) > 1:
-        other = f"{of_part[''][0]} is of no part, {next(iter(of_part.values()))[0].name} of one"
+    if "all" in of_part and len(of_part) > 1:
+        other = f"{of_part['all'][0]} is of no part, {next(iter(of_part.values()))[0].name} of one"
         raise UserError(f"shards: {other}: all paths must name train, val or test, or none")
     if len(of_part) > 1 and "train" not in of_part:
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
@@ -78,6 +78,6 @@ def hidden(path: Path) -> bool:
 
 
 def part_of(path: Path) -> str:
-    """Return the part that a path names; nothing if it names none."""
+    """Return the part that a path names; `all` if it names none."""
     match = PART.search(path.as_posix().lower())
-    return match.group(1) if match else ""
+    return match.group(1) if match else "all"
