@@ -223,6 +223,6 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
         raise UserError(
             f"data: the Source's val_candidates has {len(as_evaluated)} samples: it must have {samples}, as its train"
         )
-    held_out = hashes < np.partition(hashes, val_size)[val_size]
-    train_ids, val_ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    in_val = hashes < np.partition(hashes, val_size)[val_size]
+    train_ids, val_ids = np.flatnonzero(~in_val), np.flatnonzero(in_val)
     return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]
