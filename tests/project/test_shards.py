@@ -159,7 +159,8 @@ def test_an_index_is_elsewhere_if_the_folder_cannot_be_written(tmp_path: Path, m
     assert len(opened(root).train) == 38
     assert len([*(tmp_path / "cache" / "lockstep").glob("*/shards-*/index.json")]) == 1
     opened(root, index_dir=str(tmp_path / "mine"))
-    assert len([*(tmp_path / "mine").glob("shards-*/index.json")]) == 1
+    opened(write_tar(tmp_path / "other" / "a.tar", GOOD).parent, index_dir=str(tmp_path / "mine"))
+    assert len([*(tmp_path / "mine").glob("*/shards-*/index.json")]) == 2  # one of each folder of shards
     assert "data.index_dir=" in refusal(root, index_dir=str(root / "test-00000.tar"))
 
 

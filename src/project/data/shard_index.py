@@ -145,7 +145,9 @@ def open_index(
         build(new, shards, options)
         check_headers([*load(new).parts.values()])
 
-    homes = [Path(index_dir).expanduser().absolute()] if index_dir else [root / ".index", cache(root)]
+    place = digest(str(root.resolve()))[:16]
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
+    homes = [Path(index_dir).expanduser().absolute() / place] if index_dir else [root / ".index", user / place]
     home = next((each for each in homes if (each / name).is_dir()), None) or first_writable(homes)
     make_once(home / name, fill)
     for old in home.glob(f"{kind}-*"):  # of these shards before they changed
@@ -176,12 +178,6 @@ def stamp(stat: os.stat_result) -> Stamp:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def cache(root: Path) -> Path:
-    """Return the folder in the user's cache for the indexes of a folder of shards."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "lockstep", digest(str(root.resolve()))[:16])
 
 
 def column(path: Path) -> NDArray[Any]:
