@@ -28,7 +28,8 @@ REFUSED: list[tuple[str, str]] = [
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     (
         "data=digit",
-        "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, image_list, mnist, synthetic",
+        "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, huggingface, image_folder, image_list, "
+        "mnist, shards, synthetic",
     ),
     ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),
     ("batchsize=64", "batchsize: there is no such key.*batch_size"),

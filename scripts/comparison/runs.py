@@ -214,9 +214,9 @@ def _off(value: Any) -> bool:
 def counts(key: str, config: Mapping[str, Any]) -> bool:
     """Check whether runs that differ in a key are different experiments.
 
-    With image_folder, `data_dir` is the data set, so it counts.
+    With image_folder and shards, `data_dir` is the data set, so it counts.
     """
-    return not IGNORED.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
+    return not IGNORED.match(key) or (key == "data_dir" and config.get("data.name") in ("image_folder", "shards"))
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,5 +1,6 @@
 """Each key of conf/ does something: what is built of another value is another thing, or Lockstep reads it."""
 
+import json
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ import yaml
 from conftest import composed
 from PIL import Image
 from torch import Tensor, nn
+from written_shards import write_tar
 
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import instantiate
@@ -29,8 +31,9 @@ from lockstep.run.optimizers import optimization
 
 GROUPS = ("model", "optimizer", "scheduler", "callbacks", "data")
 DATA = ("data=synthetic", "data.samples=60", "data.image_size=40", "batch_size=4", "accelerator=cpu")
-IMAGES = ("image_folder", "image_list")
-ELSEWHERE = ("mnist", "fashion_mnist", "cifar10")  # sets whose files aren't here; all their keys are those of digits
+IMAGES = ("image_folder", "image_list", "shards")
+# Sets whose files aren't here. All their keys are those of digits, or those of test_huggingface.py.
+ELSEWHERE = ("mnist", "fashion_mnist", "cifar10", "huggingface")
 NAMES = {
     "name",
     "_target_",
@@ -69,9 +72,13 @@ OTHER: dict[str, Any] = {
     "data.augment.fill": "reflect",
     "image_folder: data.augment.fill": "zero",
     "image_list: data.augment.fill": "zero",
+    "shards: data.augment.fill": "zero",
+    "shards: data.image": "jpg",
+    "shards: data.label": "kind",
 }
-# Without a list there are no images; the others are in tests/run/test_optimizers.py.
-BESIDE = {"data.csv", "plateau: scheduler.interval", "optimizer.lr"}
+# Without a list there are no images; an index that lies elsewhere is the same one; the others are in
+# tests/run/test_optimizers.py.
+BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr"}
 
 
 def other(key: str, value: Any, file: str) -> Any:
@@ -133,15 +140,18 @@ def said(value: Any, seen: tuple[int, ...] = ()) -> Any:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight images of two classes, in folders and in a list."""
+    """Images of two classes, in folders, in a list and in a shard."""
     folder = tmp_path_factory.mktemp("images")
-    rows = ["path,label"]
+    rows, members = ["path,label"], {}
     for number in range(40):
         path = folder / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((40, 36, 3), 5 * number, dtype=np.uint8)).save(path)
         rows.append(f"{path.relative_to(folder)},{number % 2}")
+        members[f"{number}.json"] = json.dumps({"label": number % 2, "kind": number % 4 // 2}).encode()
+        members[f"{number}.{'png' if number % 3 else 'jpg'}"] = path.read_bytes()
     (folder / "list.csv").write_text("\n".join(rows))
+    write_tar(folder / "images.tar", members)
     return folder
 
 

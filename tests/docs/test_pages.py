@@ -27,6 +27,7 @@ FOLLOWED_BY = {
     "use/test-your-own-code.md": "test_own_tests_page.py",
     "use/images.md": "test_data_page.py",
     "use/transforms.md": "test_data_page.py",
+    "use/shards-and-hub.md": "test_shards_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",
     "coming-from-lightning-hydra-template.md": "test_coming_from_page.py",
     "troubleshooting.md": "test_troubleshooting.py",

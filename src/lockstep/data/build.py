@@ -223,13 +223,13 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
     if not fraction:
         return dataset, None
     samples = len(dataset)
-    by_hash = np.argsort(hash64(seed, 0x5B117, np.arange(samples)), kind="stable")
+    hashes = hash64(seed, 0x5B117, np.arange(samples))  # all differ
     val_size = max(1, round(fraction * samples))
     if val_size >= samples:
         raise UserError(
             f"data.val_fraction={fraction:g} leaves no image for training, of {samples}: use a smaller share"
         )
-    return divide(dataset, np.sort(by_hash[:val_size]), as_evaluated)
+    return divide(dataset, np.flatnonzero(hashes < np.partition(hashes, val_size)[val_size]), as_evaluated)
 
 
 def divide(dataset: Any, val_ids: Ids, as_evaluated: Any = None) -> tuple[Any, Any]:
@@ -250,5 +250,7 @@ def divide(dataset: Any, val_ids: Ids, as_evaluated: Any = None) -> tuple[Any, A
         raise UserError(
             f"data: the Source's val_candidates has {len(as_evaluated)} samples: it must have {samples}, as its train"
         )
-    train_ids = np.setdiff1d(np.arange(samples), val_ids)
+    in_val = np.zeros(samples, dtype=bool)
+    in_val[val_ids] = True
+    train_ids = np.flatnonzero(~in_val)
     return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]

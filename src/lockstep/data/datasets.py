@@ -188,8 +188,9 @@ def innermost_dataset(dataset: Any) -> Any:
 def fingerprint(dataset: Any) -> str:
     """Return a data set's SHA-256, in hex: from its method `fingerprint`, else of its type's name and its length."""
     if type(dataset) is Subset:
-        ids = np.asarray(dataset.indices, dtype=np.int64).tobytes()
-        return hashlib.sha256(ids + fingerprint(dataset.dataset).encode()).hexdigest()
+        digest = hashlib.sha256(np.ascontiguousarray(dataset.indices, dtype=np.int64).data)
+        digest.update(fingerprint(dataset.dataset).encode())
+        return digest.hexdigest()
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
@@ -209,7 +210,7 @@ def labels_of(dataset: Any) -> Ids:
             f"data: the labels of a {type(dataset).__name__} are unknown: give it an attribute labels or targets with "
             "one whole number for each sample"
         )
-    return labels.astype(np.int64)
+    return labels.astype(np.int64, copy=False)  # they may be mapped into memory
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:

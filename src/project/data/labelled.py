@@ -1,23 +1,27 @@
 """Decode labelled image files, check them, and split them into training, validation and test."""
 
 import hashlib
+import io
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
+from torch.utils.data import Subset
 
 from lockstep import Spec, UserError, available_cores, plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's modes, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+UNDECODABLE = (*UNREADABLE, struct.error)
 DEEP = "32-bit pixels: save it with 8"
 # ImageNet's mean and std, the usual choice for photographs. Grey images have the means over its channels.
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -42,9 +46,10 @@ class LabelledFiles:
 
     streams = True
     draws = False
+    otherwise = f", or {SKIP}"  # the end of a message on an image that can't be decoded
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.decoded(index, self.image_size)
@@ -54,46 +59,63 @@ class LabelledFiles:
 
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
         try:
-            return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
-        except UserError as refusal:
-            raise UserError(f"{refusal}: repair or remove it, or {SKIP}") from refusal
+            image = decode(self.encoded(index), image_size, MODES[self.channels])
+        except UNDECODABLE as error:
+            reason = f"can't be decoded ({error}): repair or remove it{self.otherwise}"
+            raise UserError(f"{self.where(index)} {reason}") from error
+        return image, int(self.labels[index])
+
+    def encoded(self, index: int) -> Path | io.BytesIO:
+        """Return what Pillow opens."""
+        return self.path(index)
+
+    def where(self, index: int) -> str:
+        """Return the place of an image, for a message."""
+        return str(self.path(index))
+
+    def name(self, index: int) -> str:
+        return str(self.names[index])
 
     def path(self, index: int) -> Path:
-        return self.root / str(self.names[index])
+        return self.root / self.name(index)
 
     def part(self, ids: NDArray[np.int64]) -> "LabelledFiles":
         return LabelledFiles(self.root, self.names[ids], self.labels[ids], self.image_size, self.channels)
 
     def fingerprint(self) -> str:
         """Return a hash over names, file sizes and labels. Reading all bytes would take too long."""
-        digest = hashlib.sha256(self.labels.tobytes())
-        for index in range(len(self)):
-            digest.update(f"{self.names[index]}\0{self.path(index).stat().st_size}\n".encode(errors="surrogateescape"))
-        return digest.hexdigest()
+        sizes = (self.path(index).stat().st_size for index in range(len(self)))
+        return fingerprint_of(self.labels, map(str, self.names), sizes)
 
 
-def decode(path: Path, image_size: int | None, mode: str) -> Tensor:
-    """Decode an image file to uint8 [channels, image_size, image_size].
+def fingerprint_of(labels: NDArray[np.int64], names: Iterable[str], sizes: Iterable[int]) -> str:
+    """Return a hash over the labels, names and sizes of images."""
+    digest = hashlib.sha256(labels.tobytes())
+    for name, size in zip(names, sizes, strict=True):
+        digest.update(f"{name}\0{size}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def decode(source: Path | io.BytesIO, image_size: int | None, mode: str) -> Tensor:
+    """Decode an image to uint8 [channels, image_size, image_size].
 
     The image is turned upright by its EXIF data, its short side is resized, and the middle is cut out. If the file has
     several images, the first is used.
 
     Args:
-        path: the file.
+        source: a file, or its bytes.
         image_size: pixels; None: the size is not changed, [channels, height, width].
         mode: Pillow's mode, `L` or `RGB`.
 
     Raises:
-        UserError: The file can't be decoded, or has 32-bit pixels.
+        OSError: It can't be decoded. Other damage raises other errors: see `UNDECODABLE`.
+        ValueError: It has 32-bit pixels.
     """
-    try:
-        with Image.open(path) as image:
-            ImageOps.exif_transpose(image, in_place=True)
-            fitted = _of_8_bits(image).convert(mode)
-            if image_size is not None and fitted.size != (image_size, image_size):
-                fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
-    except (*UNREADABLE, struct.error) as error:
-        raise UserError(f"{path} can't be decoded ({error})") from error
+    with Image.open(source) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        fitted = _of_8_bits(image).convert(mode)
+        if image_size is not None and fitted.size != (image_size, image_size):
+            fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
     pixels = np.array(fitted).reshape(fitted.height, fitted.width, -1)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
@@ -145,18 +167,25 @@ def image_spec(
 
 
 def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
-    """Split files into training, validation and test.
+    """Split files into training, validation and test, as `split_ids`. A part with the fraction 0 is None."""
+    parts = [files.part(ids) for ids in split_ids(files, val_fraction, test_fraction, seed)]
+    return [part if len(part) else None for part in parts]
+
+
+def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) -> list[NDArray[np.int64]]:
+    """Return the numbers of the training, validation and test files.
 
     The files of each class are sorted by a hash of their names and `seed`. The first ones are for the test, so that
     `val_fraction` does not change it, and the next ones for validation. A class with three files or more has at least
-    one in each part. A file that is added later hardly moves any other. A part with the fraction 0 is None.
+    one in each part. A file that is added later hardly moves any other.
 
     Raises:
         ValueError: A fraction is out of range.
     """
     if type(test_fraction) not in (int, float) or not 0 <= test_fraction < 1 - val_fraction:
         raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and together with val_fraction below 1")
-    keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in files.names)
+    names = map(files.name, range(len(files)))
+    keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
     by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
     part_of = np.zeros(len(files), dtype=np.int64)
     for label in np.unique(files.labels):
@@ -167,8 +196,12 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
             stop = min(start + max(round(fraction * len(members)), int(least)), len(members) - 1)
             part_of[members[start:stop]] = part
             start = stop
-    parts = [files.part(np.flatnonzero(part_of == part)) for part in range(3)]
-    return [part if len(part) else None for part in parts]
+    return [np.flatnonzero(part_of == part) for part in range(3)]
+
+
+def subsets(files: Any, ids: Sequence[NDArray[np.int64]]) -> list[Any]:
+    """Return the parts of a data set that have these numbers; None for an empty one."""
+    return [Subset(files, part) if len(part) else None for part in ids]  # type: ignore[arg-type]
 
 
 def check_headers(parts: Sequence[LabelledFiles]) -> None:
@@ -180,19 +213,19 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
     checked, broken = 0, []
-    for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
+    for files, index in ((part, index) for part in parts for index in range(0, len(part), stride)):
         checked += 1
         try:
-            with Image.open(path) as image:
+            with Image.open(files.encoded(index)) as image:
                 if too_deep(image):
-                    broken.append(f"{path} ({DEEP})")
+                    broken.append(f"{files.where(index)} ({DEEP})")
         except UNREADABLE:
-            broken.append(str(path))
+            broken.append(files.where(index))
         if time.monotonic() > stop:
             break
     if broken:
-        files = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {first_of(broken)}"
-        raise UserError(f"{files}: repair or remove {'it' if len(broken) == 1 else 'them'}, or {SKIP}")
+        which = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {first_of(broken)}"
+        raise UserError(f"{which}: repair or remove {'it' if len(broken) == 1 else 'them'}{parts[0].otherwise}")
 
 
 def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], str]:
@@ -215,7 +248,7 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
 def _can_be_decoded(path: Path, mode: str) -> bool:
     try:
         decode(path, None, mode)
-    except UserError:
+    except UNDECODABLE:
         return False
     return True
 

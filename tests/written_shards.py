@@ -1,0 +1,81 @@
+"""The images of a folder, written as shards: as tar files in two forms, and as parquet."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+CLASSES = ("cat", "dog", "eel")
+
+
+def write_folder(root: Path, counts: tuple[tuple[str, int], ...] = (("train", 14), ("test", 4))) -> Path:
+    """Write `<root>/<part>/<class>/<number>.png or .jpg`; names sort otherwise than numbers."""
+    rng = np.random.default_rng(1)
+    for part, each in counts:
+        for label, name in enumerate(CLASSES):
+            (root / part / name).mkdir(parents=True)
+            for number in range(each):
+                pixels = rng.integers(0, 90, (22, 18, 3)) + 70 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(
+                    root / part / name / f"{number}.{'png' if number % 2 else 'jpg'}"
+                )
+    return root
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def dealt(folder: Path, count: int, seed: int = 0) -> list[list[Path]]:
+    """Deal the images of a part to shards, in random order."""
+    paths = np.array(sorted(folder.rglob("*.*")))
+    return [list(part) for part in np.array_split(np.random.default_rng(seed).permutation(paths), count)]
+
+
+def write_shards(folder: Path, root: Path, form: str, count: int = 3, seed: int = 0) -> Path:
+    """Write each part of a folder to shards in `root`.
+
+    Args:
+        folder: as `write_folder` writes it.
+        root: a new folder.
+        form: `tar` (the folder's names), `webdataset` (a .cls member for each image) or `parquet`, as `datasets` does.
+        count: shards of a part.
+        seed: of the order in which images are written.
+    """
+    for part in sorted(path.name for path in folder.iterdir()):
+        for number, paths in enumerate(dealt(folder / part, count, seed)):
+            name = f"{part}-{number:05}"
+            if form == "tar":
+                write_tar(
+                    root / f"{name}.tar",
+                    {path.relative_to(folder / part).as_posix(): path.read_bytes() for path in paths},
+                )
+            elif form == "webdataset":
+                members = {}
+                for path in paths:
+                    key = f"{path.parent.name}_{path.stem}"
+                    members[f"{key}.cls"] = str(CLASSES.index(path.parent.name)).encode()
+                    members[f"{key}{path.suffix}"] = path.read_bytes()
+                write_tar(root / f"{name}.tar", members)
+            else:
+                write_parquet(root / f"{name}-of-{count:05}.parquet", paths)
+    return root
+
+
+def write_parquet(path: Path, images: list[Path]) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"bytes": image.read_bytes(), "path": image.name} for image in images]
+    labels = [CLASSES.index(image.parent.name) for image in images]
+    pq.write_table(pa.table({"image": rows, "label": labels}), path, row_group_size=5)
+    return path
