@@ -4,7 +4,8 @@
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
 Runs that differ only in the seed share a row. Rows are sorted by validation accuracy; test accuracy is shown but does
-not affect the order. Notes below the table name the rows that took the same steps on different layouts.
+not affect the order. If all models name another metric as `monitor`, it takes the place of accuracy. Notes below the
+table name the rows that took the same steps on different layouts.
 
 The table is printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
 plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
@@ -20,6 +21,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from common.showing import markdown
 from comparison import pair
-from comparison.runs import Group, Lines, Run, against, brief, find_runs, grouped, is_run, same_steps
+from comparison.runs import Group, Lines, Run, against, brief, find_runs, followed_metric, grouped, is_run, same_steps
 
 from lockstep.errors import UserError
 from lockstep.text import plural
@@ -37,7 +39,7 @@ CAPTION = (
     "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
     "GiB: largest process"
 )
-FORMATS = {"test acc": ".4f", "+-": ".4f", "val acc": ".4f", "samples/s": ",.0f", "efficiency": ".0%"}
+FORMATS = {"+-": ".4f", "samples/s": ",.0f", "efficiency": ".0%"}
 FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
 
 
@@ -67,12 +69,14 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     Raises:
         UserError: there is nothing to compare.
     """
-    groups = sorted(grouped(runs := find_runs(folders)), key=result, reverse=True)
+    groups = grouped(runs := find_runs(folders))
+    metric, mode = followed_metric(groups)
+    groups.sort(key=partial(result, metric=metric, mode=mode), reverse=True)
     lines = against(groups, key) if key else {}
     root = Path(os.path.commonpath([run.absolute() for run in folders]))
-    rows = [{"folder": places(group, root), **group.row()} for group in groups]
+    rows = [{"folder": places(group, root), **group.row(metric)} for group in groups]
     text = markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
-    remarks = [best(groups), *roundings(groups, root), *oddities(groups, len(runs))]
+    remarks = [best(groups, metric, mode), *roundings(groups, root), *oddities(groups, len(runs))]
     text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}; {CAPTION}", *filter(None, remarks)]) + "\n"
     if key:
         text += f"\n{by_key(lines, key)}\n"
@@ -90,10 +94,11 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
 
-def result(group: Group) -> tuple[float, float]:
-    """Return the sort key: validation accuracy, else validation loss. Runs without either come last."""
-    acc, loss = (group.mean(f"metrics.val/{name}") for name in ("acc", "loss"))
-    return -math.inf if acc is None else acc, -math.inf if loss is None else -loss
+def result(group: Group, metric: str, mode: str) -> tuple[float, float]:
+    """Return the sort key: validation accuracy, or another `metric`, else the loss. Runs without either come last."""
+    value, loss = (group.mean(f"metrics.val/{name}") for name in (metric, "loss"))
+    sign = 1 if mode == "max" else -1
+    return -math.inf if value is None else sign * value, -math.inf if loss is None else -loss
 
 
 def places(group: Group, root: Path) -> str:
@@ -105,10 +110,10 @@ def run_place(run: Run, root: Path) -> str:
     return run.folder.absolute().relative_to(root).as_posix()
 
 
-def best(groups: Sequence[Group]) -> str:
+def best(groups: Sequence[Group], metric: str, mode: str) -> str:
     """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
     first = groups[0]
-    if len(groups) == 1 or max(result(first)) == -math.inf:
+    if len(groups) == 1 or max(result(first, metric, mode)) == -math.inf:
         return ""
     return f"best by validation: {', '.join(os.path.relpath(run.folder) for run in first.completed)}"
 
@@ -134,7 +139,8 @@ def roundings(groups: Sequence[Group], root: Path) -> list[str]:
 
 
 def shown(column: str, value: Any) -> str:
-    return pair.ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
+    form = ".4f" if column.startswith(("val ", "test ")) else FORMATS.get(column, "")
+    return pair.ABSENT if value is None else f"{value:{form}}"
 
 
 def oddities(groups: Sequence[Group], runs: int) -> list[str]:

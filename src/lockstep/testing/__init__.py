@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lockstep.data.build import open_data
-from lockstep.data.datasets import Splits, fetch
+from lockstep.data.datasets import UNLABELLED, Spec, Splits, fetch
 from lockstep.launch.outcomes import WorkerFailed
 from lockstep.run.api import compose, train
 
@@ -131,8 +131,7 @@ class DataTests:
         for name, (images, labels) in fetched(splits).items():
             assert images.shape[1:] == shape, name
             assert images.dtype == torch.uint8 or images.is_floating_point(), name
-            assert labels.dtype == torch.int64, name
-            assert 0 <= int(labels.min()) <= int(labels.max()) < splits.spec.num_classes, name
+            check_targets(labels, splits.spec, name)
 
     def test_samples_are_the_same_when_they_are_fetched_again(self, splits: Splits) -> None:
         """Check that a second fetch gives the same bits."""
@@ -154,6 +153,27 @@ class DataTests:
             child.join(PATIENCE)
         assert [child.exitcode for child in children] == [0, 0]
         assert [answers.get() for _ in children] == [True, True]
+
+
+def check_targets(targets: Tensor, spec: Spec, name: str) -> None:
+    """Check targets against the task of a `Spec`.
+
+    Args:
+        targets: the targets of some samples.
+        spec: the description of the data set.
+        name: name of the split, for messages.
+    """
+    if spec.task in ("multi_label", "regression"):
+        assert targets.is_floating_point(), name
+        assert targets.shape[1:] == (spec.num_classes,), name
+        assert bool(targets.isfinite().all()), name
+        assert spec.task == "regression" or bool(((targets == 0) | (targets == 1)).all()), name
+        return
+    masks = spec.task == "segmentation"
+    assert targets.dtype == (torch.uint8 if masks else torch.int64), name
+    assert targets.shape[1:] == ((spec.image_size, spec.image_size) if masks else ()), name
+    classes = targets[targets != UNLABELLED] if masks else targets
+    assert bool(((classes >= 0) & (classes < spec.num_classes)).all()), name
 
 
 def weights(summary: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -5,8 +5,9 @@ import struct
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class LabelledFiles:
 
     root: Path  # the folder that names are relative to
     names: NDArray[np.str_]  # no list: counting references to its strings would copy its memory in each worker
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]  # classes, int64 [n]; or several numbers of each image, float32 [n, k]
     image_size: int  # pixels
     channels: int  # 1 or 3
 
@@ -46,15 +47,16 @@ class LabelledFiles:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         return self.decoded(index, self.image_size)
 
-    def whole(self, index: int) -> tuple[Tensor, int]:
+    def whole(self, index: int) -> tuple[Tensor, Any]:
         return self.decoded(index, None)
 
-    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, Any]:
+        label = int(self.labels[index]) if self.labels.ndim == 1 else torch.from_numpy(self.labels[index])
         try:
-            return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
+            return decode(self.path(index), image_size, MODES[self.channels]), label
         except UserError as refusal:
             raise UserError(f"{refusal}: repair or remove it, or {SKIP}") from refusal
 
@@ -62,7 +64,7 @@ class LabelledFiles:
         return self.root / str(self.names[index])
 
     def part(self, ids: NDArray[np.int64]) -> "LabelledFiles":
-        return LabelledFiles(self.root, self.names[ids], self.labels[ids], self.image_size, self.channels)
+        return replace(self, names=self.names[ids], labels=self.labels[ids])
 
     def fingerprint(self) -> str:
         """Return a hash over names, file sizes and labels. Reading all bytes would take too long."""
@@ -120,7 +122,12 @@ def too_deep(image: Image.Image) -> bool:
 
 
 def image_spec(
-    image_size: int, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None, classes: Sequence[str]
+    image_size: int,
+    channels: int,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    classes: Sequence[str],
+    task: str = "classification",
 ) -> Spec:
     """Return the spec of the images from the options of an opener.
 
@@ -141,15 +148,15 @@ def image_spec(
         raise ValueError(f"mean={mean}: must be at least 0")
     if min(std) <= 0:
         raise ValueError(f"std={std}: must be greater than 0")
-    return Spec(channels, image_size, tuple(classes), tuple(mean), tuple(std))
+    return Spec(channels, image_size, tuple(classes), tuple(mean), tuple(std), task)
 
 
 def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
     """Split files into training, validation and test.
 
-    The files of each class are sorted by a hash of their names and `seed`. The first ones are for validation, the next
-    ones for the test. A class with three files or more has at least one in each part. A file that is added later hardly
-    moves any other. A part with the fraction 0 is None.
+    The files of each class are sorted by a hash of their names and `seed`; without classes, all files are. The first
+    ones are for validation, the next ones for the test. A class with three files or more has at least one in each part.
+    A file that is added later hardly moves any other. A part with the fraction 0 is None.
 
     Raises:
         ValueError: A fraction is out of range.
@@ -159,8 +166,9 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
     keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in files.names)
     by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
     part_of = np.zeros(len(files), dtype=np.int64)
-    for label in np.unique(files.labels):
-        members = by_hash[files.labels[by_hash] == label]
+    classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
+    for label in np.unique(classes):
+        members = by_hash[classes[by_hash] == label]
         start = 0
         for part, fraction in ((1, val_fraction), (2, test_fraction)):
             least = fraction > 0 and len(members) >= 3
