@@ -1,8 +1,8 @@
 """Compare runs that use a feature on a few layouts.
 
 They must agree up to rounding; under exact, bit for bit, also if they are killed in mid-epoch and resumed on another
-layout. The controls are a run without the feature, and one in which each rank applies it wrongly. For a row with another
-model, where a run without it would have other weights, it is one in which gradients are summed and not averaged.
+layout. The controls are a run without the feature, and one in which each rank applies it wrongly. The control of a row
+with another model, whose weights can't be compared with those of a run without it, sums gradients without the mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence

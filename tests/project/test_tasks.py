@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, Program, Run, checkpoint_of, composed
 from PIL import Image
-from small_data import config, layout, module, one_line, step_batches
+from small_data import config, layout, module, step_batches
 
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
@@ -69,8 +69,8 @@ class TestMasksData(DataTests):
 # --- one run of each task on files, and what is done with its checkpoint ---
 
 TASKS = {
-    "multi_label": ("data.labels=[cat,dog]", "model.net._target_=torchvision.models.shufflenet_v2_x0_5"),
-    "regression": ("data.values=[age]", "model.center=50", "model.net._target_=torchvision.models.shufflenet_v2_x0_5"),
+    "multi_label": ("data.labels=[cat,dog]", "model.arch=shufflenet_v2_x0_5"),
+    "regression": ("data.values=[age]", "model.center=50", "model.arch=shufflenet_v2_x0_5"),
     "segmentation": ("data.mask=mask", "data.classes=[ground,thing]", "data.unlabelled=255"),
 }
 
@@ -101,6 +101,7 @@ def train(outputs: Path, file: Path, task: str, *more: str, ok: bool = True) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("task", TASKS)
 def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, listed: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "outputs", listed, task)
@@ -162,7 +163,7 @@ def compare(folder: Path) -> Any:
 
 
 def opened(file: Path, **options: Any) -> Any:
-    """Return all images of a list, in its order."""
+    """Return all samples of a list, in its order."""
     options = options or {"values": ["age"]}
     source = config("image_list", csv=str(file), image_size=SIZE, val_fraction=0.0, test_fraction=0.0, **options)
     return open_data(source, "nowhere").train
@@ -183,3 +184,119 @@ def forward_of(folder: Path, file: Path) -> torch.Tensor:
 def overrides_of(folder: Path) -> list[str]:
     text = (folder / ".hydra" / "overrides.yaml").read_text()
     return [line.removeprefix("- ").strip("'") for line in text.splitlines() if line.startswith("- ")]
+
+
+# --- one line where something does not fit ---
+
+MASK = {"mask": "mask", "classes": ["ground", "thing"], "unlabelled": 255}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"labels": ["cat", "dgo"]}, "data.labels: .*list.csv has no column dgo: its columns are path, cat, dog, age"),
+        ({"labels": ["cat", "age"]}, "row 2: age is 40.5: must be 0 or 1"),
+        ({"labels": "cat"}, r"data.labels=cat: must be a list of different names, \[cat,dog\] for example"),
+        ({"labels": ["cat", "cat"]}, "must be a list of different names"),
+        ({"values": ["age", "note"]}, "row 2: note is none: must be a number"),
+        ({"values": ["age"], "labels": ["cat"]}, r"data.values=.*one kind of target: leave it or data.labels out"),
+        ({"mask": "mask"}, r"data.mask=mask: must be a column, with data.classes=\[background,cat\]"),
+        ({**MASK, "mask": "masks"}, "data.mask: .*has no column masks"),
+        ({**MASK, "mask": "note"}, "row 2: there is no mask .*none: paths are relative to the list's folder"),
+        ({**MASK, "unlabelled": None}, "0_mask.png: a mask with pixels of 255: must be 0 to 1, .*data.unlabelled=255"),
+        ({**MASK, "unlabelled": 1}, "data.unlabelled=1: must be 2 to 255"),
+        ({"labels": ["cat"], "unlabelled": 255}, "data.unlabelled=255: is a value of masks"),
+        ({"labels": ["cat"], "classes": ["a", "b"]}, "are those of masks: give data.mask"),
+        ({}, "its columns are path, cat.*must be path,label .*data.labels, data.values and data.mask name columns"),
+        ({"labels": ["cat"], "sampling": "balanced"}, "data.sampling=balanced is for data with one class per sample"),
+        ({"values": ["age"], "mix": "mixup"}, "data.mix=mixup is for .*this data set is for regression: leave it out"),
+    ],
+)
+def test_lists_that_are_refused(listed: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        opened(listed, **({"labels": None} | options))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda mask: mask.resize((SIZE, SIZE)),
+            f"5_mask.png: a mask of {SIZE} x {SIZE} pixels: must have .* as .*5.png",
+        ),
+        (lambda mask: mask.convert("RGB"), "5_mask.png: a mask of mode RGB: must have one channel of 8 bits"),
+        (lambda mask: mask.point(lambda value: 2 * value), "5_mask.png: a mask with pixels of 2: must be 0 to 1"),
+    ],
+)
+def test_masks_that_are_refused(tmp_path: Path, change: Any, says: str) -> None:
+    file, path = write_list(tmp_path), tmp_path / "5_mask.png"
+    assert len(opened(file, **MASK)) == 36  # the control
+    change(Image.open(path)).save(path)
+    with pytest.raises(UserError, match=says) as error:
+        opened(file, **MASK)
+    assert "\n" not in str(error.value)
+
+
+def test_transforms_that_would_leave_masks_behind_are_refused(listed: Path) -> None:
+    transforms = {"train": [{"_target_": "torchvision.transforms.v2.CenterCrop", "size": 8}]}
+    transforms["eval"] = transforms["train"]
+    assert opened(listed, values=["age"], transforms=transforms)  # the control
+    with pytest.raises(UserError, match="would change images without their masks: leave it out"):
+        opened(listed, **MASK, transforms=transforms)
+
+
+@pytest.mark.slow
+def test_a_model_and_data_of_other_tasks_are_refused(listed: Path, tmp_path: Path) -> None:
+    for task, model in (("segmentation", "regression"), ("regression", "mnist_cnn")):
+        run = train(tmp_path / model, listed, task, f"model={model}", "~model.center", ok=False)
+        assert run.returncode == 2, str(run)
+    run = train(tmp_path, listed, "multi_label", "data.labels=[cat,note]", ok=False)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+
+
+# --- data ---
+
+
+def test_masks_move_with_their_images() -> None:
+    """Each image is its own mask here, so they must be the same after shifts and flips."""
+    masks = np.random.default_rng(0).integers(0, 3, (8, 12, 12), dtype=np.uint8)
+    spec = Spec(1, 12, ("a", "b", "c"), (0.0,), (1 / 255,), "segmentation")
+    for fill, outside in (("reflect", 0), ("zero", 255)):
+        splits = Splits(
+            ArrayDataset(masks[:, None], masks), None, None, spec, "", Augment(crop=3, flip=True, fill=fill)
+        )
+        made = module(splits, layout(batch_size=8))
+        (micro_batch,) = step_batches(made)[0].micro_batches
+        x, y = made.finish(micro_batch)
+        covered = y != 255
+        assert torch.equal(x[:, 0][covered].round().byte(), y[covered])
+        assert bool((~covered).any()) == bool(outside)
+        assert not torch.equal(y, torch.from_numpy(masks)[torch.from_numpy(micro_batch.ids)])  # something moved
+
+
+def test_a_turned_photograph_and_its_mask_fit(tmp_path: Path) -> None:
+    file = write_list(tmp_path)
+    image = Image.open(tmp_path / "0.png")
+    exif = image.getexif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    image.save(tmp_path / "0.png", exif=exif)
+    with pytest.raises(UserError, match="a mask of 30 x 24 pixels: must have 24 x 30"):
+        opened(file, **MASK)
+    mask = Image.open(tmp_path / "0_mask.png")
+    mask.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "0_mask.png")
+    (image, mask), *_ = opened(file, **MASK)
+    green = image[1][mask != 255] > 127
+    assert torch.equal(green, mask[mask != 255] == 1)
+
+
+def test_lists_of_numbers_are_split_and_known_by_their_content(listed: Path, tmp_path: Path) -> None:
+    source = config("image_list", csv=str(listed), image_size=SIZE, labels=["cat", "dog"])
+    splits = open_data(source, "nowhere")
+    assert [len(part) for part in (splits.train, splits.val, splits.test)] == [28, 4, 4]
+    assert splits.spec.classes == ("cat", "dog")
+    assert splits.class_counts() is None
+    file = write_list(tmp_path)
+    assert opened(file).fingerprint() == opened(listed).fingerprint()
+    file.write_text(listed.read_text().replace(",41.5,", ",41.25,"))
+    assert opened(file).fingerprint() != opened(listed).fingerprint()

@@ -4,10 +4,10 @@ from project.models.classifier import ImageClassifier
 from project.models.fast_cnn import FastCNN
 from project.models.mnist_cnn import MnistCNN
 from project.models.multi_label import MultiLabel
-from project.models.published import Timm, Torchvision
+from project.models.published import Timm, Torchvision, segmentation_net, torchvision_net
 from project.models.regression import Regression
 from project.models.resnet9 import ResNet9
-from project.models.resnet18 import ResNet18, resnet18_net
+from project.models.resnet18 import ResNet18
 from project.models.segmentation import Segmentation
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "Segmentation",
     "Timm",
     "Torchvision",
-    "resnet18_net",
+    "segmentation_net",
+    "torchvision_net",
 ]

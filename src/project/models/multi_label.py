@@ -1,6 +1,5 @@
 """Train a net on several labels per image."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,25 +8,27 @@ from torch import Tensor, nn
 from torchmetrics.classification import MultilabelF1Score
 
 from lockstep import ExactMean
+from project.models.published import torchvision_net
 
 
 class MultiLabel(LightningModule):
-    """Decides for each label whether an image has it.
-
-    Args:
-        net: maps images to logits [n, num_classes], one for each label.
-        num_classes: number of labels.
-        optimizer: makes the optimizer; conf/optimizer names it.
-        scheduler: makes Lightning's `lr_scheduler` from the optimizer; conf/scheduler names it.
-    """
+    """Decides for each label whether an image has it. conf/model/multi_label.yaml describes the options."""
 
     task = "multi_label"  # of the data: targets are 0 or 1, float [n, num_classes]
 
     def __init__(
-        self, net: nn.Module, num_classes: int, optimizer: Callable[..., Any], scheduler: Callable[..., Any] | None
+        self,
+        arch: str,
+        channels: int,
+        image_size: int,
+        num_classes: int,
+        optimizer: Any,
+        scheduler: Any,
+        pretrained: bool,
     ) -> None:
         super().__init__()
-        self.net, self.optimizer, self.scheduler = net, optimizer, scheduler
+        self.net = torchvision_net(arch, channels, image_size, num_classes, pretrained)
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.scores: Any = nn.ModuleDict(
             {"loss": ExactMean(), "acc": ExactMean(), "f1": MultilabelF1Score(num_classes)}
         )

@@ -1,6 +1,5 @@
 """Train a net on numbers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -8,31 +7,32 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lockstep import ExactMean
+from project.models.published import torchvision_net
 
 
 class Regression(LightningModule):
-    """Predicts one number or several for each image. It is trained on Huber's loss: large errors count by their size.
+    """Predicts one number or several for each image. conf/model/regression.yaml describes the options.
 
-    Args:
-        net: maps images to [n, num_classes], one column for each number. 0 stands for `center`, 1 for `center + scale`.
-        optimizer: makes the optimizer; conf/optimizer names it.
-        scheduler: makes Lightning's `lr_scheduler` from the optimizer; conf/scheduler names it.
-        center: a usual number of the training set, such as the mean.
-        scale: a usual distance from it, such as the standard deviation.
+    It is trained on Huber's loss, which grows with the square of a small error, and with the size of a large one.
     """
 
     task = "regression"  # of the data: targets are float [n, num_classes]
 
     def __init__(
         self,
-        net: nn.Module,
-        optimizer: Callable[..., Any],
-        scheduler: Callable[..., Any] | None,
-        center: float = 0.0,
-        scale: float = 1.0,
+        arch: str,
+        channels: int,
+        image_size: int,
+        num_classes: int,
+        optimizer: Any,
+        scheduler: Any,
+        pretrained: bool,
+        center: float,
+        scale: float,
     ) -> None:
         super().__init__()
-        self.net, self.optimizer, self.scheduler = net, optimizer, scheduler
+        self.net = torchvision_net(arch, channels, image_size, num_classes, pretrained)
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.center, self.scale = center, scale
         self.scores: Any = nn.ModuleDict({"loss": ExactMean(), "mae": ExactMean()})
 
@@ -40,8 +40,7 @@ class Regression(LightningModule):
         return self.net(x) * self.scale + self.center
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.huber_loss(self.net(x), (y.to(x.dtype) - self.center) / self.scale)
+        return F.huber_loss(self.net(batch[0]), (batch[1] - self.center) / self.scale)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: str = "val") -> None:
         values, y = self(batch[0]).double(), batch[1].double()

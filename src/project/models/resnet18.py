@@ -57,7 +57,7 @@ class ResNet18(ImageClassifier):
             raise ValueError(
                 f"pretrained=true with channels={channels} and norm={norm}: must be channels=3 and norm=batch"
             )
-        net = resnet18_net(channels, image_size, num_classes, "small" if small else "imagenet", norm)
+        net = _resnet18(channels, num_classes, small, norm)
         if pretrained:
             from torchvision.models import ResNet18_Weights
 
@@ -79,13 +79,9 @@ def _group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(min(32, channels), channels)
 
 
-def resnet18_net(
-    channels: int, image_size: int, num_classes: int, stem: str = "auto", norm: str = "batch"
-) -> nn.Module:
-    """Return the net alone, with an output of `num_classes` numbers for each image. Its arguments are ResNet18's."""
+def _resnet18(channels: int, num_classes: int, small: bool, norm: str) -> nn.Module:
     from torchvision.models import resnet18  # takes two seconds, which other models need not wait
 
-    small = stem == "small" or (stem == "auto" and image_size <= 64)
     net = resnet18(num_classes=num_classes, norm_layer=_group_norm if norm == "group" else None)
     if small or channels != 3:
         net.conv1 = nn.Conv2d(channels, 64, **(SMALL_STEM if small else IMAGENET_STEM), bias=False)

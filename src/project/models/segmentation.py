@@ -8,27 +8,20 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from lockstep import ExactMean
+from project.models.published import segmentation_net
 
 
 class Segmentation(LightningModule):
-    """Gives each pixel a class. The loss of an image is the mean over its pixels.
+    """Gives each pixel a class. conf/model/segmentation.yaml describes the options.
 
-    Args:
-        arch: name of a segmentation net of torchvision; it takes images of three channels.
-        optimizer, scheduler: make the optimizer, and Lightning's `lr_scheduler` from it; conf/ names them.
-        pretrained: whether all but the last layers start from ImageNet weights.
+    The loss of an image is the mean over its pixels, so images count alike however many pixels have a class.
     """
 
     task = "segmentation"  # of the data: targets are uint8 [n, size, size], 255 where a pixel does not count
 
     def __init__(self, arch: str, channels: int, num_classes: int, optimizer: Any, scheduler: Any, pretrained: bool):
-        if channels != 3:
-            raise ValueError(f"arch={arch}: takes images of 3 channels, and these have {channels}: use data.channels=3")
-        from torchvision.models import get_model  # the import takes two seconds
-
         super().__init__()
-        backbone = "DEFAULT" if pretrained else None
-        self.net = get_model(arch, weights=None, weights_backbone=backbone, num_classes=num_classes)
+        self.net = segmentation_net(arch, channels, num_classes, pretrained)
         self.optimizer, self.scheduler = optimizer, scheduler
         iou = MulticlassJaccardIndex(num_classes, ignore_index=255)
         self.scores: Any = nn.ModuleDict({"loss": ExactMean(), "iou": iou})
