@@ -93,7 +93,9 @@ class ModuleTests:
     def test_two_devices_and_accumulation_have_the_same_weights(self, single: dict[str, Any], tmp_path: Path) -> None:
         """Check that ddp on two devices, with accumulation, gives the weights of one device to rounding."""
         one, other = weights(single), weights(self.train(tmp_path, "precision=64-true", *DDP))
-        apart = {name: float((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-12)) for name in one}
+        # Some tensors are zero but for rounding, such as a bias that the next BatchNorm takes away again.
+        least = 1e-3 * torch.stack([value.norm() for value in one.values()]).norm()
+        apart = {name: float((one[name] - other[name]).norm() / torch.max(one[name].norm(), least)) for name in one}
         assert max(apart.values()) <= self.tolerance, apart
 
     def test_under_exact_they_have_the_same_bits(self, exact: dict[str, Any], tmp_path: Path) -> None:

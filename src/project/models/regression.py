@@ -40,7 +40,8 @@ class Regression(LightningModule):
         return self.net(x) * self.scale + self.center
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return F.huber_loss(self.net(batch[0]), (batch[1] - self.center) / self.scale)
+        x, y = batch
+        return F.huber_loss(self.net(x), (y.to(x.dtype) - self.center) / self.scale)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, stage: str = "val") -> None:
         values, y = self(batch[0]).double(), batch[1].double()
