@@ -69,8 +69,8 @@ class TestMasksData(DataTests):
 # --- one run of each task on files, and what is done with its checkpoint ---
 
 TASKS = {
-    "multi_label": ("data.labels=[cat,dog]", "model.arch=shufflenet_v2_x0_5"),
-    "regression": ("data.values=[age]", "model.center=50", "model.arch=shufflenet_v2_x0_5"),
+    "multi_label": ("data.labels=[cat,dog]", "model.arch=mobilenet_v3_small"),
+    "regression": ("data.values=[age]", "model.center=50", "model.arch=mobilenet_v3_small"),
     "segmentation": ("data.mask=mask", "data.classes=[ground,thing]", "data.unlabelled=255"),
 }
 
