@@ -248,9 +248,10 @@ def test_transforms_that_would_leave_masks_behind_are_refused(listed: Path) -> N
 
 @pytest.mark.slow
 def test_a_model_and_data_of_other_tasks_are_refused(listed: Path, tmp_path: Path) -> None:
-    for task, model in (("segmentation", "regression"), ("regression", "mnist_cnn")):
-        run = train(tmp_path / model, listed, task, f"model={model}", "~model.center", ok=False)
+    for model, task in (("regression", "regression"), ("mnist_cnn", "classification")):
+        run = train(tmp_path / model, listed, "segmentation", f"model={model}", ok=False)
         assert run.returncode == 2, str(run)
+        assert f"model={model} is for {task}, and data=image_list for segmentation: use a model" in run.stderr
     run = train(tmp_path, listed, "multi_label", "data.labels=[cat,note]", ok=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
 
