@@ -21,7 +21,7 @@ from lockstep.run.build import make_module
 from lockstep.testing import DataTests, ModuleTests
 
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
-SHORT = ("data.samples=110", "data.image_size=32")
+SHORT = ("data.samples=110",)
 SIZE = 24
 
 
