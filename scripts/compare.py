@@ -4,7 +4,8 @@
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
 Runs that differ only in the seed or the fold share a row. Rows are sorted by validation accuracy; test accuracy is
-shown but does not affect the order. Notes below the table name the rows that took the same steps on different layouts.
+shown but does not affect the order. If all models name another metric as `monitor`, it takes the place of accuracy.
+Notes below the table name the rows that took the same steps on different layouts.
 
 For runs with data.folds a table has the mean over the folds, their standard deviation, and the score of all validation
 samples as one set. Folds that do not belong together are refused.
@@ -27,6 +28,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -35,19 +37,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from common.showing import markdown
 from comparison import noise, pair
-from comparison.folds import SCORES, CrossValidation, cross_validations
-from comparison.runs import Group, Lines, Run, against, brief, find_runs, grouped, is_run, same_steps
+from comparison.folds import CrossValidation, cross_validations
+from comparison.runs import Group, Lines, Run, against, brief, find_runs, followed_metric, grouped, is_run, same_steps
 
 from lockstep.errors import UserError
 from lockstep.text import plural
 
 CAPTION = (
-    "+-: standard deviation of test acc over {}",
+    "+-: standard deviation of test {} over {}",
     "efficiency: samples/s of a device against the fastest run on one; GiB: largest process",
 )
-FORMATS = {"test acc": ".4f", "+-": ".4f", "val acc": ".4f", "samples/s": ",.0f", "efficiency": ".0%"}
+FORMATS = {"samples/s": ",.0f", "efficiency": ".0%"}
 FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
-FORMATS |= dict.fromkeys(("val loss", *(f"{name} +-" for name in SCORES), *(f"out-of-fold {n}" for n in SCORES)), ".4f")
 
 
 def main() -> int:
@@ -76,16 +77,18 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     Raises:
         UserError: there is nothing to compare.
     """
-    groups = sorted(grouped(runs := find_runs(folders)), key=result, reverse=True)
-    validations, differences = cross_validations(groups), noise.against_first(groups_to_test(groups))
+    groups = grouped(runs := find_runs(folders))
+    metric, mode = followed_metric(groups)
+    groups.sort(key=partial(result, metric=metric, mode=mode), reverse=True)
+    validations, differences = cross_validations(groups), noise.against_first(groups_to_test(groups), metric)
     lines = against(groups, key) if key else {}
     root = Path(os.path.commonpath([run.absolute() for run in folders]))
-    rows = [{"folder": places(group, root), **group.row()} for group in groups]
-    remarks = [best(groups, root), *roundings(groups, root), *oddities(groups, len(runs))]
+    rows = [{"folder": places(group, root), **group.row(metric)} for group in groups]
+    remarks = [best(groups, root, metric, mode), *roundings(groups, root), *oddities(groups, len(runs))]
     text = table(rows)
-    caption = "\n".join(CAPTION).format("seeds and folds" if validations else "seeds")
+    caption = "\n".join(CAPTION).format(metric, "seeds and folds" if validations else "seeds")
     text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}", caption, *filter(None, remarks)]) + "\n"
-    text += folds_text(validations) + noise_text(groups, differences)
+    text += folds_text(validations, metric) + noise_text(groups, differences)
     if key:
         text += f"\n{by_key(lines, key)}\n"
     print(text)
@@ -98,16 +101,17 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
-        row["cross_validation"] = [each.row() for each in validations if each.runs[0] in group.runs]
+        row["cross_validation"] = [each.row(metric) for each in validations if each.runs[0] in group.runs]
         row["noise"] = {name: asdict(difference) for other, name, difference in differences if other is group}
     (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
 
-def result(group: Group) -> tuple[float, float]:
-    """Return the sort key: validation accuracy, else validation loss. Runs without either come last."""
-    acc, loss = (group.mean(f"metrics.val/{name}") for name in ("acc", "loss"))
-    return -math.inf if acc is None else acc, -math.inf if loss is None else -loss
+def result(group: Group, metric: str, mode: str) -> tuple[float, float]:
+    """Return the sort key: validation accuracy, or another `metric`, else the loss. Runs without either come last."""
+    value, loss = (group.mean(f"metrics.val/{name}") for name in (metric, "loss"))
+    sign = 1 if mode == "max" else -1
+    return -math.inf if value is None else sign * value, -math.inf if loss is None else -loss
 
 
 def places(group: Group, root: Path) -> str:
@@ -131,10 +135,10 @@ def braced(parent: Path, names: Sequence[str]) -> str:
     return f"{parent}/{names[0] if len(names) == 1 else '{' + ','.join(names) + '}'}"
 
 
-def best(groups: Sequence[Group], root: Path) -> str:
+def best(groups: Sequence[Group], root: Path, metric: str, mode: str) -> str:
     """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
     first = groups[0]
-    if len(groups) == 1 or max(result(first)) == -math.inf:
+    if len(groups) == 1 or max(result(first, metric, mode)) == -math.inf:
         return ""
     folders = [braced(*each) for each in runs_by_parent(first.completed, root).items()]
     return f"best by validation: {', '.join(map(os.path.relpath, folders))}"
@@ -166,7 +170,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(column: str, value: Any) -> str:
-    return pair.ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
+    score = column.startswith(("val ", "test ", "out-of-fold ")) or column.endswith("+-")
+    form = ".4f" if score else FORMATS.get(column, "")
+    return pair.ABSENT if value is None else f"{value:{form}}"
 
 
 def oddities(groups: Sequence[Group], runs: int) -> list[str]:
@@ -181,13 +187,13 @@ def oddities(groups: Sequence[Group], runs: int) -> list[str]:
     return lines
 
 
-def folds_text(validations: Sequence[CrossValidation]) -> str:
+def folds_text(validations: Sequence[CrossValidation], metric: str) -> str:
     """Return the table of the cross-validations and what it means, or nothing."""
     if not validations:
         return ""
     lines = [f"\nCross-validation with {validations[0].folds} folds, by the weights at the end of training:\n"]
-    lines += [table([each.row() for each in validations]), ""]
-    lines += ["val acc, val loss: means over the folds; +-: their standard deviations over the folds"]
+    lines += [table([each.row(metric) for each in validations]), ""]
+    lines += ["val {metric}, val loss: means over the folds; +-: their standard deviations over the folds"]
     samples = {f"{sum(each.sizes):,}" for each in validations if each.sizes and not each.missing}
     for count in samples:
         lines += [f"out-of-fold: all {count} samples as one set, each predicted by the run that was not trained on it"]

@@ -2,9 +2,10 @@
 
     python scripts/export.py checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
 
-The file includes normalisation and softmax. Its input is decoded images, uint8 [n, channels, size, size] for any n; its
-output is probabilities, float32 [n, classes]. The program reads the file again and compares its probabilities with
-those of the model. It also writes model.json: class names, shape, and the largest difference.
+The file includes normalisation. Its input is decoded images, uint8 [n, channels, size, size] for any n. Its output is
+float32, by the task of the data: probabilities of the classes or labels, [n, classes]; values, [n, values]; or
+probabilities of the classes of each pixel, [n, classes, size, size]. The program reads the file again and compares its
+output with that of the model. It also writes model.json: class names, shape, and the largest difference.
 """
 
 import importlib.util
@@ -12,6 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,30 +30,37 @@ from lockstep.launch import logs
 from lockstep.run import cli
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
-TOLERANCE = 1e-5  # largest allowed difference of a probability
+TOLERANCE = 1e-5  # largest allowed difference of a probability; of a larger value, relative
+# What makes the file's output of that of `forward`, by the task of the data.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "classification": partial(torch.softmax, dim=1),
+    "multi_label": torch.sigmoid,
+    "regression": lambda values: values,
+    "segmentation": partial(torch.softmax, dim=1),
+}
 BATCHES = (1, 2, 7)  # batch sizes to compare
 NEEDED = ("onnx", "onnxscript")
 
 
 class Different(Exception):
-    """The file gives other probabilities than the model."""
+    """The file gives another output than the model."""
 
 
 class Deployed(nn.Module):
-    """A network that maps raw images to probabilities."""
+    """A network that maps raw images to probabilities or values."""
 
     scale: Tensor
     shift: Tensor
 
     def __init__(self, net: nn.Module, spec: Spec) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.activation = net, ACTIVATIONS[spec.task]
         mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (spec.mean, spec.std))
         self.register_buffer("scale", (1 / (255 * std)).float())
         self.register_buffer("shift", (-mean / std).float())
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(images.float() * self.scale + self.shift).softmax(dim=1)
+        return self.activation(self.net(images.float() * self.scale + self.shift))
 
 
 def export(raw: dict[str, Any], folder: Path) -> None:
@@ -80,9 +89,15 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     if not worst <= TOLERANCE:
         path.unlink()
         more = f"by {worst:.1e}, more than {TOLERANCE:.0e}"
-        raise Different(f"{path} was deleted: its probabilities differ from the model's {more}")
-    about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": worst}
-    path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
+        raise Different(f"{path} was deleted: its output differs from the model's {more}")
+    about: dict[str, Any] = {
+        "task": spec.task,
+        "input": ["n", *example.shape[1:]],
+        "dtype": "uint8",
+        "classes": list(spec.classes),
+    }
+    about |= {"difference": worst, "checkpoint": config.checkpoint}
+    path.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
     print(f"{path}: agrees with the checkpoint to {worst:.1e} on batches of {', '.join(map(str, BATCHES))}")
 
 
@@ -129,14 +144,15 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tenso
 
 
 def difference(model: nn.Module, run: Callable[[Tensor], Tensor], spec: Spec) -> float:
-    """Return the largest difference of a probability over batches of random images of several sizes."""
+    """Return the largest difference of an output over batches of random images; of values above 1 it is relative."""
     generator = torch.Generator().manual_seed(0)
     differences = []
     for size in BATCHES:
         shape = size, spec.channels, spec.image_size, spec.image_size
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         with torch.no_grad():
-            differences.append((model(images) - run(images)).abs().max())
+            expected = model(images)
+            differences.append(((expected - run(images)).abs() / expected.abs().clamp(min=1)).max())
     return float(torch.stack(differences).max())
 
 

@@ -21,6 +21,8 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
 
     images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(raw)
+    if top_k is not None and spec.task != "classification":
+        raise UserError(f"top_k={top_k}: the model is for {spec.task}, without one class per image: leave it out")
     if top_k is not None and whole_number(1)("top_k", top_k) > spec.num_classes:
         raise UserError(f"top_k={top_k}: must be at most {spec.num_classes}, the number of the model's classes")
     splits = as_splits(spec, open_images(images, config, spec))

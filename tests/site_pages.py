@@ -51,6 +51,7 @@ def pages() -> list[str]:
 def read(name: str) -> Page:
     """Return what a page shows."""
     page, text = Page(name), (DOCS / name).read_text()
+    text = re.sub(r"^--8<--\n(.+)\n--8<--\n", lambda match: (ROOT / match[1]).read_text(), text, flags=re.MULTILINE)
     prose = ""
     for part in re.split(r"^(```\w*\n.*?^```\n)", text, flags=re.DOTALL | re.MULTILINE):
         if not (fence := re.match(r"```(\w*)\n(.*)```\n", part, flags=re.DOTALL)):

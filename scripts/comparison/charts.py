@@ -89,14 +89,14 @@ def _speeds(groups: Sequence[Group], path: Path) -> None:
 
 
 def draw_against(lines: Lines, key: str, folder: Path) -> str:
-    """Draw test accuracy against a key. Return the name of the file."""
+    """Draw test accuracy, or what else `against` has read, against a key. Return the name of the file."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     values = sorted({value for points in lines.values() for value in points})
     for number, (label, points) in enumerate(lines.items()):
         at, accuracies = [values.index(value) for value in points], list(points.values())
         axes.errorbar(at, list(map(fmean, accuracies)), _ends(accuracies), capsize=3, label=label, **style(number))
     axes.set_xticks(range(len(values)), [brief(value) for value in values])
-    axes.set(xlabel=key, ylabel="test accuracy: mean, and from the least to the most")
+    axes.set(xlabel=key, ylabel="on the test set: mean, and from the least to the most")
     axes.legend()
     name = f"by_{key.rpartition('.')[2]}.png"
     _save(figure, folder / name)

@@ -13,7 +13,7 @@ from comparison.runs import Group, Run, counts
 from lockstep.errors import UserError
 from lockstep.text import join_names, plural
 
-SCORES = ("acc", "loss")
+POOLED = ("acc", "loss")  # means over samples, which can be pooled
 TOGETHER = "the folds of a cross-validation must share all settings but data.fold"
 
 
@@ -51,19 +51,20 @@ class CrossValidation:
         sizes = [int(run.summary.get("samples.val") or 0) for run in self.completed]
         return sizes if all(sizes) else []
 
-    def row(self) -> dict[str, Any]:
-        """Return its row of the table, by column.
+    def row(self, metric: str) -> dict[str, Any]:
+        """Return its row of the table, by column; `metric` is the name of a metric without `val/`.
 
         The out-of-fold score takes the samples of all folds as one set: each fold's mean counts by its samples.
         """
         done, sizes = len(self.completed), self.sizes
         row: dict[str, Any] = {"": self.name, "folds": done if done == self.folds else f"{done} of {self.folds}"}
-        for name in SCORES:
+        for name in (metric, "loss"):
             scores = [run.summary.get(f"metrics.val/{name}") for run in self.completed]
             values = [] if None in scores else [float(score) for score in scores if score is not None]
             pooled = sum(map(mul, values, sizes)) / sum(sizes) if values and sizes and not self.missing else None
             row |= {f"val {name}": fmean(values) if values else None}
-            row |= {f"{name} +-": stdev(values) if len(values) > 1 else None, f"out-of-fold {name}": pooled}
+            row |= {f"{name} +-": stdev(values) if len(values) > 1 else None}
+            row |= {f"out-of-fold {name}": pooled} if name in POOLED else {}
         return row
 
 

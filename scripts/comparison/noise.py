@@ -17,8 +17,7 @@ from typing import Any
 from comparison.runs import Group
 
 LEVEL, POWER = 0.95, 0.8
-SCORES = ("val/acc", "test/acc")
-OTHERWISE = ("val/loss",)  # of models that are no classifiers
+OTHERWISE = ("val/loss",)  # of runs without such a metric
 MOST = 1000  # further seeds; more are not counted
 LARGE = 300  # degrees of freedom from which Student's t is taken as normal
 
@@ -48,12 +47,18 @@ class Difference:
         return "yes" if abs(self.mean) > self.margin else "no"
 
 
-def against_first(groups: Sequence[Group]) -> list[tuple[Group, str, Difference]]:
-    """Return the difference of each group from the first one, for each score that both have for two runs or more."""
+def against_first(groups: Sequence[Group], metric: str) -> list[tuple[Group, str, Difference]]:
+    """Return the difference of each group from the first one, for each score that both have for two runs or more.
+
+    Args:
+        groups: the groups.
+        metric: name of the metric to compare, without `val/`.
+    """
+    wanted = f"val/{metric}", f"test/{metric}"
     first, *others = groups
     differences = []
     for group in others:
-        scores = [name for name in SCORES if group.values(f"metrics.{name}")] or OTHERWISE
+        scores = [name for name in wanted if group.values(f"metrics.{name}")] or OTHERWISE
         for name in scores:
             difference = compare(*(values_by_draw(each, f"metrics.{name}") for each in (first, group)))
             if difference is not None:

@@ -117,9 +117,13 @@ class Group:
     def speed(self) -> float | None:
         return self.mean("throughput.samples_per_second")
 
-    def row(self) -> dict[str, Any]:
-        """Return the group's row of the table, by column."""
-        accuracy, whole = self.values("metrics.test/acc"), len(self.completed)
+    def row(self, metric: str) -> dict[str, Any]:
+        """Return the group's row of the table, by column.
+
+        Args:
+            metric: name of the metric to show, without `val/`.
+        """
+        tested, whole = self.values(f"metrics.test/{metric}"), len(self.completed)
         curves = (run.curves.get("workers/peak_gib") for run in self.completed)
         peaks = [float(curve.values.max()) for curve in curves if curve]
         return {
@@ -127,14 +131,22 @@ class Group:
             "batch": self.layout("batch_size"),
             **{key: brief(value) for key, value in self.differs.items()},
             "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
-            "val acc": self.mean("metrics.val/acc"),
-            "test acc": fmean(accuracy) if accuracy else None,
-            "+-": stdev(accuracy) if len(accuracy) > 1 else None,
+            f"val {metric}": self.mean(f"metrics.val/{metric}"),
+            f"test {metric}": fmean(tested) if tested else None,
+            "+-": stdev(tested) if len(tested) > 1 else None,
             "samples/s": self.speed,
             "efficiency": self.efficiency,
             "GiB": max(peaks, default=None),
             "seconds": self.mean("throughput.seconds"),
         }
+
+
+def followed_metric(groups: Sequence[Group]) -> tuple[str, str]:
+    """Return the metric that all models name as `monitor`, without `val/`, and its `mode`; else `acc` and `max`."""
+    configs = [run.config for group in groups for run in group.runs]
+    followed = {(config.get("model.monitor", "val/acc"), config.get("model.mode", "max")) for config in configs}
+    monitor, mode = followed.pop() if len(followed) == 1 else ("val/acc", "max")
+    return monitor.removeprefix("val/"), mode
 
 
 def is_run(folder: Path) -> bool:
@@ -252,7 +264,7 @@ def brief(value: Any) -> str:
 
 
 def against(groups: Sequence[Group], key: str) -> Lines:
-    """Return the test accuracy by the value of a key.
+    """Return the test accuracy, or what `followed_metric` names, by the value of a key.
 
     There is a line for each choice of the other keys for which the key has two values or more.
 
@@ -260,12 +272,13 @@ def against(groups: Sequence[Group], key: str) -> Lines:
         UserError: there is no such line.
     """
     lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
+    tested = f"metrics.test/{followed_metric(groups)[0]}"
     for group in groups:
         value = group.runs[0].config.get(key)
         if isinstance(value, int | float) and group.completed:
             others = {name: other for name, other in group.differs.items() if name != key and other is not None}
             labels = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
-            lines.setdefault((group.layout_name, *labels), {})[value] = group.values("metrics.test/acc")
+            lines.setdefault((group.layout_name, *labels), {})[value] = group.values(tested)
     lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
     if not lines:
         raise UserError(f"--by {key}: no completed runs differ in this key alone: name a key whose values are numbers")

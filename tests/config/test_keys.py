@@ -51,6 +51,9 @@ OTHER: dict[str, Any] = {
     "torchvision: model.arch": "mobilenet_v3_large",
     "torchvision: model.options": {"dropout": 0.7},
     "timm: model.arch": "resnet14t",
+    "multi_label: model.arch": "mobilenet_v3_small",
+    "regression: model.arch": "mobilenet_v3_small",
+    "segmentation: model.arch": "fcn_resnet50",
     "timm: model.options": {"drop_rate": 0.7},
     "optimizer.lr_scale": {"net.conv1.*": 0.1},
     "optimizer.betas": [0.8, 0.9],
@@ -68,6 +71,7 @@ OTHER: dict[str, Any] = {
     "data.std": [0.3, 0.2, 0.1],
     "data.channels": 1,
     "synthetic: data.channels": 3,
+    "data.task": "segmentation",
     "data.augment": {"crop": 1},
     "data.augment.fill": "reflect",
     "image_folder: data.augment.fill": "zero",
@@ -77,8 +81,9 @@ OTHER: dict[str, Any] = {
     "shards: data.label": "kind",
 }
 # Without a list there are no images; an index that lies elsewhere is the same one; the others are in
-# tests/run/test_optimizers.py.
-BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr"}
+# tests/run/test_optimizers.py and tests/project/test_tasks.py.
+BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr", "model.monitor", "model.mode"}
+BESIDE |= {f"data.{name}" for name in ("labels", "values", "mask", "classes", "unlabelled")}
 
 
 def other(key: str, value: Any, file: str) -> Any:
@@ -156,8 +161,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def synthetic() -> Splits:
-    return open_data(composed(*DATA)["data"], "data")
+def synthetic(model: str) -> Splits:
+    tasks = {name: (f"data.task={name}", "data.channels=3") for name in ("multi_label", "regression", "segmentation")}
+    return open_data(composed(*DATA, *tasks.get(model, ()))["data"], "data")
 
 
 def built(group: str, raw: dict[str, Any], images: Path) -> Any:
@@ -178,7 +184,7 @@ def built(group: str, raw: dict[str, Any], images: Path) -> Any:
         made = optimization(config, 60)
         optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
         return said(made["scheduler"](optimizer)), said(optimizer.param_groups)
-    module = make_module(config, synthetic())
+    module = make_module(config, synthetic(config.model["name"]))
     return said(module), said(module.configure_optimizers())
 
 

@@ -28,6 +28,7 @@ FOLLOWED_BY = {
     "use/images.md": "test_data_page.py",
     "use/transforms.md": "test_data_page.py",
     "use/shards-and-hub.md": "test_shards_page.py",
+    "use/tasks.md": "test_tasks_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",
     "coming-from-lightning-hydra-template.md": "test_coming_from_page.py",
     "troubleshooting.md": "test_troubleshooting.py",

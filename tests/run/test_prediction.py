@@ -144,8 +144,9 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
 
 
 def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:
+    spec = Spec(1, SIZE, ("-", "=2+5"))
     ids, rows = torch.tensor([0, -1]), torch.tensor([[0.25, 0.75], [1.0, 0.0]], dtype=torch.float64)
-    assert write_predictions(tmp_path / "table.csv", ["@a.png", "b.png"], ["-", "=2+5"], ids, rows) == ["b.png"]
+    assert write_predictions(tmp_path / "table.csv", ["@a.png", "b.png"], spec, ids, rows) == ["b.png"]
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,probability,'-,'=2+5"
     assert lines[1:] == ["./@a.png,'=2+5,0.750000,0.250000,0.750000", "b.png,,,,"]

@@ -7,7 +7,7 @@ config lacks the key. A class or function that a group names by `_target_` check
 from collections.abc import Mapping
 from dataclasses import dataclass as plain
 from dataclasses import field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
@@ -125,6 +125,7 @@ class SpecRecord(TypedDict):
     classes: list[str] | tuple[str, ...]
     mean: list[float] | tuple[float, ...]
     std: list[float] | tuple[float, ...]
+    task: NotRequired[str]  # a checkpoint without it is of a classification
 
 
 # Arguments of Lightning's Trainer that a user may set. Other keys set the step, the layout and the run's length.

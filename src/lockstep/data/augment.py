@@ -52,12 +52,13 @@ class Augment:
             (np.floor(numbers * 2**24) * 2**-24).astype(np.float32)
         )  # to 24 bits first: float32's rounding could give 1.0
 
-    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, draws: Tensor, outside: int = 0) -> Tensor:
         """Return augmented images, with one gather.
 
         Args:
             images: [n, C, H, W] of any dtype; uint8 is the fastest.
             draws: random numbers of the samples, float32 [n, DRAWS].
+            outside: value of the uncovered border with `fill=zero`.
         """
         n, channels, height, width = images.shape
         size = height * width
@@ -69,7 +70,7 @@ class Augment:
             shifts = (draws[:, :2] * (2 * self.crop + 1)).long() - self.crop
             rows, columns = rows + shifts[:, :1], columns + shifts[:, 1:]
             if self.fill == "zero":
-                images = F.pad(images, (self.crop,) * 4)
+                images = F.pad(images, (self.crop,) * 4, value=outside)
                 rows, columns = rows + self.crop, columns + self.crop
             else:
                 rows, columns = _mirrored(rows, height), _mirrored(columns, width)

@@ -77,6 +77,10 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
             raise UserError(f"data={config.get('name')}: the {name} set is empty: it needs at least one image")
+    for key, value in {"mix": mix, "sampling": sampling}.items():
+        if value and source.spec.task != "classification":
+            is_for = "is for data with one class per sample"
+            raise UserError(f"data.{key}={value} {is_for}, and this data set is for {source.spec.task}: leave it out")
     if sampling:
         labels_of(train)  # raises now if the labels are unknown
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
@@ -118,6 +122,9 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     made = {part: make_transforms(part, listed, splits.spec) for part in ("train", "eval")}
     if not any(made.values()):
         return splits
+    if splits.spec.task == "segmentation":
+        right = "use data.augment, which shifts and flips both"
+        raise UserError(f"data.transforms would change images without their masks: leave it out, or {right}")
     parts = {"train": "train", "val": "eval", "test": "eval"}
     keys = {name: f"data.transforms.{part}" for name, part in parts.items()}
     sets = {name: transformed(getattr(splits, name), made[part], keys[name]) for name, part in parts.items()}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.deal import Deal
 from lockstep.arithmetic.layout import Layout
-from lockstep.data.datasets import Ids, Splits, innermost_dataset, labels_of
+from lockstep.data.datasets import UNLABELLED, Ids, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import (
     ChunkDataset,
     ChunkSampler,
@@ -228,6 +228,8 @@ class DataModule(pl.LightningDataModule):
         x, *rest = batch
         if draws is not None:
             x = self.splits.augment(x, draws)
+            if self.splits.spec.task == "segmentation":
+                rest[0] = self.splits.augment(rest[0][:, None], draws, UNLABELLED)[:, 0]
         dtype = torch.get_default_dtype() if self._like is None else self._like.dtype
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)

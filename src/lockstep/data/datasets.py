@@ -19,6 +19,9 @@ from lockstep.data.augment import Augment
 from lockstep.errors import UserError
 
 Ids = NDArray[np.int64]
+UNLABELLED = 255  # the value in masks of pixels that do not count
+# The tasks of a data set, each with the noun for its `classes`.
+TASKS = {"classification": "classes", "multi_label": "labels", "regression": "values", "segmentation": "classes"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class Spec:
         mean: mean of each channel, of pixels in 0..1. uint8 images are normalised with it on the device. Float images
             are already normalised; pictures of them use it to show the original colours.
         std: standard deviation of each channel, used like `mean`.
+        task: the target of a sample. `classification`: the number of its class. `multi_label`: 0 or 1 for each of
+            `classes`, float [k]. `regression`: a number for each of `classes`, float [k]. `segmentation`: a mask with
+            the class of each pixel, uint8 [image_size, image_size]; UNLABELLED stands for pixels that do not count.
+
+    Raises:
+        ValueError: there is no such task.
     """
 
     channels: int
@@ -39,8 +48,11 @@ class Spec:
     classes: tuple[str, ...]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+    task: str = "classification"
 
     def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task}: must be one of {', '.join(TASKS)}")
         # Checkpoints have them, and a safe load refuses numpy's numbers and strings.
         for name in ("channels", "image_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
@@ -119,17 +131,23 @@ class Splits:
         parts = {"train": self.train, "val": self.val, "test": self.test}
         return {name: None if part is None else len(part) for name, part in parts.items()}
 
+    def classes_of(self, dataset: Any) -> Ids | None:
+        """Return the class of each sample of one of the splits, int64 [n]; None if samples have not one class each."""
+        try:
+            labels = labels_of(dataset)
+        except UserError:
+            return None
+        valid = len(labels) and labels.min() >= 0 and labels.max() < self.spec.num_classes
+        return labels if valid and self.spec.task == "classification" else None
+
     def class_counts(self) -> dict[str, int] | None:
         """Return the number of training samples of each class, by name, in the order of the labels.
 
         Returns:
             The counts; None if the labels are unknown without making samples, or a label is no number of a class.
         """
-        try:
-            labels = labels_of(self.train)
-        except UserError:
-            return None
-        if labels.min() < 0 or labels.max() >= self.spec.num_classes:
+        labels = self.classes_of(self.train)
+        if labels is None:
             return None
         counts = np.bincount(labels, minlength=self.spec.num_classes)
         return dict(zip(self.spec.classes, counts.tolist(), strict=True))
@@ -140,11 +158,11 @@ class ArrayDataset:
 
     Args:
         images: uint8 [N, C, H, W].
-        labels: integers [N].
+        labels: integers [N]; or several targets of each sample: floats [N, k], or masks, uint8 [N, H, W].
 
     Attributes:
         images: uint8 tensor [N, C, H, W].
-        labels: int64 tensor [N].
+        labels: int64 tensor [N], float32 tensor [N, k] or uint8 tensor [N, H, W].
         draws: False, because fetching a sample draws no random number; see `fetch`.
 
     Raises:
@@ -157,7 +175,8 @@ class ArrayDataset:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         self.images = torch.from_numpy(np.ascontiguousarray(images))
-        self.labels = torch.from_numpy(labels.astype(np.int64))
+        several = np.float32 if labels.dtype.kind == "f" else labels.dtype
+        self.labels = torch.from_numpy(labels.astype(np.int64 if labels.ndim == 1 else several))
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -126,7 +126,8 @@ def _spec(module: Any, train: Any) -> Spec:
     mean, std = moments(getattr(transform, "transforms", [transform]))
     if not {len(mean), len(std)} <= {1, channels}:
         mean, std = (0.0,), (1.0,)
-    return Spec(channels, size, _classes(module, train, y), mean, std)
+    classes = _classes(module, train, y)
+    return Spec(channels, size, classes, mean, std, "regression" if classes == ("value",) else "classification")
 
 
 def _classes(module: Any, train: Any, y: Any) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.data import DataModule, Splits
+from lockstep.data.datasets import TASKS
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
@@ -40,6 +41,7 @@ REFUSED_HOOKS = {
     "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
 }
 
+MONITORED = ("monitor", "mode")  # keys of a model for callbacks: its most important metric, and which value is best
 PRETRAINED = {"pretrained": False, "weights": None}  # keys that load pretrained weights, with the value that does not
 
 
@@ -61,6 +63,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     """Build the module from `options`, check that steps of pieces can train it, and convert its memory."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
+    options = {key: value for key, value in options.items() if key not in MONITORED}
     refuse_unused(config)
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
     offers = optimization(config, len(splits.train))
@@ -70,6 +73,11 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
         raise UserError(
             f"{named} is not a LightningModule: "
             "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
+        )
+    if (task := getattr(module, "task", spec.task)) in TASKS and task != spec.task:
+        raise UserError(
+            f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
+            "use a model and data of the same task (docs/use/tasks.md)"
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides_method(module, hook, pl.LightningModule):

@@ -166,6 +166,10 @@ def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None
     before = spec_of(path, record)
     if before.channels != spec.channels:
         raise UserError(f"data: images have channels={spec.channels}, but {path} was trained on {before.channels}")
+    if before.task != spec.task:
+        raise UserError(
+            f"data: this data set is for {spec.task}, but {path} was trained for {before.task}: use its data"
+        )
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
         odd = [f"only {one} has {first_names(sorted(classes))}" for one, classes in only.items() if classes]

@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lockstep.data import Spec, Splits
 from lockstep.errors import UserError
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.evaluation import config_of, find_checkpoint_and_record, first_names, spec_of, weights_must_fit
-from lockstep.run.prediction_table import first_rows, write_predictions
+from lockstep.run.prediction_table import first_rows, write_masks, write_predictions
 from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
@@ -59,8 +60,8 @@ class PredictionCollector(pl.Callback):
     """Collects what the module's `predict_step` returns, with the images' numbers.
 
     Attributes:
-        predictions: for each batch so far the images' numbers, int64 [n], and the rows, float64 [n, k]. The number -1
-            stands for an image that can't be decoded.
+        predictions: for each batch so far the images' numbers, int64 [n], and the rows, float64 [n, k], or masks,
+            uint8 [n, H, W]. The number -1 stands for an image that can't be decoded.
     """
 
     def __init__(self) -> None:
@@ -77,13 +78,15 @@ class PredictionCollector(pl.Callback):
                 f"{name}.predict_step returned {returned}: it must return a tensor with {plural(len(ids), 'row')}, "
                 "one for each image"
             )
-        self.predictions.append((ids.cpu(), outputs.double().reshape(len(ids), -1).cpu()))
+        masks = outputs.dtype == torch.uint8 and outputs.ndim == 3
+        self.predictions.append((ids.cpu(), (outputs if masks else outputs.double().reshape(len(ids), -1)).cpu()))
 
 
 def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = None) -> dict[str, Any]:
     """Predict in this worker, and return the summary. Every worker of the layout must call it.
 
-    It calls the module's `predict_step`, or its `forward` if it has none. Rank zero writes predictions.csv.
+    It calls the module's `predict_step`, or its `forward` if it has none. Rank zero writes predictions.csv, and masks
+    as images.
 
     Args:
         top_k: how many classes to write for each image; None: see `write_predictions`.
@@ -107,7 +110,8 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
     summary = summarise(config, folder, "completed", None)
     if rank == 0:
-        broken = write_predictions(folder / "predictions.csv", splits.test.names, splits.spec.classes, ids, rows, top_k)
+        write = write_masks if rows.dtype == torch.uint8 else partial(write_predictions, top_k=top_k)
+        broken = write(folder / "predictions.csv", splits.test.names, splits.spec, ids, rows)
         summary |= {"images": len(splits.test), "broken": broken}
         summary["throughput"]["samples_per_second"] = speed
         write_summary(folder / "summary.json", summary)

@@ -3,12 +3,14 @@
 import csv
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
+from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.files import replacing
 
@@ -17,19 +19,21 @@ FORMULA = tuple("=+-@\t\r")  # spreadsheets compute cells that begin with one of
 
 
 def write_predictions(
-    path: Path, names: Sequence[Any], classes: Sequence[str], ids: Tensor, rows: Tensor, top_k: int | None = None
+    path: Path, names: Sequence[Any], spec: Spec, ids: Tensor, rows: Tensor, top_k: int | None = None
 ) -> list[str]:
     """Write a table with a row for each file.
 
-    If all rows are probabilities of the classes (not negative, with the sum 1), a line has the most likely class and
-    its probability, and then all probabilities; or only the `top_k` most likely classes with theirs. Other rows are
-    written without change.
+    If samples have one class each and all rows are probabilities of the classes (not negative, with the sum 1), a line
+    has the most likely class and its probability, and then all probabilities; or only the `top_k` most likely classes
+    with theirs. Other rows are written without change.
 
     Args:
+        path: the table's file.
         names: the files, in the order of the table.
-        classes: names of the classes.
+        spec: the description of the images, with the names of the classes.
         ids: for each row the number of its file, int64 [n]; below 0: the row belongs to no file.
         rows: numbers, float64 [n, k].
+        top_k: number of classes in a line; None: all.
 
     Returns:
         The files with an empty line, since they could not be decoded.
@@ -37,8 +41,9 @@ def write_predictions(
     Raises:
         UserError: `top_k` is given, but the rows are no probabilities of the classes.
     """
-    known, count = rows[ids >= 0], rows.shape[1]
-    probabilities = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
+    known, count, classes = rows[ids >= 0], rows.shape[1], spec.classes
+    sums_to_one = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
+    probabilities = sums_to_one and spec.task == "classification"
     if top_k and not probabilities:
         raise UserError(f"top_k={top_k}: the model's predict_step does not return class probabilities: leave it out")
     shown = [_inert(name, "'") for name in classes]
@@ -47,7 +52,56 @@ def write_predictions(
         best, labels = known.topk(top_k or 1)
         further = [f"{name}_{place}" for place in range(2, best.shape[1] + 1) for name in ("predicted", "probability")]
         columns = ["predicted", "probability", *further, *([] if top_k else columns)]
-    row_of = dict(zip(ids[ids >= 0].tolist(), range(len(known)), strict=True))
+
+    def cells(row: int) -> list[str]:
+        each = [] if probabilities and top_k else [f"{value:.6f}" for value in known[row].tolist()]
+        likely = zip(labels[row].tolist(), best[row].tolist(), strict=True) if probabilities else ()
+        return [cell for label, value in likely for cell in (shown[label], f"{value:.6f}")] + each
+
+    return _write_table(path, names, columns, ids, cells)
+
+
+def write_masks(path: Path, names: Sequence[Any], spec: Spec, ids: Tensor, masks: Tensor) -> list[str]:
+    """Write masks as PNG files into the folder `masks`, and a table with the share of each class in a mask.
+
+    Args:
+        path: the table's file; the folder is beside it.
+        names: the files, in the order of the table.
+        spec: the description of the images, with the names of the classes.
+        ids: for each mask the number of its file, int64 [n]; below 0: the mask belongs to no file.
+        masks: the class of each pixel, uint8 [n, H, W].
+
+    Returns:
+        The files with an empty line, since they could not be decoded.
+    """
+    folder, known, numbers = path.parent / "masks", masks[ids >= 0], ids[ids >= 0].tolist()
+    folder.mkdir(exist_ok=True)
+    files = [f"{number:06d}_{Path(str(names[number])).stem}.png" for number in numbers]  # two folders may have one name
+    for name, mask in zip(files, known, strict=True):
+        Image.fromarray(mask.numpy()).save(folder / name)
+
+    def cells(row: int) -> list[str]:
+        shares = known[row].flatten().long().bincount(minlength=spec.num_classes) / known[row].numel()
+        return [f"masks/{files[row]}", *(f"{share:.6f}" for share in shares.tolist())]
+
+    columns = ["mask", *(_inert(name, "'") for name in spec.classes)]
+    return _write_table(path, names, columns, ids, cells)
+
+
+def _write_table(
+    path: Path, names: Sequence[Any], columns: Sequence[str], ids: Tensor, cells: Callable[[int], list[str]]
+) -> list[str]:
+    """Write a table with a row for each file. Return the files without a prediction, whose cells are empty.
+
+    Args:
+        path: the table's file.
+        names: the files, in the order of the table.
+        columns: names of the columns after the first one, `file`.
+        ids: for each prediction the number of its file; below 0: it belongs to no file.
+        cells: returns the cells of a prediction from its number among those with a file.
+    """
+    known = ids[ids >= 0].tolist()
+    row_of = dict(zip(known, range(len(known)), strict=True))
     broken = []
     with replacing(path) as binary:
         text = io.TextIOWrapper(binary, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
@@ -57,13 +111,7 @@ def write_predictions(
             row = row_of.get(index)
             if row is None:
                 broken.append(name)
-                cells = [""] * len(columns)
-            else:
-                cells = [] if probabilities and top_k else [f"{value:.6f}" for value in known[row].tolist()]
-                if probabilities:
-                    likely = zip(labels[row].tolist(), best[row].tolist(), strict=True)
-                    cells = [cell for label, value in likely for cell in (shown[label], f"{value:.6f}")] + cells
-            table.writerow([_inert(name, "./"), *cells])
+            table.writerow([_inert(name, "./"), *([""] * len(columns) if row is None else cells(row))])
         text.detach()
     return broken
 

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,8 +16,7 @@ from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
-from lockstep.data.datasets import Ids, labels_of
-from lockstep.errors import UserError
+from lockstep.data.datasets import TASKS
 from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
@@ -164,21 +163,12 @@ def data_counts(splits: Splits) -> list[str]:
     names = splits.spec.classes
     if len(names) < 2:
         return [sizes]
-    classes = f"{len(names)} classes"
+    classes = f"{len(names)} {TASKS[splits.spec.task]}"
     counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None
     if counts is not None and not all(name.isdecimal() for name in names):  # names that are numbers say nothing new
         each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         classes += f": {each}" * (len(each) <= CLASSES_WIDTH)
     return [sizes, classes]
-
-
-def labels_in(dataset: Any, num_classes: int) -> Ids | None:
-    """Return the class of each sample, int64 [n]; None if the labels are not one valid class each."""
-    try:
-        labels = labels_of(dataset)
-    except UserError:
-        return None
-    return labels if len(labels) and labels.min() >= 0 and labels.max() < num_classes else None
 
 
 # --- the end ---
@@ -205,7 +195,7 @@ def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> 
     split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)
     num_classes = splits.spec.num_classes
     dataset = getattr(splits, split) if split else None
-    if dataset is None or num_classes < 2 or (labels := labels_in(dataset, num_classes)) is None:
+    if dataset is None or num_classes < 2 or (labels := splits.classes_of(dataset)) is None:
         return None
     accuracy, guess = metrics[f"{split}/acc"], 1 / num_classes
     common = float(np.bincount(labels).max()) / len(labels)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data.build import open_data
-from lockstep.data.datasets import Ids, Splits, fetch, labels_of
+from lockstep.data.datasets import UNLABELLED, Ids, Spec, Splits, fetch, labels_of
 from lockstep.errors import UserError
 from lockstep.launch.parent import launch
 from lockstep.run.api import compose
@@ -61,14 +61,17 @@ class DataTests:
                 fail(f"images of {name} are {batch[0].dtype}: return uint8, 0 to 255, or normalised floats")
 
     def test_labels_are_in_range(self, splits: Splits) -> None:
-        """Check that labels are int64, from 0 to the number of classes in the `Spec`."""
+        """Check that labels are int64, from 0 to the number of classes in the `Spec`; or the targets of its task."""
         for name, ids, batch in fetched(splits):
             labels = batch[1]
+            if splits.spec.task != "classification":
+                check_targets(name, labels, splits.spec)
+                continue
             if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
                 shown = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
                 fail(
                     f"a batch of labels of {name} is {shown}: return one int or int64 tensor for each sample; for "
-                    "another kind of target, set test_labels_are_in_range = None"
+                    "another kind of target, give the Spec a task, or set test_labels_are_in_range = None"
                 )
             check_range(name, ids, labels.numpy(), splits)
             try:
@@ -178,6 +181,28 @@ def check_range(name: str, ids: Ids, labels: Any, splits: Splits) -> None:
             f"sample {ids[at]} of {name} has the label {labels[at]}, and the Spec has {last + 1} classes: "
             f"labels must be 0 to {last}, in the order of Spec(classes=...)"
         )
+
+
+def check_targets(name: str, targets: Any, spec: Spec) -> None:
+    """Fail if targets of a split do not fit the task of the `Spec`, which is not classification."""
+    masks = spec.task == "segmentation"
+    shape = (spec.image_size, spec.image_size) if masks else (spec.num_classes,)
+    right = targets.dtype == torch.uint8 if masks else targets.is_floating_point()
+    if not right or tuple(targets.shape[1:]) != shape:
+        wanted = f"{'uint8' if masks else 'a float tensor'} {list(shape)}"
+        fail(
+            f"a target of {name} is {targets.dtype} {list(targets.shape[1:])}: return {wanted} for each sample, or "
+            f"give the Spec another task than {spec.task}"
+        )
+    if masks:
+        wrong = (targets >= spec.num_classes) & (targets != UNLABELLED)
+        range_text = f"0 to {spec.num_classes - 1}, or {UNLABELLED} without a class"
+    elif spec.task == "multi_label":
+        wrong, range_text = (targets != 0) & (targets != 1), "0 or 1"
+    else:
+        wrong, range_text = ~targets.isfinite(), "finite"
+    if bool(wrong.any()):
+        fail(f"targets of {name} have the value {targets[wrong][0]:g}: values must be {range_text}")
 
 
 def chosen(dataset: Any) -> Ids:

@@ -24,9 +24,9 @@ class Dashboard(Callback):
     (`train/grad_norm` is the global norm of the step's gradient after all sums and before clipping.)
 
     TensorBoard also gets the parts of `first_page`: a picture of the run (`view/run`, with status, best validation,
-    test, speed, loss and accuracy), a page of the most important curves, the description and the config as text, and a
-    row of the HParams page. The picture is drawn after validations, once a minute at most, and at the end. Other
-    loggers get the hyper-parameters.
+    test, speed, loss, and accuracy or the metric that the model names as `monitor`), a page of the most important
+    curves, the description and the config as text, and a row of the HParams page. The picture is drawn after
+    validations, once a minute at most, and at the end. Other loggers get the hyper-parameters.
 
     Args:
         config: the resolved config as plain containers.
@@ -38,6 +38,8 @@ class Dashboard(Callback):
     def __init__(self, config: Mapping[str, Any], headline: str) -> None:
         self._config = config
         self._headline = headline
+        model = config.get("model") or {}
+        self._monitor, self._mode = model.get("monitor", "val/acc"), model.get("mode", "max")
         self._next_picture = time.monotonic() + PICTURE_SECONDS
         self._curves: dict[str, list[tuple[int, float]]] = {}  # points (step, value) by tag since the run began
         self._step: dict[str, Any] = {}  # lr and gradient norm of the measured step
@@ -101,8 +103,12 @@ class Dashboard(Callback):
         with suppress(OSError):  # the disk may be full
             self._picture(trainer, "interrupted" if interrupted else "failed")
 
+    @property
+    def _name(self) -> str:
+        return str(self._monitor).rpartition("/")[2]
+
     def _add_points(self, step: int, metrics: Mapping[str, float], split: str) -> None:
-        for tag in (f"{split}loss", f"{split}acc"):
+        for tag in {f"{split}loss", f"{split}{self._name}"}:
             if tag in metrics:
                 self._curves.setdefault(tag, []).append((step, metrics[tag]))
                 if split == "train/" and len(self._curves[tag]) > MOST_POINTS:
@@ -114,13 +120,14 @@ class Dashboard(Callback):
             return
         with exclude_from_timing(trainer):
             title = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
-            if points := self._curves.get("val/acc"):
-                best, step = max((acc, step) for step, acc in points)
-                title += f"\nbest val/acc {best:.4f} (step {step})"
-            if "test/acc" in trainer.callback_metrics:
-                title += f", test/acc {float(trainer.callback_metrics['test/acc']):.4f}"
+            if points := self._curves.get(self._monitor):
+                sign = 1 if self._mode == "max" else -1
+                _, step, best = max((sign * value, step, value) for step, value in points)
+                title += f"\nbest {self._monitor} {best:.4f} (step {step})"
+            if (tested := f"test/{self._name}") in trainer.callback_metrics:
+                title += f", {tested} {float(trainer.callback_metrics[tested]):.4f}"
             for board in writers:
-                board.experiment.add_figure(PICTURE, draw(self._curves, title), trainer.global_step)
+                board.experiment.add_figure(PICTURE, draw(self._curves, title, self._name), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"curves": self._curves}

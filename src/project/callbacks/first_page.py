@@ -61,14 +61,16 @@ def figure(height: float, title: str) -> Any:
     return made
 
 
-def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
-    """Return a figure of loss and accuracy in training and validation.
+def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str, metric: str = "acc") -> Any:
+    """Return a figure of the loss and a metric in training and validation.
 
     Args:
         curves: points (step, value) by tag.
+        title: the text above it.
+        metric: name of the metric, without `val/`.
     """
     made = figure(HEIGHT, title)
-    for axes, name in zip(made.subplots(1, 2), ("loss", "acc"), strict=True):
+    for axes, name in zip(made.subplots(1, 2), ("loss", metric), strict=True):
         for split, style in (("train", "C0-"), ("val", "C1o-")):
             if points := curves.get(f"{split}/{name}"):
                 axes.plot(*zip(*points, strict=True), style, label=split, linewidth=1.2, markersize=2.5)

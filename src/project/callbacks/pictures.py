@@ -33,6 +33,8 @@ class Pictures(Callback):
     `(x, y)` and gets logits or log-probabilities, one for each class. For other modules it draws nothing. Every rank
     counts its samples, and rank zero draws.
 
+    For data of another task than classification it draws nothing either.
+
     Args:
         seconds: least time between two validations that are drawn.
     """
@@ -50,6 +52,8 @@ class Pictures(Callback):
         if trainer.sanity_checking or not boards(trainer):
             return
         data = trainer.datamodule
+        if data.splits.spec.task != "classification":
+            return
         confusion = MulticlassConfusionMatrix(
             data.splits.spec.num_classes, validate_args=False, sync_on_compute=data.layout.replicas > 1
         )

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,7 +152,7 @@ class ImageFiles(LabelledFiles):
         if all(self[index][1] < 0 for index in range(len(self))):  # stops at the first that can be decoded
             raise UserError(f"images={images}: no image can be decoded, {names[0]} for example")
 
-    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, Any]:
         try:
             return super().decoded(index, image_size)
         except UserError:

@@ -1,4 +1,4 @@
-"""Open the images of a CSV file that lists paths and labels."""
+"""Open the images of a CSV file that lists paths and labels, numbers or masks."""
 
 import csv
 import os
@@ -11,8 +11,8 @@ import numpy as np
 
 from lockstep import Source, UserError
 from project.data.labelled import PARTS, LabelledFiles, check_headers, decodable, image_spec, split
-
-COLUMNS = ("path", "label", "split")
+from project.data.masks import MaskedFiles
+from project.data.targets import Columns, columns, read_targets
 
 
 def image_list(
@@ -25,26 +25,34 @@ def image_list(
     test_fraction: float = 0.1,
     split_seed: int = 0,
     skip_broken: bool = False,
+    labels: Sequence[str] | None = None,
+    values: Sequence[str] | None = None,
+    mask: str | None = None,
+    classes: Sequence[str] | None = None,
+    unlabelled: int | None = None,
 ) -> Source:
     """Open the images that a CSV file lists in its columns `path` (relative to the file's folder) and `label`.
 
-    A third column, `split`, may have train, val or test. Without it the images of each class are split. Without val,
-    a part of train is used for validation. conf/data/image_list.yaml describes the options.
+    Other columns take the place of `label`: `labels` are 0 or 1 each, `values` are numbers, and `mask` has the path of
+    an image whose pixels are numbers of `classes`, or `unlabelled`. A column `split` may have train, val or test.
+    Without it the images, or those of each class, are split. Without val, a part of train is used for validation.
+    conf/data/image_list.yaml describes the options.
 
     Raises:
-        UserError: The file, a column, a path or a label is missing, or there is only one class.
+        UserError: The file, a column, a path or a target is missing or not valid, or there is only one class.
     """
+    target = columns(labels, values, mask, classes)
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     if not isinstance(csv, str):
         raise UserError("data.csv must be given: data.csv=<file>, with the columns path and label")
     file = Path(csv).expanduser().absolute()
-    rows = read(file)
+    rows = read(file, target)
     for row in rows:
         at = f"{file}: row {row['row']}"
-        if not row["path"] or not row["label"]:
-            raise UserError(f"{at} has no {'label' if row['path'] else 'path'}: each row must have both")
+        if missing := [name for name in ("path", *target.names) if not row[name]]:
+            raise UserError(f"{at} has no {missing[0]}: each row must have {' and '.join(('path', *target.names))}")
         if row.get("split", "train") not in PARTS:
             raise UserError(f"{at}: split is {row['split'] or 'empty'}: it must be train, val or test")
         if not os.path.isfile(file.parent / row["path"]):
@@ -58,16 +66,16 @@ def image_list(
         (good,), left_out = decodable([every])
         rows = [rows[index] for index in good]
         about = f"image_list: {left_out}"
-    labels = {row["label"] for row in rows}
-    classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
-    if len(classes) < 2:
-        raise UserError(
-            f"{file} has {f'only one label, {classes[0]}' if classes else 'no rows'}: it must have two labels at least"
-        )
-    number_of = {label: number for number, label in enumerate(classes)}
-    numbers = [number_of[row["label"]] for row in rows]
+    targets, names_of_targets = read_targets(file, rows, target)
+    if not rows:
+        raise UserError(f"{file} has no rows: it must have one for each image")
     names = np.array([row["path"] for row in rows])
-    files = LabelledFiles(file.parent, names, np.array(numbers), image_size, channels)
+    files = LabelledFiles(file.parent, names, targets, image_size, channels)
+    if target.task == "segmentation":
+        masks = np.array([row[target.names[0]] for row in rows])
+        files = MaskedFiles(file.parent, names, targets, image_size, channels, masks, len(target.classes), unlabelled)
+    elif unlabelled is not None:
+        raise ValueError(f"unlabelled={unlabelled}: is a value of masks: give data.mask=<column>, or leave it out")
     if "split" in rows[0]:
         of = np.array([PARTS.index(row["split"]) for row in rows])
         parts = [files.part(np.flatnonzero(of == part)) for part in range(len(PARTS))]
@@ -80,12 +88,18 @@ def image_list(
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
     if not skip_broken:
         check_headers([files])
-    spec = image_spec(image_size, channels, mean, std, classes)
+    if isinstance(files, MaskedFiles):
+        files.check_masks()
+    spec = image_spec(image_size, channels, mean, std, names_of_targets, target.task)
     return Source(train, test, spec, val, about=about, divided="split" not in rows[0])
 
 
-def read(file: Path) -> list[dict[str, Any]]:
+def read(file: Path, of: Columns) -> list[dict[str, Any]]:
     """Return the rows of a CSV file, by column. The key `row` has the line number.
+
+    Args:
+        file: the file.
+        of: the columns that it must have beside `path`. If an option names them, further ones are ignored.
 
     Raises:
         UserError: The file can't be read or has other columns, or a row has more values than columns.
@@ -96,12 +110,18 @@ def read(file: Path) -> list[dict[str, Any]]:
             lines = [(table.line_num, values) for values in table if values]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
-    columns = lines[0][1] if lines else []
-    if not {"path", "label"} <= set(columns) <= set(COLUMNS):
+    head = lines[0][1] if lines else []
+    needed = {"path", *of.names}
+    if of.key and not needed <= set(head):
+        lacks = next(name for name in ("path", *of.names) if name not in head)
+        where = f"data.{of.key}: " if lacks != "path" else ""
+        raise UserError(f"{where}{file} has no column {lacks}: its columns are {', '.join(head) or 'none'}")
+    if not of.key and not needed <= set(head) <= needed | {"split"}:
         expected = "its first row must be path,label or path,label,split"
-        raise UserError(f"{file}: its columns are {', '.join(columns) or 'none'}: {expected}")
+        others = "; data.labels, data.values and data.mask name columns with other targets" * ("path" in head)
+        raise UserError(f"{file}: its columns are {', '.join(head) or 'none'}: {expected}{others}")
     for number, values in lines:
-        if len(values) > len(columns):
-            why = f"{len(values)} values for {len(columns)} columns: put a value with a comma in quotes"
+        if len(values) > len(head):
+            why = f"{len(values)} values for {len(head)} columns: put a value with a comma in quotes"
             raise UserError(f"{file}: row {number} has {why}")
-    return [{"row": number, **dict(zip_longest(columns, values, fillvalue=""))} for number, values in lines[1:]]
+    return [{"row": number, **dict(zip_longest(head, values, fillvalue=""))} for number, values in lines[1:]]

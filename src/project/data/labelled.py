@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class LabelledFiles:
 
     root: Path  # the folder that names are relative to
     names: NDArray[np.str_]  # no list: counting references to its strings would copy its memory in each worker
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]  # classes, int64 [n]; or several numbers of each image, float32 [n, k]
     image_size: int  # pixels
     channels: int  # 1 or 3
 
@@ -51,19 +51,20 @@ class LabelledFiles:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         return self.decoded(index, self.image_size)
 
-    def whole(self, index: int) -> tuple[Tensor, int]:
+    def whole(self, index: int) -> tuple[Tensor, Any]:
         return self.decoded(index, None)
 
-    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, Any]:
+        label = int(self.labels[index]) if self.labels.ndim == 1 else torch.from_numpy(self.labels[index])
         try:
             image = decode(self.encoded(index), image_size, MODES[self.channels])
         except UNDECODABLE as error:
             reason = f"can't be decoded ({error}): repair or remove it{self.otherwise}"
             raise UserError(f"{self.where(index)} {reason}") from error
-        return image, int(self.labels[index])
+        return image, label
 
     def encoded(self, index: int) -> Path | io.BytesIO:
         """Return what Pillow opens."""
@@ -80,7 +81,7 @@ class LabelledFiles:
         return self.root / self.name(index)
 
     def part(self, ids: NDArray[np.int64]) -> "LabelledFiles":
-        return LabelledFiles(self.root, self.names[ids], self.labels[ids], self.image_size, self.channels)
+        return replace(self, names=self.names[ids], labels=self.labels[ids])
 
     def fingerprint(self) -> str:
         """Return a hash over names, file sizes and labels. Reading all bytes would take too long."""
@@ -142,7 +143,12 @@ def too_deep(image: Image.Image) -> bool:
 
 
 def image_spec(
-    image_size: int, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None, classes: Sequence[str]
+    image_size: int,
+    channels: int,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    classes: Sequence[str],
+    task: str = "classification",
 ) -> Spec:
     """Return the spec of the images from the options of an opener.
 
@@ -163,7 +169,7 @@ def image_spec(
         raise ValueError(f"mean={mean}: must be at least 0")
     if min(std) <= 0:
         raise ValueError(f"std={std}: must be greater than 0")
-    return Spec(channels, image_size, tuple(classes), tuple(mean), tuple(std))
+    return Spec(channels, image_size, tuple(classes), tuple(mean), tuple(std), task)
 
 
 def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
@@ -175,9 +181,9 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
 def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) -> list[NDArray[np.int64]]:
     """Return the numbers of the training, validation and test files.
 
-    The files of each class are sorted by a hash of their names and `seed`. The first ones are for the test, so that
-    `val_fraction` does not change it, and the next ones for validation. A class with three files or more has at least
-    one in each part. A file that is added later hardly moves any other.
+    The files of each class are sorted by a hash of their names and `seed`; without classes, all files are. The first
+    ones are for the test, so that `val_fraction` does not change it, and the next ones for validation. A class with
+    three files or more has at least one in each part. A file that is added later hardly moves any other.
 
     Raises:
         ValueError: A fraction is out of range.
@@ -188,8 +194,9 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
     keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
     by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
     part_of = np.zeros(len(files), dtype=np.int64)
-    for label in np.unique(files.labels):
-        members = by_hash[files.labels[by_hash] == label]
+    classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
+    for label in np.unique(classes):
+        members = by_hash[classes[by_hash] == label]
         start = 0
         for part, fraction in ((2, test_fraction), (1, val_fraction)):
             least = fraction > 0 and len(members) >= 3

@@ -34,6 +34,8 @@ class ImageClassifier(LightningModule):
         ValueError: An option is out of range.
     """
 
+    task = "classification"  # of the data: targets are numbers of classes, int64 [n]
+
     def __init__(
         self,
         net: nn.Module,

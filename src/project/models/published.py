@@ -89,27 +89,76 @@ class Torchvision(Published):
     def make(
         self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
     ) -> nn.Module:
-        from torchvision import models
+        return torchvision_net(arch, channels, image_size, num_classes, pretrained, options)
 
-        _must_be_known(arch, models.list_models(module=models), "torchvision")
-        sized: dict[str, Any] = {}
-        if arch.startswith("vit_"):
-            sized = {"image_size": image_size}
-        elif arch.startswith("maxvit_"):
-            sized = {"input_size": (image_size, image_size)}
-        elif arch in ("googlenet", "inception_v3"):  # no auxiliary head: its loss is not part of the training step
-            sized = {"aux_logits": False, "init_weights": True}
-        net = models.get_model(arch, weights=None, num_classes=num_classes, **{**sized, **options})
-        taken = inspect.signature(type(net)).parameters
-        if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # **kwargs would accept and ignore them
-            raise TypeError(f"{arch} takes no option {', '.join(odd)}: it takes {', '.join(taken)}")
-        if pretrained:
-            left = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))
-            LOG.info(weights_message("model.pretrained", len(net.state_dict()), left))
-        _, first = _first_convolution(net)
-        first.in_channels = channels
-        first.weight = nn.Parameter(_of_channels(first.weight.detach(), channels))
-        return net
+
+def torchvision_net(
+    arch: str,
+    channels: int,
+    image_size: int,
+    num_classes: int,
+    pretrained: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Make a classifier of torchvision: a net with an output of `num_classes` numbers for each image.
+
+    Args:
+        arch: the net's name in torchvision.
+        channels: channels of the images.
+        image_size: pixels of the images.
+        num_classes: numbers of the output.
+        pretrained: whether it starts from ImageNet weights, all that fit.
+        options: further arguments of the architecture.
+
+    Raises:
+        ValueError: There is no such net, or its pretrained weights can't be loaded.
+    """
+    from torchvision import models
+
+    _must_be_known(arch, models.list_models(module=models), "torchvision")
+    options = dict(options or {})
+    sized: dict[str, Any] = {}
+    if arch.startswith("vit_"):
+        sized = {"image_size": image_size}
+    elif arch.startswith("maxvit_"):
+        sized = {"input_size": (image_size, image_size)}
+    elif arch in ("googlenet", "inception_v3"):  # no auxiliary head: its loss is not part of the training step
+        sized = {"aux_logits": False, "init_weights": True}
+    net = models.get_model(arch, weights=None, num_classes=num_classes, **{**sized, **options})
+    taken = inspect.signature(type(net)).parameters
+    if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # **kwargs would accept and ignore them
+        raise TypeError(f"{arch} takes no option {', '.join(odd)}: it takes {', '.join(taken)}")
+    if pretrained:
+        left = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))
+        LOG.info(weights_message("model.pretrained", len(net.state_dict()), left))
+    _, first = _first_convolution(net)
+    first.in_channels = channels
+    first.weight = nn.Parameter(_of_channels(first.weight.detach(), channels))
+    return net
+
+
+def segmentation_net(arch: str, channels: int, num_classes: int, pretrained: bool = False) -> nn.Module:
+    """Make a segmentation net of torchvision. It returns a dict, in which `out` has logits [n, num_classes, H, W].
+
+    Args:
+        arch: the net's name in torchvision.
+        channels: channels of the images, which must be 3.
+        num_classes: number of classes.
+        pretrained: whether all but the last layers start from ImageNet weights.
+
+    Raises:
+        ValueError: There is no such net, it does not take the images, or its pretrained weights can't be loaded.
+    """
+    from torchvision import models
+
+    _must_be_known(arch, models.list_models(module=models.segmentation), "torchvision")
+    if channels != 3:
+        raise ValueError(f"arch={arch}: takes images of 3 channels, and these have {channels}: use data.channels=3")
+    net = models.get_model(arch, weights=None, weights_backbone=None, num_classes=num_classes)
+    if pretrained:
+        backbone = inspect.signature(models.get_model_builder(arch)).parameters["weights_backbone"].default
+        copy_weights(net.backbone, downloaded(backbone))
+    return net
 
 
 class Timm(Published):

@@ -1,0 +1,58 @@
+"""The page on other tasks, followed literally in a project without their modules: what it shows is copied and run."""
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import site_pages
+from conftest import Program, template
+from PIL import Image
+
+PAGE = site_pages.read("use/tasks.md")
+TABLES = dict(
+    re.findall(r"`(\w+\.csv)`:\n\n```csv\n(.*?)```", site_pages.path_of("use/tasks.md").read_text(), re.DOTALL)
+)
+COMMANDS = [command.words for command in PAGE.commands if command.words[1] == "src/train.py"]
+SHORT = ("max_steps=2", "batch_size=8", "data.image_size=33", "threads=1", "num_workers=0", "accelerator=cpu")
+
+
+def test_the_page_shows_modules_of_at_most_60_lines() -> None:
+    modules = {path: text for path, text in PAGE.files.items() if path.endswith(".py")}
+    assert sorted(Path(path).stem for path in modules) == ["multi_label", "regression", "segmentation"]
+    for path, text in modules.items():
+        assert "training_step" in text, "the file is included"
+        assert len(text.rstrip().splitlines()) <= 60, path
+    assert len(PAGE.files) == 6
+    assert len(COMMANDS) == 4
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the template with the files of the page in place of its own, its tables and their images."""
+    folder = template(tmp_path_factory.mktemp("project"))
+    for name, text in PAGE.files.items():
+        (folder / name).unlink()
+        (folder / name).write_text(text)
+    rng = np.random.default_rng(0)
+    for name, text in TABLES.items():
+        head, *rows = text.splitlines()
+        (folder / name).write_text("\n".join([head, *rows * 8]) + "\n")
+        for row in csv.DictReader(text.splitlines()):
+            for path in (row["path"], row.get("outline")):
+                if path:
+                    (folder / path).parent.mkdir(exist_ok=True)
+                    pixels = rng.integers(0, 3 if path == row.get("outline") else 256, (40, 50), dtype=np.uint8)
+                    Image.fromarray(pixels).save(folder / path)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[2:5]))
+def test_a_command(project: Path, tmp_path: Path, words: list[str]) -> None:
+    used = [each for each in words[2:] if not each.startswith("data.image_size=")]
+    small = ["data.samples=50"] * ("data=synthetic" in used)
+    run = Program(tmp_path, str(project / "src" / "train.py"))(*used, *small, *SHORT, cwd=project)
+    assert (run.summary["status"], run.summary["steps"]) == ("completed", 2)
