@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 # Each case: overrides, and what the line must hold, in this order: what is wrong, then what would be right.
 REFUSED: list[tuple[str, str]] = [
     ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
-    ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
+    ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, multi_label"),
     (
         "data=digit",
         "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, huggingface, image_folder, image_list, "
@@ -118,8 +118,11 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
     [
         ("logger=null", "logger=null: takes one name; .*none"),
         ("debug=true", "debug=true: takes one name; known: batch, overfit, profile"),
-        ("model=1", "model=1: takes one name; known: fast_cnn, mnist_cnn, resnet18, resnet9"),
-        ("model={name:mnist_cnn}", "model={name:mnist_cnn}: .*known: fast_cnn, mnist_cnn, resnet18, resnet9"),
+        ("model=1", "model=1: takes one name; known: fast_cnn, mnist_cnn, multi_label, regression, resnet18, resnet9"),
+        (
+            "model={name:mnist_cnn}",
+            "model={name:mnist_cnn}: .*known: fast_cnn, mnist_cnn, multi_label, regression, resnet18, resnet9",
+        ),
         ("foo", "foo: an override is <key>=<value>"),
         ("model=[mnist_cnn,resnet18]", "model=.*: takes one name; .*known: fast_cnn"),
     ],
