@@ -34,6 +34,7 @@ from campaigns.faults import FAULTS
 from campaigns.machines import LASTING, SeveralMachines
 from campaigns.program import one_each, run_campaigns
 from campaigns.runs import Runs
+from campaigns.storm import Plan, Storm
 from network.machines import Machines, NoMachines
 
 from lockstep.config.value_checks import options
@@ -42,6 +43,7 @@ JOB = [
     *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),
     *("threads=1", "accelerator=cpu", "name=chaos"),  # on one GPU, so many workers would run out of memory
 ]
+SAMPLES = 1200  # a little fewer than digits has for training
 EXACT = ["exact=true", "pieces=4"]
 SINGLE = ["strategy=auto", "devices=1"]
 STRATEGIES = [name for name in options("strategy") if name != "auto"]
@@ -66,6 +68,11 @@ def main() -> int:
     )
     parser.add_argument("--exact", action="store_true", help="exact=true, with a random layout at each start")
     parser.add_argument("--machines", type=int, metavar="N", help="one exact run over N machines (2 or more)")
+    parser.add_argument("--storm", action="store_true", help="one exact run whose machines die one after the other")
+    parser.add_argument("--every", type=numbers, default=[15.0, 60.0], metavar="S,S", help="seconds between strikes")
+    parser.add_argument("--strikes", type=numbers, default=[16.0, 5.0], metavar="N,N", help="for each of --every")
+    parser.add_argument("--store-every", type=float, default=240.0, metavar="S", help="... on the store's host; 0: never")
+    parser.add_argument("--calm", type=float, default=60.0, metavar="S", help="undisturbed seconds before each storm")
     parser.add_argument("--control", action="store_true", help="resume with another seed: the campaign must fail")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     arguments = parser.parse_args()
@@ -88,6 +95,9 @@ def planned(chosen: argparse.Namespace, work: Path, places: ExitStack) -> list[C
         overrides.append(f"max_epochs={2 + LASTING * chosen.faults}")
     job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
+    if chosen.storm:
+        machines = places.enter_context(Machines(chosen.machines))
+        return storms(chosen, machines, work)
     if chosen.machines:
         machines, name = places.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"
         return [SeveralMachines(machines, chosen.faults, name, job, work / "machines", rng, chosen.control)]
@@ -98,6 +108,24 @@ def planned(chosen: argparse.Namespace, work: Path, places: ExitStack) -> list[C
         Runs(choice, faults[number :: len(layouts)], name, job, work / name, rng, chosen.control)
         for number, (name, choice) in enumerate(layouts.items())
     ]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def storms(chosen: argparse.Namespace, machines: Machines, work: Path) -> list[Campaign]:
+    count = chosen.machines
+    campaigns: list[Campaign] = []
+    for every, strikes in zip(chosen.every, chosen.strikes, strict=True):
+        plan = Plan(every, int(strikes), chosen.store_every, chosen.calm)
+        pieces = count * (count - 1)  # as many on each machine, also when one is missing
+        epochs = 2 + int(plan.seconds / plan.step * 6 * pieces / SAMPLES)
+        job = [*JOB, "exact=true", f"pieces={pieces}", f"batch_size={6 * pieces}", f"max_epochs={epochs}", "hang_timeout=6"]
+        name = f"storm every {every:g} s"
+        job = one_each([*job, *chosen.overrides])
+        campaigns.append(Storm(machines, plan, name, job, work / f"storm_{every:g}", Random(chosen.seed), chosen.control))
+    return campaigns
 
 
 if __name__ == "__main__":
