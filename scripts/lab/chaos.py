@@ -121,7 +121,7 @@ def storms(chosen: argparse.Namespace, machines: Machines, work: Path) -> list[C
         plan = Plan(every, int(strikes), chosen.store_every, chosen.calm)
         pieces = count * (count - 1)  # as many on each machine, also when one is missing
         epochs = 2 + int(plan.seconds / plan.step * 6 * pieces / SAMPLES)
-        job = [*JOB, "exact=true", f"pieces={pieces}", f"batch_size={6 * pieces}", f"max_epochs={epochs}", "hang_timeout=6"]
+        job = [*JOB, "exact=true", f"pieces={pieces}", f"batch_size={6 * pieces}", f"max_epochs={epochs}", "hang_timeout=8", "checkpoint_every=2"]
         name = f"storm every {every:g} s"
         job = one_each([*job, *chosen.overrides])
         campaigns.append(Storm(machines, plan, name, job, work / f"storm_{every:g}", Random(chosen.seed), chosen.control))

@@ -2,13 +2,12 @@
 
     python scripts/workers/torchrun.py <arguments of torchrun>
 
-A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again. Here one
-process imports them once. Its fork serves forks of itself, while the process itself becomes torchrun's agent. The agent
-starts scripts/workers/fork.py for each worker, which stands for one of these forks. A user who sets PYTHON_EXEC gets
-plain torchrun.
+A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again. Here a
+process imports torch, and becomes torchrun's agent. Its fork imports the rest meanwhile, and serves forks of itself: the
+agent starts scripts/workers/fork.py for each worker, which stands for one of these forks.
 
 The server has one thread, and neither computes nor touches a GPU, so it may fork. It ends with the agent, and its
-workers end with it. Linux only.
+workers end with it. The code of a worker is that of the time at which torchrun was started. Linux only.
 """
 
 import array
@@ -25,17 +24,18 @@ import struct
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-# What src/train.py imports sooner or later. `lockstep` comes first: it sets what torch reads when it is imported.
+# What src/train.py imports sooner or later.
 IMPORTS = [
     *("lockstep.run.cli", "lockstep.run.supervisor", "lockstep.run.training", "lockstep.run.summary"),
-    *("torch.distributed.run", "torch.utils.tensorboard", "torchmetrics", "sklearn.datasets", "project.models"),
+    *("torch.utils.tensorboard", "sklearn.datasets", "project.models"),
 ]
+FORKS = "LOCKSTEP_FORKS"  # name of the server's socket; see fork.py
 DESCRIPTORS = 3  # standard input, output and error
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -43,26 +43,24 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main() -> None:
     sys.path.insert(0, str(SOURCE))
     gc.disable()
-    for name in IMPORTS:
-        with suppress(ImportError):  # a user may have deleted it
-            importlib.import_module(name)
-    gc.freeze()
-    listener = socket.socket(socket.AF_UNIX)
+    importlib.import_module("lockstep")  # it sets what torch reads when it is imported
+    torchrun = importlib.import_module("torch.distributed.run").main
     name = f"lockstep-{uuid.uuid4().hex}"
+    agent, listener = os.getpid(), socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")
     listener.listen()
-    agent = os.getpid()
     if os.fork() == 0:
         end_with_parent(agent)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # the agent ends its workers, and then the server ends with it
+        for number in SIGNALS:  # the agent ends its workers, and then the server ends with it
+            signal.signal(number, signal.SIG_IGN)
+        for module in IMPORTS:
+            with suppress(ImportError):  # a user may have deleted it; the worker's own import has the message
+                importlib.import_module(module)
+        gc.freeze()
         serve(listener)
     listener.close()
     gc.enable()
-    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), "LOCKSTEP_FORKS": name}
-
-    from torch.distributed.run import main as torchrun
-
+    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: name}
     exit_after(torchrun)
 
 
@@ -95,13 +93,11 @@ def serve(listener: socket.socket) -> None:
                             connection.sendall(struct.pack("i", status))
                 elif source is listener:
                     connection, _ = listener.accept()
-                    pid = fork_worker(connection)
-                    if pid:
+                    if pid := fork_worker(connection, [listener, wakeup, wakeup_end, *workers.values()]):
                         workers[pid] = connection
                         ready.register(connection, selectors.EVENT_READ, pid)
-                else:  # the program that stands for the worker has ended
-                    with suppress(ProcessLookupError):
-                        os.kill(key.data, signal.SIGKILL)
+                elif workers.get(key.data) is source:  # the program that stands for the worker has ended
+                    os.kill(key.data, signal.SIGKILL)
                     ready.unregister(source)
 
 
@@ -114,8 +110,12 @@ def ended_children() -> list[tuple[int, int]]:
     return ended
 
 
-def fork_worker(connection: socket.socket) -> int:
-    """Fork a worker, and send its process id. Return it, or 0 if the program at the other end may not ask for one."""
+def fork_worker(connection: socket.socket, inherited: Sequence[socket.socket]) -> int:
+    """Fork a worker, and send its process id. Return it, or 0 if another user's program is at the other end.
+
+    Args:
+        inherited: sockets of this process, which the fork closes.
+    """
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     try:
         if user != os.getuid():
@@ -127,7 +127,8 @@ def fork_worker(connection: socket.socket) -> int:
     server, pid = os.getpid(), os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
-        connection.close()
+        for each in (connection, *inherited):
+            each.close()
         end_with_parent(server)
         run_worker(start, descriptors)
     for descriptor in descriptors:

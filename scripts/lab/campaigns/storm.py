@@ -110,7 +110,6 @@ class Fleet:
     def __init__(self, machines: Machines, homes: Sequence[Path], arguments: Sequence[str], logs: Path) -> None:
         self.machines, self.homes, self.arguments, self.logs = machines, homes, list(arguments), logs
         self.server = len(homes) - 1  # the machine that serves torchrun's store; rank zero is on the first one
-        self.folder: Path | None = None  # of a run to resume, relative to each machine's home
         self.processes: dict[int, Process] = {}
         self.due: dict[int, float] = {}  # when to start torchrun again, by machine
         self.texts: list[str] = []  # output of processes that have ended
@@ -124,13 +123,11 @@ class Fleet:
         home = self.homes[number]
         endpoint = self.machines.address(self.server)
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        engine = ["env", f"PATH={path}", "nice", "-n", "1", str(ROOT / "scripts" / "torchrun.sh")]
+        engine = ["env", f"PATH={path}", str(ROOT / "scripts" / "torchrun.sh")]
         engine += [f"--nnodes=1:{len(self.homes)}", "--nproc-per-node=1", "--max-restarts=1000"]
-        engine += [f"--rdzv-endpoint={endpoint}:{PORT}"]
+        engine += [f"--rdzv-endpoint={endpoint}:{PORT}", "--rdzv-id=storm"]
         hidden = [other for other in self.homes if other != home]
         overrides = [*self.arguments, "strategy=ddp", f"outputs={home}"]
-        if self.folder:
-            overrides = [f"resume={home / self.folder}", *overrides]
         command = self.machines.command(number, engine, hidden)
         self.processes[number] = Process(overrides, elsewhere=command)
 
@@ -150,7 +147,7 @@ class Fleet:
             time.sleep(min(0.05, until - now))
 
     def _ended(self, number: int, process: Process, now: float) -> None:
-        self.texts.append(process.text)
+        self._note(number, process)
         if process.code == 0:
             self.done.add(number)
         else:
@@ -159,12 +156,18 @@ class Fleet:
         self.machines.kill(number)
         del self.processes[number]
 
+    def _note(self, number: int, process: Process) -> None:
+        """Keep the output of a process that has ended."""
+        self.texts.append(process.text)
+        with (self.logs / f"{self.machines.names[number]}.txt").open("a") as file:
+            file.write(f"{process.text}\n--- exit code {process.code} after {process.age:.1f} s, {time.time():.2f}\n")
+
     def kill(self, number: int, seconds: float) -> None:
         """Kill all processes of a machine. It comes back after `seconds`."""
         self.machines.kill(number)
         if process := self.processes.pop(number, None):
             process.wait(10)
-            self.texts.append(process.text)
+            self._note(number, process)
             process.close()
         self.due[number] = time.monotonic() + seconds
 
@@ -183,8 +186,6 @@ class Fleet:
         for number, process in [*self.processes.items()]:
             self._ended(number, process, time.monotonic())
         self.server = rng.choice(others)
-        folders = {Path(*path.parts[-2:]) for home in self.homes for path in home.glob("*/*")}
-        self.folder = max(folders) if folders else None
         self.due = dict.fromkeys(others, time.monotonic()) | {struck: time.monotonic() + seconds}
 
     def events(self) -> list[dict[str, Any]]:
@@ -228,6 +229,7 @@ class Storm(Campaign):
         fleet = Fleet(self.machines, homes, job, logs)
         try:
             self._blow(fleet)
+            self._wait_for_all(fleet)  # a machine that comes back after the end would start another run
             over.touch()
             self._end(fleet)
         finally:
@@ -264,11 +266,11 @@ class Storm(Campaign):
 
     def _wait_for_all(self, fleet: Fleet) -> None:
         """Wait until a group of all machines takes steps."""
-        until = time.monotonic() + PATIENCE
+        since, until = time.time(), time.monotonic() + PATIENCE
         while time.monotonic() < until:
             fleet.tend(0.2)
             groups = {event["pid"] for event in fleet.events() if event.get("world") == len(fleet.homes)}
-            if any(event["what"] == "step" and event["pid"] in groups for event in fleet.events()):
+            if any(e["what"] == "step" and e["pid"] in groups and e["time"] > since for e in fleet.events()):
                 return
         raise SystemExit("\n".join([f"not all machines compute after {PATIENCE} s", *output(fleet)]))
 
