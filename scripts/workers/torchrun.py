@@ -2,9 +2,9 @@
 
     python scripts/workers/torchrun.py <arguments of torchrun>
 
-A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again. Here a
-process imports torch, and becomes torchrun's agent. Its fork imports the rest meanwhile, and serves forks of itself: the
-agent starts scripts/workers/fork.py for each worker, which stands for one of these forks.
+A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again, while all
+other machines wait for it. Here a process imports them before it joins the others, and becomes torchrun's agent. Its
+fork serves forks of itself: the agent starts scripts/workers/fork.py for each worker, which stands for one of them.
 
 The server has one thread, and neither computes nor touches a GPU, so it may fork. It ends with the agent, and its
 workers end with it. The code of a worker is that of the time at which torchrun was started. Linux only.
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-# What src/train.py imports sooner or later.
+# What src/train.py imports sooner or later. The first one sets what torch reads when it is imported.
 IMPORTS = [
-    *("lockstep.run.cli", "lockstep.run.supervisor", "lockstep.run.training", "lockstep.run.summary"),
+    *("lockstep", "torch.distributed.run", "lockstep.run.cli", "lockstep.run.supervisor", "lockstep.run.training", "lockstep.run.summary"),
     *("torch.utils.tensorboard", "sklearn.datasets", "project.models"),
 ]
 FORKS = "LOCKSTEP_FORKS"  # name of the server's socket; see fork.py
@@ -43,8 +43,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main() -> None:
     sys.path.insert(0, str(SOURCE))
     gc.disable()
-    importlib.import_module("lockstep")  # it sets what torch reads when it is imported
-    torchrun = importlib.import_module("torch.distributed.run").main
+    for module in IMPORTS:
+        with suppress(ImportError):  # a user may have deleted it; the worker's own import has the message
+            importlib.import_module(module)
+    gc.freeze()
     name = f"lockstep-{uuid.uuid4().hex}"
     agent, listener = os.getpid(), socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")
@@ -53,15 +55,11 @@ def main() -> None:
         end_with_parent(agent)
         for number in SIGNALS:  # the agent ends its workers, and then the server ends with it
             signal.signal(number, signal.SIG_IGN)
-        for module in IMPORTS:
-            with suppress(ImportError):  # a user may have deleted it; the worker's own import has the message
-                importlib.import_module(module)
-        gc.freeze()
         serve(listener)
     listener.close()
     gc.enable()
     os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: name}
-    exit_after(torchrun)
+    exit_after(importlib.import_module("torch.distributed.run").main)
 
 
 def end_with_parent(parent: int) -> None:

@@ -137,6 +137,8 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
         # The imports are done, so the handler for the time of the imports goes.
         if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.exit_on_signal":
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if external_workers():  # it may wait in C++ for a rank that never comes, where no handler of Python runs
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), pages)
             with suppress(BrokenPipeError):  # the output may be piped into head
