@@ -74,7 +74,9 @@ def main() -> int:
     parser.add_argument("--storm", action="store_true", help="one exact run whose machines die one after the other")
     parser.add_argument("--every", type=numbers, default=[15.0, 60.0], metavar="S,S", help="seconds between strikes")
     parser.add_argument("--strikes", type=numbers, default=[16.0, 5.0], metavar="N,N", help="for each of --every")
-    parser.add_argument("--store-every", type=float, default=240.0, metavar="S", help="... on the store's host; 0: never")
+    parser.add_argument(
+        "--store-every", type=float, default=240.0, metavar="S", help="... on the store's host; 0: never"
+    )
     parser.add_argument("--calm", type=float, default=60.0, metavar="S", help="undisturbed seconds before each storm")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the storms")
     parser.add_argument("--cuts", type=int, default=0, help="cut the network of two exact runs so often")

@@ -2,9 +2,9 @@
 
     python scripts/workers/torchrun.py <arguments of torchrun>
 
-A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again, while all
-other machines wait for it. Here a process imports them before it joins the others, and becomes torchrun's agent. Its
-fork serves forks of itself: the agent starts scripts/workers/fork.py for each worker, which stands for one of them.
+A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again, while
+all other machines wait for it. Here a process imports them before it joins the others, and becomes torchrun's agent.
+Its fork serves forks of itself: the agent starts scripts/workers/fork.py for each worker, which stands for one of them.
 
 The server has one thread, and neither computes nor touches a GPU, so it may fork. It ends with the agent, and its
 workers end with it. The code of a worker is that of the time at which torchrun was started. Linux only.
@@ -32,7 +32,14 @@ from typing import Any, NoReturn
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 # What src/train.py imports sooner or later. The first one sets what torch reads when it is imported.
 IMPORTS = [
-    *("lockstep", "torch.distributed.run", "lockstep.run.cli", "lockstep.run.supervisor", "lockstep.run.training", "lockstep.run.summary"),
+    *(
+        "lockstep",
+        "torch.distributed.run",
+        "lockstep.run.cli",
+        "lockstep.run.supervisor",
+        "lockstep.run.training",
+        "lockstep.run.summary",
+    ),
     *("torch.utils.tensorboard", "sklearn.datasets", "project.models"),
 ]
 FORKS = "LOCKSTEP_FORKS"  # name of the server's socket; see fork.py

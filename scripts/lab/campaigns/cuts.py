@@ -6,6 +6,7 @@ it were on a file server that every part of a cut network still reaches. Linux a
 
 import os
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -125,7 +126,7 @@ def folders_written_by(pid: int, homes: set[str]) -> set[str]:
 def overlaps(groups: list[Group]) -> list[str]:
     """Return a line for each two groups of workers that took steps at the same time."""
     lines = []
-    for first, second in zip(groups, groups[1:], strict=False):
+    for first, second in pairwise(groups):
         if second.first < first.last:
             both = f"{first.world} machines ({first.name}) and {second.world} machines ({second.name})"
             lines.append(f"two groups took steps at once for {first.last - second.first:.1f} s: {both}")

@@ -7,7 +7,16 @@ from typing import Any
 
 from common.showing import BLACK, BLUE, GREY, ORANGE, VERMILION, our_pyplot
 
-LOST = ("noticing", "rendezvous", "start", "reading", "first step", "repeated steps", "fewer machines")
+LOST = (
+    "waiting in a step",
+    "noticing",
+    "rendezvous",
+    "start",
+    "reading",
+    "first step",
+    "repeated steps",
+    "fewer machines",
+)
 
 
 @dataclass
@@ -99,8 +108,8 @@ def goodput(
     """Return where the time between `began` and `ended` went.
 
     A moment is a useful step if the step was never completed before. A gap between the steps of two groups is divided
-    at the points that the slowest worker of the later group passed. A useful step that took longer than before the storm
-    has lost the difference to `fewer machines`.
+    at the points that the slowest worker of the later group passed. With fewer machines a useful step takes longer in
+    proportion; what it takes beyond that is waiting, as for a link that is cut.
 
     Args:
         began: when the storm began; undisturbed steps came before.
@@ -109,7 +118,7 @@ def goodput(
     """
     groups = groups_of(events)
     calm = {step: moment for group in groups for step, moment in group.steps.items() if moment <= began}
-    most = max(calm)
+    most, most_machines = max(calm), max(group.world for group in groups)
     rate = (most - min(calm)) / (calm[most] - calm[min(calm)])
     lost, steps, now = dict.fromkeys(LOST, 0.0), [], began
 
@@ -134,14 +143,14 @@ def goodput(
             if step <= most:
                 spend("repeated steps", moment)
                 continue
-            lost["fewer machines"] -= 1 / rate
-            spend("fewer machines", moment)
+            expected = most_machines / group.world / rate
+            lost["fewer machines"] += expected - 1 / rate
+            lost["waiting in a step"] -= expected
+            spend("waiting in a step", moment)
             most = step
             steps.append((moment - began, step))
         before = group
-    if before and before.last > ended:
-        spend("fewer machines", ended)  # a step under way
-    spend("rendezvous", ended)
+    spend("rendezvous" if before and before.ends and before.ends[0] < ended else "waiting in a step", ended)
     started = [(group.first - began, group.world) for group in groups]
     return Goodput(rate, ended - began, steps, lost, started, list(strikes))
 
@@ -153,9 +162,11 @@ def draw(storms: Mapping[str, Goodput], path: Path) -> None:
     figure, panels = pyplot.subplots(2, len(storms), figsize=size, sharex="col", height_ratios=(3, 1), squeeze=False)
     for (name, storm), (upper, lower) in zip(storms.items(), panels.T, strict=True):
         first = storm.steps[0][1] - 1 if storm.steps else 0
-        moments, steps = [0.0, *(moment for moment, _ in storm.steps)], [0, *(step - first for _, step in storm.steps)]
+        moments = [0.0, *(moment for moment, _ in storm.steps), storm.seconds]
+        steps = [0, *(step - first for _, step in storm.steps)]
+        steps.append(steps[-1])
         upper.plot((0, storm.seconds), (0, storm.rate * storm.seconds), color=GREY, linestyle="--", label="undisturbed")
-        upper.plot(moments, steps, color=BLUE, label="in the storm")
+        upper.plot(moments, steps, color=BLUE, drawstyle="steps-post", label="in the storm")
         for number, kind in enumerate(sorted({kind for _, kind in storm.strikes})):
             for moment in [moment for moment, other in storm.strikes if other == kind]:
                 style = {"color": (ORANGE, VERMILION, BLACK)[number], "linestyle": (":", "-.", "--")[number]}
