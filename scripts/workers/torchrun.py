@@ -103,7 +103,7 @@ def serve(listener: socket.socket) -> None:
                         ready.register(connection, selectors.EVENT_READ, pid)
                 elif workers.get(key.data) is source:  # the program that stands for the worker has ended
                     os.kill(key.data, signal.SIGKILL)
-                    ready.unregister(source)
+                    ready.unregister(workers[key.data])
 
 
 def ended_children() -> list[tuple[int, int]]:
@@ -161,15 +161,15 @@ def run_worker(start: dict[str, Any], descriptors: list[int]) -> None:
     """Run a program in this fork as `python -u <program> <arguments>` would. Exit with its code."""
     for number in (*SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
+    for stream, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, stream)
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(start["environment"])
     os.chdir(start["folder"])
     os.setsid()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(write_through=True)  # type: ignore[union-attr]
     import lockstep
     from lockstep.launch.environment import environment
 

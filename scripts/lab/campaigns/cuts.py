@@ -16,6 +16,8 @@ from campaigns.fleet import Fleet, Record
 from campaigns.goodput import Group, groups_of
 from network.machines import Machines
 
+from lockstep.text import plural
+
 LASTS = (0.5, 12.0)  # seconds of a cut: shorter and longer than hang_timeout
 PAUSE = (0.5, 6.0)  # seconds between two cuts
 SECONDS = 0.25  # for which a device computes a piece
@@ -128,6 +130,6 @@ def overlaps(groups: list[Group]) -> list[str]:
     lines = []
     for first, second in pairwise(groups):
         if second.first < first.last:
-            both = f"{first.world} machines ({first.name}) and {second.world} machines ({second.name})"
+            both = " and ".join(f"{plural(each.world, 'machine')} ({each.name})" for each in (first, second))
             lines.append(f"two groups took steps at once for {first.last - second.first:.1f} s: {both}")
     return lines
