@@ -90,10 +90,11 @@ def test_a_killed_worker_is_started_again(site: Site, one_device: Run) -> None:
     assert run.stderr.count("resumes after step") == 1
 
 
-def test_workers_are_forks(site: Site, one_device: Run) -> None:
+def test_workers_are_forks(several: Several, one_device: Run) -> None:
     """scripts/torchrun.sh: a killed fork is replaced by another one, and no process outlives a killed agent."""
-    engine = ("scripts/torchrun.sh", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=kept")
-    forks = (*engine, "src/train.py", "strategy=ddp", *JOB, SLOW, "name=forks")
+    site, endpoint = several.sites[0], f"--rdzv-endpoint={several.machines.names[0]}:{PORT}"
+    engine = ("scripts/torchrun.sh", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=kept", "--nnodes=1")
+    forks = (*engine, endpoint, "src/train.py", "strategy=ddp", *JOB, SLOW, "name=forks")
     process = site.start(*forks)
     folder = site.wait_for_checkpoint("forks", process)
     assert folder.name.startswith("kept_"), "--rdzv-id names the folder"
