@@ -16,6 +16,12 @@ worker, a machine, a link for 5 or 20 s, the machine that serves torchrun's stor
 after seconds. Without the store all end, and resume with the store of another machine. The run must end as on one
 device, and each machine must have the same last.ckpt.
 
+With --storm machines of one run are killed and cut off by the clock, and it reports where the time went. With --cuts
+the network between them is parted, and no two runs may write one folder. docs/devices/storm.md has both:
+
+    python scripts/lab/chaos.py --storm --every 15,60 --strikes 16,5 --picture storm.png
+    python scripts/lab/chaos.py --cuts 200
+
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
 

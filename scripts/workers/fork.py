@@ -15,13 +15,14 @@ import sys
 
 
 def main() -> None:
+    name, _, python = os.environ["LOCKSTEP_FORKS"].partition(" ")
     arguments = sys.argv[1:]
     if arguments[0] == "-u":
         arguments.pop(0)
-    if arguments[0].startswith("-") or "LOCKSTEP_FORKS" not in os.environ:  # -m <module>, another program
-        os.execvp("python", ["python", *sys.argv[1:]])
+    if arguments[0].startswith("-"):  # torchrun -m <module>
+        os.execv(python, [python, *sys.argv[1:]])
     server = socket.socket(socket.AF_UNIX)
-    server.connect("\0" + os.environ["LOCKSTEP_FORKS"])
+    server.connect(f"\0{name}")
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCKSTEP_FORKS", "PYTHON_EXEC")}
     content = json.dumps({"arguments": arguments, "environment": environment, "folder": os.getcwd()}).encode()
     socket.send_fds(server, [len(content).to_bytes(8, "big")], [0, 1, 2])
@@ -37,7 +38,8 @@ def main() -> None:
     status = read(server)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # end by the same signal
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

@@ -42,7 +42,7 @@ IMPORTS = [
     ),
     *("torch.utils.tensorboard", "sklearn.datasets", "project.models"),
 ]
-FORKS = "LOCKSTEP_FORKS"  # name of the server's socket; see fork.py
+FORKS = "LOCKSTEP_FORKS"  # the name of the server's socket, and a Python for other programs; see fork.py
 DESCRIPTORS = 3  # standard input, output and error
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -65,7 +65,7 @@ def main() -> None:
         serve(listener)
     listener.close()
     gc.enable()
-    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: name}
+    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: f"{name} {sys.executable}"}
     exit_after(importlib.import_module("torch.distributed.run").main)
 
 
