@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from subprocess import DEVNULL
 from typing import Any
 
 from campaigns.campaign import Campaign
@@ -22,6 +23,8 @@ from lockstep.config.value_checks import ROOT
 AGAIN = 0.5  # seconds until torchrun is started again where it has ended
 PATIENCE = 180  # seconds until machines must take steps, or end
 PORT = 29500
+# TCP repeats a packet that a cut link has lost after pauses that double; this limits them to 1 s. Linux 6.15 or newer.
+RETRY = ["sh", "-c", "echo 1000 2>/dev/null > /proc/sys/net/ipv4/tcp_rto_max_ms"]
 
 
 class Record:
@@ -76,6 +79,7 @@ class Fleet:
         self._texts: list[str] = []  # output of processes that have ended
         for number, home in enumerate(homes):
             home.mkdir(parents=True, exist_ok=True)
+            machines.start(number, RETRY, stderr=DEVNULL).wait()
             self._start(number)
 
     def tend(self, seconds: float = 0.0, ready: Callable[[], bool] = lambda: False) -> bool:
