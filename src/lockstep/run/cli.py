@@ -134,10 +134,12 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
 
     ran = False
     try:
-        # The imports are done, so the handler for the time of the imports goes.
+        # The imports are done, so the handlers for the time of the imports go.
         if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.exit_on_signal":
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if external_workers():  # it may wait in C++ for a rank that never comes, where no handler of Python runs
+        # An external worker may wait in C++ for a rank that never comes, where no handler of Python runs.
+        of_imports = getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == "lockstep.exit_on_signal"
+        if of_imports and external_workers():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), pages)
