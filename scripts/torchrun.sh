@@ -22,7 +22,10 @@ done
 # Each round of workers uses a new store. The agents' store has keys of the earlier round, with which half of the
 # restarts hang.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-[[ $endpoint ]] || exec torchrun "$@" # one machine
+# Workers are forks of a process that has imported everything. PYTHON_EXEC=python makes them new Python processes.
+torchrun=(torchrun) forks=$(dirname "${BASH_SOURCE[0]}")/workers/torchrun.py
+[[ ! ${PYTHON_EXEC-} && -f $forks ]] && torchrun=(python3 "$forks")
+[[ $endpoint ]] || exec "${torchrun[@]}" "$@" # one machine
 [[ $(command -v ip) ]] || fail "the command ip is missing: install iproute2"
 
 host=${endpoint%:*}
@@ -41,6 +44,6 @@ is_host=0 local=$(ip -4 route get "$address" | awk '{ for (at = 1; at < NF; at++
 [[ $local == "$address" ]] && is_host=1
 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME-$(awk -v address="$local" '$1 == address { print $2 }' <<<"$mine")}
 export GLOO_SOCKET_IFNAME
-# A lost machine is detected after 5 s instead of 15 s. The clocks of all machines must agree within 5 s.
-conf=is_host=$is_host,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1,read_timeout=60
-exec torchrun --rdzv-backend=c10d --local-addr="$local" --rdzv-conf="$conf" "$@"
+# A lost machine is detected after 3 s instead of 15 s. The clocks of all machines must agree within 3 s.
+conf=is_host=$is_host,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,read_timeout=60
+exec "${torchrun[@]}" --rdzv-backend=c10d --local-addr="$local" --rdzv-conf="$conf" "$@"

@@ -59,3 +59,34 @@ def test_a_run_over_machines_survives_faults() -> None:
     done = forked(CHAOS, "--machines=2", "--faults=2", "--seed=6", *SMALL, "max_epochs=12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 x store killed, 1 x worker killed" in done.stdout
+
+
+STORM = ("--storm", "--machines=2", "--every=14", "--strikes=2", "--calm=3", "--store-every=0", "--seed=1")
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_run_survives_a_storm(tmp_path: Path) -> None:
+    """The machine of rank zero is killed and cut off. The run ends with the bits of one device."""
+    done = forked(CHAOS, *STORM, f"--picture={tmp_path / 'storm.png'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 x machine killed" in done.stdout
+    assert "1 x machine cut off" in done.stdout
+    assert "| rendezvous |" in done.stdout
+    assert (tmp_path / "storm.png").exists()
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_survivor_that_skips_a_step_is_told_apart() -> None:
+    """The control: what frameworks do that continue without the samples of a lost machine."""
+    done = forked(CHAOS, *STORM, "--control")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "PROBLEM weights_sha256" in done.stdout
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_cut_network_has_one_run() -> None:
+    """With one `outputs` for all machines, and with one for each. tests/lab/test_storm.py shows that the check can
+    fail."""
+    done = forked(CHAOS, "--cuts=4", "--machines=3", "--seed=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 x cut" in done.stdout

@@ -16,11 +16,18 @@ worker, a machine, a link for 5 or 20 s, the machine that serves torchrun's stor
 after seconds. Without the store all end, and resume with the store of another machine. The run must end as on one
 device, and each machine must have the same last.ckpt.
 
+With --storm machines of one run are killed and cut off by the clock, and it reports where the time went. With --cuts
+the network between them is parted, and no two runs may write one folder. docs/devices/storm.md has both:
+
+    python scripts/lab/chaos.py --storm --every 15,60 --strikes 16,5 --picture storm.png
+    python scripts/lab/chaos.py --cuts 200
+
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,10 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from campaigns.campaign import Campaign, schedule
+from campaigns.cuts import Cuts
 from campaigns.faults import FAULTS
+from campaigns.goodput import draw
 from campaigns.machines import EPOCHS_PER_FAULT, SeveralMachines
 from campaigns.program import one_each, run_campaigns
 from campaigns.runs import Runs
+from campaigns.storm import STEP, Plan, Storm
 from network.machines import Machines, NoMachines
 
 from lockstep.config.value_checks import options
@@ -42,6 +52,7 @@ JOB = [
     *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),
     *("threads=1", "accelerator=cpu", "name=chaos"),  # on one GPU, so many workers would run out of memory
 ]
+SAMPLES, DIGITS = 6, 1200  # of a piece; of an epoch, a little fewer than there are
 EXACT = ["exact=true", "pieces=4"]
 SINGLE = ["strategy=auto", "devices=1"]
 STRATEGIES = [name for name in options("strategy") if name != "auto"]
@@ -66,28 +77,49 @@ def main() -> int:
     )
     parser.add_argument("--exact", action="store_true", help="exact=true, with a random layout at each start")
     parser.add_argument("--machines", type=int, metavar="N", help="one exact run over N machines (2 or more)")
-    parser.add_argument("--control", action="store_true", help="resume with another seed: the campaign must fail")
+    parser.add_argument("--storm", action="store_true", help="one exact run whose machines die one after the other")
+    parser.add_argument("--every", type=numbers, default=[15.0, 60.0], metavar="S,S", help="seconds between strikes")
+    parser.add_argument("--strikes", type=numbers, default=[16.0, 5.0], metavar="N,N", help="for each of --every")
+    parser.add_argument(
+        "--store-every", type=float, default=240.0, metavar="S", help="... on the store's host; 0: never"
+    )
+    parser.add_argument("--calm", type=float, default=60.0, metavar="S", help="undisturbed seconds before each storm")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the storms")
+    parser.add_argument("--cuts", type=int, default=0, help="cut the network of two exact runs so often")
+    parser.add_argument("--control", action="store_true", help="make a run go on otherwise: the campaign must fail")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     arguments = parser.parse_args()
     if unknown := set(arguments.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts: there is no {', '.join(sorted(unknown))}; known: {', '.join(LAYOUTS)}")
+    if arguments.machines is None and (arguments.storm or arguments.cuts):
+        arguments.machines = 3
+    if len(arguments.every) != len(arguments.strikes):
+        parser.error("--every and --strikes must have as many numbers")
     if arguments.machines is not None and not 2 <= arguments.machines <= 200:
         parser.error(f"--machines={arguments.machines} is out of range: use 2 to 200")
 
     try:
-        return run_campaigns(partial(planned, arguments))
+        drawn: list[Storm] = []
+        code = run_campaigns(partial(planned, arguments, drawn=drawn))
+        if arguments.picture and drawn:
+            draw({storm.name: storm.goodput for storm in drawn if storm.goodput}, arguments.picture)
+        return code
     except NoMachines as reason:
         print(f"error: --machines={arguments.machines}: this system can't create namespaces: {reason}", file=sys.stderr)
         return 2
 
 
-def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack) -> list[Campaign]:
-    """Return the campaigns that the user asked for. `stack` closes what they need."""
+def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: list[Storm]) -> Sequence[Campaign]:
+    """Return the campaigns that the user asked for. `stack` closes what they need, and `drawn` receives the storms."""
     overrides = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
     if chosen.machines:
         overrides.append(f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}")
     job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
+    if chosen.storm or chosen.cuts:
+        network = stack.enter_context(Machines(chosen.machines))
+        drawn += storms(chosen, network, work) if chosen.storm else []
+        return drawn or cuts(chosen, network, work)
     if chosen.machines:
         machines, name = stack.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"
         return [SeveralMachines(machines, chosen.faults, name, job, work / "machines", rng, chosen.control)]
@@ -98,6 +130,37 @@ def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack) -> list[Ca
         Runs(choice, faults[number :: len(layouts)], name, job, work / name, rng, chosen.control)
         for number, (name, choice) in enumerate(layouts.items())
     ]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def job_over_machines(count: int, seconds: float, overrides: list[str]) -> list[str]:
+    """Return the job of a run over machines that takes longer than `seconds`."""
+    pieces = count * (count - 1)  # as many on each machine, also if one is missing
+    epochs = 2 + int(seconds / STEP * SAMPLES * pieces / DIGITS)
+    size = [f"pieces={pieces}", f"batch_size={SAMPLES * pieces}", f"max_epochs={epochs}"]
+    return one_each([*JOB, "exact=true", *size, "hang_timeout=8", "checkpoint_every=2", *overrides])
+
+
+def storms(chosen: argparse.Namespace, machines: Machines, work: Path) -> list[Storm]:
+    campaigns = []
+    for every, strikes in zip(chosen.every, chosen.strikes, strict=True):
+        plan = Plan(every, int(strikes), chosen.store_every, chosen.calm)
+        name, job = f"storm every {every:g} s", job_over_machines(chosen.machines, plan.seconds, chosen.overrides)
+        common = (name, job, work / f"storm_{every:g}", Random(chosen.seed), chosen.control)
+        campaigns.append(Storm(machines, plan, *common))
+    return campaigns
+
+
+def cuts(chosen: argparse.Namespace, machines: Machines, work: Path) -> list[Cuts]:
+    campaigns = []
+    for number, name in enumerate(("shared outputs", "own outputs")):
+        here = chosen.cuts // 2 + (chosen.cuts % 2) * (number == 0)
+        job = job_over_machines(chosen.machines, 10 * here + 60, ["hang_timeout=4", *chosen.overrides])
+        campaigns.append(Cuts(machines, number == 0, here, name, job, work / f"cuts_{number}", Random(chosen.seed)))
+    return campaigns
 
 
 if __name__ == "__main__":

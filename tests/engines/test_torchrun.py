@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -87,6 +88,39 @@ def test_a_killed_worker_is_started_again(site: Site, one_device: Run) -> None:
     assert summary["restarts"] == 1
     assert (summary["layout"]["devices"], summary["layout"]["num_nodes"]) == (2, 1), "as torchrun has started them"
     assert run.stderr.count("resumes after step") == 1
+
+
+def test_workers_are_forks(several: Several, one_device: Run) -> None:
+    """scripts/torchrun.sh: a killed fork is replaced by another one, and no process outlives a killed agent."""
+    site, endpoint = several.sites[0], f"--rdzv-endpoint={several.machines.names[0]}:{PORT}"
+    engine = ("scripts/torchrun.sh", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=kept", "--nnodes=1")
+    forks = (*engine, endpoint, "src/train.py", "strategy=ddp", *JOB, SLOW, "name=forks")
+    process = site.start(*forks)
+    folder = site.wait_for_checkpoint("forks", process)
+    assert folder.name.startswith("kept_"), "--rdzv-id names the folder"
+    os.kill(forks_of(process)[1], signal.SIGKILL)
+    site.wait_for_checkpoint("forks", process)
+    workers_left = [*forks_of(process), *workers(process)]
+    os.kill(process.pid, signal.SIGKILL)
+    site.finish(process)
+    until = time.monotonic() + 5
+    while any(of_process(pid, "cmdline") for pid in workers_left):
+        assert time.monotonic() < until, "a worker outlives its agent"
+        time.sleep(0.05)
+
+    site.hurry()
+    again = site.run(*forks)
+    assert again.returncode == 0, str(again)
+    assert again.stderr.count("resumes after step") == 1, "the same command continues its run"
+    ended_well("forks", [site], one_device, everything(again))
+
+
+def forks_of(agent: subprocess.Popen[str]) -> list[int]:
+    """The process ids of an agent's workers, which are children of its server."""
+    for child in of_process(agent.pid, f"task/{agent.pid}/children").split():
+        if not is_worker(int(child)):
+            return [int(pid) for pid in of_process(int(child), f"task/{child}/children").split()]
+    return []
 
 
 def test_sigterm_saves_and_bad_input_is_refused(site: Site, one_device: Run) -> None:

@@ -110,6 +110,11 @@ class Machines:
         """Cut the machine's link, or restore it. Packets are lost; no process gets an error."""
         _ip("-n", self._switch, "link", "set", f"p{index}", "up" if up else "down")
 
+    def part(self, apart: Sequence[int]) -> None:
+        """Part the network: the machines `apart` reach each other, and the others reach each other."""
+        for index in range(len(self.names)):
+            _ip("-n", self._switch, "link", "set", f"p{index}", "master", "apart" if index in apart else "switch")
+
     def limit(self, rate: str | None) -> None:
         """Set the rate of every link in each direction. None: as fast as memory."""
         self.rate = rate
@@ -124,8 +129,9 @@ class Machines:
 
     def _build(self) -> None:
         _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for bridge in ("switch", "apart"):
+            _ip("-n", self._switch, "link", "add", bridge, "type", "bridge")
+            _ip("-n", self._switch, "link", "set", bridge, "up")
         for index, name in enumerate(self.names):
             HOSTS.joinpath(name).mkdir(parents=True)
             hosts = {other: self.address(at) for at, other in enumerate(self.names)}

@@ -24,9 +24,13 @@ def folder_of_job(runs: Path, overrides: Iterable[object]) -> Path | None:
     job = environment().slurm_job
     if job is None:
         return None
-    command_hash = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
-    job_folder = runs / f"slurm_{job}_{command_hash}"
+    job_folder = runs / f"slurm_{job}_{hash_of_command(overrides)}"
     return job_folder if restarted() or not job_folder.exists() else None
+
+
+def hash_of_command(overrides: Iterable[object]) -> str:
+    """Return a short hash of a command's overrides."""
+    return hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
 
 
 def worked_on(run: Path) -> bool:

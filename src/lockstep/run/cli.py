@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +38,7 @@ from lockstep.launch.process_lifetime import disable_garbage_collector, exit_pro
 from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_with_folder, remove_decisions
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
+from lockstep.run.machine_check import MACHINE_KEYS
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import shell_override
 
@@ -134,9 +135,13 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
 
     ran = False
     try:
-        # The imports are done, so the handler for the time of the imports goes.
+        # The imports are done, so the handlers for the time of the imports go.
         if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.exit_on_signal":
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        # An external worker may wait in C++ for a rank that never comes, where no handler of Python runs.
+        of_imports = getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == "lockstep.exit_on_signal"
+        if of_imports and external_workers():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), pages)
             with suppress(BrokenPipeError):  # the output may be piped into head
@@ -237,14 +242,29 @@ def register_folder() -> None:
 def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
     """Return the folder of a new run or sweep, the same on all ranks.
 
-    Its name is the start time, or follows from the SLURM job, so that a requeued job continues in the same folder.
+    Its name is the start time, or follows from the SLURM job or torchrun's --rdzv-id, so that a job that is started
+    again continues in the same folder.
     """
     runs = Path(
         value_checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else [])
     )
 
     def named() -> str:
-        job_folder = slurm.folder_of_job(runs, overrides)
+        job_folder = slurm.folder_of_job(runs, overrides) or _folder_of_rendezvous(runs, overrides)
         return job_folder.name if job_folder else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
     return str(runs / decide_on_rank_zero(kind, named))
+
+
+def _folder_of_rendezvous(runs: Path, overrides: Iterable[object]) -> Path | None:
+    """Return the folder of the run that torchrun's `--rdzv-id=<name>` names.
+
+    So machines whose torchrun was started again continue the run, even if no machine is left that remembers its folder.
+    Return None without a name, and if the run is completed.
+    """
+    name = environment().run_id
+    if environment().launcher != "torchrun" or name in ("", "none") or re.fullmatch(r"[\da-f-]{36}", name):
+        return None  # without --rdzv-id torchrun gives the name "none", and with --standalone a random one
+    same = [each for each in map(str, overrides) if each.lstrip("+").partition("=")[0] not in MACHINE_KEYS]
+    folder = runs / f"{re.sub('[^0-9A-Za-z_.-]', '_', name)}_{slurm.hash_of_command(same)}"
+    return None if summary_of(folder).get("status") == "completed" else folder
