@@ -171,7 +171,7 @@ class Fleet:
         engine += ["--nproc-per-node=1", "--max-restarts=1000", "--rdzv-id=storm"]
         engine += [f"--rdzv-endpoint={self.machines.address(self.server)}:{PORT}"]
         command = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
-        self._processes[number] = Process([*self.job, "strategy=ddp", f"outputs={home}"], elsewhere=command)
+        self._processes[number] = Process([*self.job, "strategy=ddp", f"outputs={home}"], prefix=command)
 
     def _ended(self, number: int) -> None:
         process = self._processes.pop(number)
