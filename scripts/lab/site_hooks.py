@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
 # Sections whose pages are found in a folder, in the order of their titles.
