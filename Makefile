@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python s
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train sweep dashboard quick test proof lint docs docs-serve lock clean
+.PHONY: help setup train sweep dashboard quick test proof lint docs docs-serve schema project lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,12 @@ docs: setup ## build the documentation into site/; any warning is an error
 
 docs-serve: setup ## serve the documentation at http://127.0.0.1:8000 and rebuild it when a page changes
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000 $(ARGS)
+
+schema: setup ## write conf/schema/, with which editors complete and check the keys of conf/
+	@$(BIN)/python scripts/schema.py
+
+project: setup ## begin your own project: make project NAME=dogs DIR=../dogs
+	@$(BIN)/python scripts/new_project.py "$(NAME)" "$(DIR)" $(ARGS)
 
 lock: setup ## resolve pyproject.toml into requirements.lock again (LOCK="--upgrade": the newest versions)
 	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \

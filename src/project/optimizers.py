@@ -1,12 +1,15 @@
-"""Divide an optimizer's parameter groups by patterns of parameter names.
+"""Divide an optimizer's parameter groups by patterns of parameter names; and Muon, for nets with convolutions.
 
-conf/train.yaml names the class in `optimizer.param_groups`.
+conf/train.yaml names LrScale in `optimizer.param_groups`, conf/optimizer/muon.yaml names Muon.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep import UserError, match_patterns
 
@@ -60,3 +63,92 @@ class LrScale:
         scales = [group.get("lr_scale") for group in groups]
         rates = [] if None in scales else [name for name in RATES if isinstance(options.get(name), int | float)]
         return {name: [options[name] * scale for scale in scales] for name in rates}
+
+
+class Muon(Optimizer):
+    """Updates weights of two and more dimensions by Muon, and all other parameters by AdamW.
+
+    torch.optim.Muon takes matrices only. Here a convolution is a matrix with a row for each output channel. An update
+    of Muon has the size of one of AdamW, so one learning rate and one schedule fit both. It is computed in the
+    precision of the weights, which gives the same bits on every layout.
+
+    Sources: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the size.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        momentum: share of Muon's running mean of gradients that stays at each step.
+        betas: the same for the two running means of AdamW.
+        weight_decay: share of a parameter that is taken away at each step, times lr.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.002,
+        momentum: float = 0.95,
+        betas: Sequence[float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: must be at least 0 and below 1")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: must be two numbers, at least 0 and below 1")
+        if weight_decay < 0:
+            raise ValueError(f"weight_decay={weight_decay}: must be at least 0")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, gradient = self.state[parameter], parameter.grad
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                if parameter.ndim > 1:
+                    update = _of_muon(state, gradient, group["momentum"])
+                else:
+                    update = _of_adam(state, gradient, *group["betas"])
+                parameter.sub_(update, alpha=group["lr"])
+        return loss
+
+
+def _of_muon(state: dict[str, Any], gradient: Tensor, momentum: float) -> Tensor:
+    """Return a step of Muon with Nesterov momentum, and of the size of a step of AdamW."""
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(gradient)
+    mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+    update = orthogonal(gradient.lerp(mean, momentum).flatten(1))
+    return 0.2 * math.sqrt(max(update.shape)) * update.reshape(gradient.shape)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return a matrix with the same singular vectors, and singular values between about 0.7 and 1.2.
+
+    Five Newton-Schulz iterations, with the coefficients of Jordan et al.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    matrix = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = matrix @ matrix.T
+        matrix = 3.4445 * matrix + (2.0315 * gram @ gram - 4.7750 * gram) @ matrix
+    return matrix
+
+
+def _of_adam(state: dict[str, Any], gradient: Tensor, beta1: float, beta2: float) -> Tensor:
+    """Return a step of Adam (Kingma and Ba, 2015)."""
+    if not state:
+        state |= {"step": 0, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
+    state["step"] += 1
+    mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / (1 - beta1 ** state["step"])
+    square = state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2) / (1 - beta2 ** state["step"])
+    return mean / (square.sqrt() + 1e-8)

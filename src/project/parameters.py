@@ -38,23 +38,29 @@ class Freeze(Callback):
     Args:
         module: the module with the parameters.
         patterns: patterns of their names, `net.layer1.*`.
+        train_only: instead of `patterns`: patterns of the names of all other parameters.
 
     Raises:
-        ValueError: A pattern matches no name, or no parameter is left to train.
+        ValueError: A pattern matches no name, no parameter is left to train or to freeze, or both are given.
     """
 
-    def __init__(self, module: nn.Module, patterns: Sequence[str]) -> None:
-        if isinstance(patterns, str):
-            raise ValueError(f"freeze={patterns}: must be a list, freeze=[{patterns}]")
+    def __init__(self, module: nn.Module, patterns: Sequence[str], train_only: Sequence[str] = ()) -> None:
+        option = "train_only" if train_only else "freeze"
+        chosen = train_only or patterns
+        if isinstance(chosen, str):
+            raise ValueError(f"{option}={chosen}: must be a list, {option}=[{chosen}]")
+        if train_only and patterns:
+            raise ValueError(f"{option}={list(chosen)}: freeze={list(patterns)} is given too: give one of them")
         named = dict(module.named_parameters())
         try:
-            frozen = match_patterns(patterns, list(named))
+            matched = match_patterns(chosen, list(named))
         except ValueError as error:
-            raise ValueError(f"freeze={list(patterns)}: {error}") from None
-        if named and len(frozen) == len(named):
-            raise ValueError(f"freeze={list(patterns)}: no parameter is left to train")
-        for name in frozen:
-            named[name].requires_grad_(False)
+            raise ValueError(f"{option}={list(chosen)}: {error}") from None
+        if named and len(matched) == len(named):
+            raise ValueError(f"{option}={list(chosen)}: no parameter is left to {'freeze' if train_only else 'train'}")
+        for name, parameter in named.items():
+            if chosen and (name in matched) != bool(train_only):
+                parameter.requires_grad_(False)
         self.on_train_start(None, module)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -67,7 +73,7 @@ class Freeze(Callback):
 
 
 class Unfreeze(BaseFinetuning):
-    """Unfreezes the parameters of `model.freeze` from some epoch on. They keep their factor of `optimizer.lr_scale`.
+    """Unfreezes the module's frozen parameters from some epoch on. They keep their factor of `optimizer.lr_scale`.
 
     Args:
         epoch: passes over the training set before that; or such a number for patterns of parameter names,
@@ -82,12 +88,14 @@ class Unfreeze(BaseFinetuning):
         self.patterns: dict[str, str] = {}  # by parameter name: the pattern that matches it
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        """Find the frozen parameters. `model.freeze` has frozen them already."""
+        """Find the frozen parameters. The module has frozen them already."""
         if self.patterns:
             return
         frozen = [name for name, parameter in pl_module.named_parameters() if not parameter.requires_grad]
         if not frozen:
-            raise UserError("callbacks.unfreeze: no parameter is frozen: give model.freeze=[<patterns>]")
+            raise UserError(
+                "callbacks.unfreeze: no parameter is frozen: give model.freeze=[...] or model.train_only=[...]"
+            )
         try:
             self.patterns = match_patterns(self.epochs, frozen)
         except ValueError as error:

@@ -45,6 +45,7 @@ NAMES = {
 # Where the kind of a value does not say which other one is good; of one file, or of all in the group.
 OTHER: dict[str, Any] = {
     "model.freeze": ["net.*.weight"],
+    "model.train_only": ["net.*.weight"],
     "model.class_weights": "balanced",
     "model.norm": "group",
     "model.stem": "imagenet",
@@ -58,10 +59,9 @@ OTHER: dict[str, Any] = {
     "optimizer.lr_scale": {"net.conv1.*": 0.1},
     "optimizer.betas": [0.8, 0.9],
     "scheduler.interval": "epoch",
-    "multistep: scheduler.interval": "step",
     "scheduler.monitor": "val/acc",
     "scheduler.mode": "max",
-    "scheduler.T_0": 7,
+    "scheduler.cycle_steps": 7,
     "scheduler.milestones": [3],
     "callbacks.checkpoint.monitor": "val/loss",
     "callbacks.checkpoint.mode": "min",

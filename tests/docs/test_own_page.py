@@ -22,7 +22,8 @@ SHORTER = {
     "model=focal": "max_epochs=4",
     "model=mine_f1": "max_epochs=3",
     "accumulate_grad_batches=2": "max_epochs=8",
-    "optimizer=rmsprop": "max_epochs=1",
+    "optimizer=nadam": "max_epochs=1",
+    "optimizer=muon": "max_epochs=1",
     "logger=table": "max_epochs=1",
     "optimizer._target_=torch.optim.RMSprop": "max_epochs=1",
 }
@@ -84,12 +85,12 @@ def test_an_own_loss_is_used(followed: dict[str, Path]) -> None:
 
 
 def test_an_optimizer_and_a_schedule_come_by_yaml_alone(followed: dict[str, Path]) -> None:
-    checkpoint = checkpoint_of(one(followed, "optimizer=rmsprop"))
+    checkpoint = checkpoint_of(one(followed, "optimizer=nadam"))
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0001, 0.0]
     assert [group["initial_lr"] for group in optimizer["param_groups"]] == [0.001, 0.001]
-    assert "square_avg" in optimizer["state"][0]  # RMSprop's
-    assert schedule["T_max"] == schedule["last_epoch"] == summary_of(one(followed, "optimizer=rmsprop"))["steps"]
+    assert "mu_product" in optimizer["state"][0]  # NAdam's
+    assert schedule["T_max"] == schedule["last_epoch"] == summary_of(one(followed, "optimizer=nadam"))["steps"]
 
 
 def test_the_data_is_learnt(followed: dict[str, Path]) -> None:

@@ -99,8 +99,12 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     for overrides, says in [
         (("init_from=nowhere",), "error: init_from=nowhere: no such file"),
         (
+            ("model.freeze=[]", "model.train_only=[net.conv*]"),
+            "error: init_from=base: has no net.logits.weight, net.logits.bias, which are frozen and would stay random",
+        ),
+        (
             ("model.freeze=[net.logits.w*]",),
-            "error: init_from=base: has no net.logits.weight, and model.freeze would keep them random: leave them out",
+            "error: init_from=base: has no net.logits.weight, which are frozen and would stay random: train them too",
         ),
         (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*5.*: 1}"),
@@ -154,7 +158,32 @@ def test_a_freeze_that_does_nothing_is_refused(freeze: Any, says: str) -> None:
         fast_cnn(freeze=freeze)
 
 
-OF_TORCH = ("scheduler=constant", "~scheduler.factor", "+scheduler.max_lr=later:lr")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"train_only": ["net.conv9.*"]}, r"^train_only=\['net.conv9.\*'\]: net.conv9.\* matches no parameter's name"),
+        ({"train_only": ["*"]}, r"^train_only=\['\*'\]: no parameter is left to freeze$"),
+        ({"train_only": "net.conv1.*"}, r"^train_only=net.conv1.\*: must be a list, train_only=\[net.conv1.\*\]$"),
+        ({"train_only": ["net.l*"], "freeze": ["net.conv1.*"]}, r"freeze=\['net.conv1.\*'\] is given too: give one of"),
+    ],
+)
+def test_a_train_only_that_does_nothing_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        fast_cnn(**options)
+
+
+def test_train_only_freezes_all_others() -> None:
+    def trained(**options: Any) -> set[str]:
+        return {name for name, each in fast_cnn(**options).named_parameters() if each.requires_grad}
+
+    assert trained(train_only=["net.logits.*", "net.norm4.bias"]) == {
+        *("net.logits.weight", "net.logits.bias", "net.norm4.bias")
+    }
+    assert trained(train_only=["net.logits.*"]) == trained(freeze=["net.[!l]*"])
+    assert len(trained()) > 10, "the control"
+
+
+OF_TORCH = ("scheduler=constant", "~scheduler.warmup_steps", "+scheduler.max_lr=later:lr")
 TARGET = "scheduler._target_=torch.optim.lr_scheduler."
 
 
@@ -241,7 +270,7 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     weights.refuse_frozen("init_from=x", model, begun.not_loaded, ["net.logits.*"], ["net.log*"])  # which trains later
     weights.refuse_frozen("init_from=x", model, begun.not_loaded, [])  # frozen by its own code
     with pytest.raises(
-        UserError, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, and model\.freeze"
+        UserError, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, which are frozen"
     ):
         weights.refuse_frozen("init_from=x", model, begun.not_loaded, ["net.logits.*"])
 

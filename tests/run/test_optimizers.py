@@ -14,7 +14,7 @@ from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.optimizers import optimization
-from project import schedules
+from project import optimizers, schedules
 
 SAMPLES = 640  # ten steps an epoch
 
@@ -74,6 +74,9 @@ def test_any_optimizer_by_hydras_convention(
     [
         ([], 0.02),
         (["optimizer=adamw"], 0.001),
+        (["optimizer=adam"], 0.001),
+        (["optimizer=rmsprop"], 0.001),
+        (["optimizer=muon"], 0.002),
         (["optimizer=adamw", "lr=0.1"], 0.1),
         (["optimizer=adamw", "optimizer.lr=0.005"], 0.005),
         (["optimizer=adamw", "lr_scaling=linear", "batch_size=128"], 0.002),
@@ -113,6 +116,14 @@ def test_two_learning_rates_are_refused() -> None:
         (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must be 0 to 20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
+        (["scheduler=constant", "scheduler.warmup_steps=-1"], "^scheduler.warmup_steps=-1: must be a whole number"),
+        (["scheduler=plateau", "scheduler.warmup_steps=0.5"], "^scheduler.warmup_steps=0.5: must be a whole number"),
+        (["scheduler=multistep", "scheduler.milestones=3"], "^scheduler.milestones=3: must be a list of epochs"),
+        (["scheduler=warm_restarts", "scheduler.cycle_factor=0"], "^scheduler.cycle_factor=0: must be a whole number"),
+        (["optimizer=muon", "optimizer.momentum=1"], "^optimizer.momentum=1: must be at least 0 and below 1"),
+        (["optimizer=muon", "optimizer.betas=[0.9]"], r"^optimizer.betas=\[0.9\]: must be two numbers"),
+        (["optimizer=muon", "optimizer.weight_decay=-1"], "^optimizer.weight_decay=-1: must be at least 0"),
+        (["optimizer=muon", "+optimizer.fused=true"], "^optimizer.fused: Muon takes no such option"),
         (["scheduler.peak=1.0"], "^scheduler.peak=1.0: "),
         (["scheduler.peak=later:total"], "^scheduler.peak=later:total: did you mean total_steps"),
     ],
@@ -152,6 +163,8 @@ def test_schedules_are_their_closed_forms() -> None:
         assert cosine(step) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 100)) / 2)
     assert cosine(104) == cosine(200) == pytest.approx(0.1)
     assert factors(schedules.cosine, total_steps=3, warmup_steps=3)(2) == 1.0
+    constant = factors(schedules.constant, warmup_steps=4)
+    assert [constant(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     onecycle = factors(schedules.onecycle, total_steps=100, peak=0.2, start=0.1)
     assert [onecycle(s) for s in (0, 10, 20, 60, 100)] == pytest.approx([0.1, 0.55, 1.0, 0.5, 0.0])
     assert max(range(100), key=onecycle) == 20
@@ -160,12 +173,69 @@ def test_schedules_are_their_closed_forms() -> None:
 def test_schedules_of_torch_know_the_length_of_the_run() -> None:
     def of_torch(name: str, *options: str) -> dict[str, Any]:
         target = f"scheduler._target_=torch.optim.lr_scheduler.{name}"
-        return offered("scheduler=constant", "~scheduler.factor", target, *options)
+        return offered("scheduler=constant", "~scheduler.warmup_steps", target, *options)
 
     annealed = rates(of_torch("CosineAnnealingLR", "+scheduler.T_max=later:total_steps"), 21)
     assert annealed == pytest.approx([0.02 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
     assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.02)
     assert rates(offered("scheduler=constant"), 3) == [0.02] * 3
+
+
+def test_multistep_and_warm_restarts_are_those_of_torch_after_a_warm_up() -> None:
+    def of_torch(kind: Any, steps: int, **options: Any) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.02)
+        return rates(
+            {"optimizer": lambda _: optimizer, "scheduler": lambda _: {"scheduler": kind(optimizer, **options)}}, steps
+        )
+
+    rise = [0.02 * step / 4 for step in range(1, 5)]
+    torchs = of_torch(torch.optim.lr_scheduler.MultiStepLR, 70, milestones=[20, 50])
+    multistep = ("scheduler=multistep", "scheduler.milestones=[2,5]")
+    assert rates(offered(*multistep), 70) == pytest.approx(torchs)
+    assert rates(offered(*multistep, "scheduler.warmup_steps=4"), 70) == pytest.approx(rise + torchs[4:])
+    torchs = of_torch(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, 70, T_0=10, T_mult=2, eta_min=0.002)
+    restarts = ("scheduler=warm_restarts", "scheduler.final=0.1")
+    assert rates(offered(*restarts), 70) == pytest.approx(torchs)
+    assert rates(offered(*restarts, "scheduler.warmup_steps=4"), 74) == pytest.approx(rise + torchs)
+
+
+def test_plateau_follows_its_metric_after_a_warm_up() -> None:
+    made = offered("scheduler=plateau", "scheduler.patience=0", "scheduler.warmup_steps=4")
+    optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
+    schedule = made["scheduler"](optimizer)["scheduler"]
+    found = []
+    for _ in range(7):  # the metric never improves
+        optimizer.step()
+        found.append(optimizer.param_groups[0]["lr"])
+        schedule.step(1.0)
+    assert found == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.02, 0.01, 0.005])
+    again = made["scheduler"](optimizer)["scheduler"]
+    again.load_state_dict(schedule.state_dict())
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0025), "a resumed run does not warm up again"
+
+
+def test_muon_takes_the_steps_of_torchs_muon_and_of_adamw() -> None:
+    torch.manual_seed(0)
+    shapes = ((6, 40), (40, 6), (8, 3, 5, 5), (7,))
+    ours, theirs = ([nn.Parameter(torch.randn(shape)) for shape in shapes] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        other.data = one.data.flatten(1).clone() if one.ndim > 1 else one.data.clone()
+    begun = [parameter.detach().clone() for parameter in ours]
+    muon = optimizers.Muon(ours, lr=0.01, weight_decay=0.1)
+    matrices = torch.optim.Muon(theirs[:3], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    others = torch.optim.AdamW(theirs[3:], lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.reshape(other.shape)
+        for optimizer in (muon, matrices, others):
+            optimizer.step()
+    moved = [one.detach() - before for one, before in zip(ours, begun, strict=True)]
+    expected = [(other.detach().view_as(before) - before) for other, before in zip(theirs, begun, strict=True)]
+    for ours_moved, theirs_moved in zip(moved[:3], expected[:3], strict=True):  # torch's computes in bf16
+        assert float((ours_moved - theirs_moved).norm() / theirs_moved.norm()) < 0.02
+    assert torch.allclose(moved[3], expected[3], rtol=1e-5, atol=1e-7)
 
 
 FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")
@@ -206,8 +276,9 @@ ENDED = (
 
 
 @pytest.mark.slow
-def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None:
-    task = (*ENDED, "scheduler=warm_restarts")
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_the_same_bits_on_another_layout_and_resumed(run_train: Program, optimizer: str) -> None:
+    task = (*ENDED, f"optimizer={optimizer}", "scheduler=warm_restarts")
     told = run_train(*task, "max_epochs=9", "name=alone").stderr
     rates = [line.rpartition("  lr ")[2] for line in told.splitlines() if "  lr " in line]
     run_train(*task, "max_epochs=2", "strategy=ddp", "devices=2", "name=moved")

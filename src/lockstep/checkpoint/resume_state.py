@@ -6,7 +6,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
-PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
+# What a ReduceLROnPlateau keeps when its settings change. warmup_done: of one with a warm-up, its steps so far
+PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "warmup_done")
 
 
 class ResumeState(Callback):

@@ -143,9 +143,9 @@ def refuse_frozen(
     unfilled = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
     unfilled = [name for name in unfilled if _matches(name, freeze) and not _matches(name, unfrozen)]
     if unfilled:
-        remedy = "leave them out of model.freeze, or give callbacks=unfreeze"
         raise UserError(
-            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, and model.freeze would keep them random: {remedy}"
+            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, which are frozen and would stay random: train them too, "
+            "or give callbacks=unfreeze"
         )
 
 

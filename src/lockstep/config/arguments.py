@@ -16,6 +16,7 @@ from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 
 CONF = ROOT / "conf"
+MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that names a file's schema to editors
 LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
 
 
@@ -119,13 +120,13 @@ def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) ->
             files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
             if not files:
                 raise UserError(no_option_message(group, name))
-            chosen.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
+            chosen.append(f"{group}={name}\n\n{_text(files[0]).strip()}")
     return "\n\n".join(chosen) or front_page(pages / f"{config_name}.yaml")
 
 
 def front_page(file: Path) -> str:
     """Return a program's usage, the files of each group, and the keys of its config with their comments."""
-    text = file.read_text()
+    text = _text(file)
     usage, _, keys = text.partition("defaults:\n")
     keys = keys[keys.index("\n\n") :].strip()
     groups = []
@@ -182,7 +183,12 @@ def unreadable_override_message(override: str) -> str:
     return f"""{override}: a value with spaces, commas, brackets or = must be quoted: "{key}={quote_path(value)}\""""
 
 
+def _text(file: Path) -> str:
+    """Return the text of a config file without the line that names its schema."""
+    return "".join(line for line in file.read_text().splitlines(keepends=True) if not line.startswith(MODELINE))
+
+
 def _purpose(file: Path) -> str:
     """Return the first comment of a config file that is not an instruction to Hydra, such as `@package`."""
-    comments = (line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    comments = (line.removeprefix("#").strip() for line in _text(file).splitlines() if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@")), "")

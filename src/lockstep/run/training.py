@@ -80,7 +80,8 @@ def fit_and_test(
     if config.init_from and not path:
         filled = weights.load_weights("init_from", module, config.init_from, True)
         messages.append(filled.message)
-        freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
+        freeze = config.model.get("freeze") or ("*" if config.model.get("train_only") else ())
+        unfrozen = unfrozen_later(config)
         weights.refuse_frozen(f"init_from={config.init_from}", module, filled.not_loaded, freeze, unfrozen)
         not_loaded = filled.not_loaded
     check_batch_norms(config, splits, module)

@@ -28,6 +28,7 @@ class ImageClassifier(LightningModule):
         label_smoothing: share of the probability that is spread over all classes, in training only.
         class_weights: weights of the samples in training by class; see `ClassWeights`.
         freeze: patterns of the names of parameters that are not trained; see `Freeze`.
+        train_only: instead of `freeze`: patterns of the names of the only parameters that are trained.
         decay_norms_and_biases: whether `weight_decay` applies to norms and biases too.
 
     Raises:
@@ -48,6 +49,7 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.0,
         class_weights: str | Sequence[float] | None = None,
         freeze: Sequence[str] = (),
+        train_only: Sequence[str] = (),
         decay_norms_and_biases: bool = False,
     ) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class ImageClassifier(LightningModule):
         self.scheduler = scheduler
         self.label_smoothing = label_smoothing
         self.class_weights = ClassWeights(class_weights, num_classes)
-        self.frozen = Freeze(self, freeze)
+        self.frozen = Freeze(self, freeze, train_only)
         self.decay_norms_and_biases = decay_norms_and_biases
         self.scores = Scores(num_classes)
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)

@@ -4,16 +4,20 @@ mkdocs.yml names this file; `make docs` builds the site.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-CONF = ROOT / "conf"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.comments import KEY, rows
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
 # Sections whose pages are found in a folder, in the order of their titles.
 FOLDERS = {"Extras": "extras", "Decisions": "decisions"}
-KEY = re.compile(r"^(?P<indent> *)(?P<dash>- )?(?P<key>[\w./]+):(?: (?P<value>.*?))?(?: *# (?P<comment>.*))?$")
+NO_PROSE = ("# @package", "# yaml-language-server:")  # comments for Hydra and for editors
 SECTION = re.compile(r"^# --- (.*) ---$")
 
 
@@ -43,21 +47,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         names = "|".join(path.stem for path in Path(config["docs_dir"], "extras").glob("*.md"))
         markdown = re.sub(rf"^\| ({names}) \|", r"| [\1](extras/\1.md) |", markdown, flags=re.MULTILINE)
     return re.sub(r"<!-- keys of ([\w ]+) -->", lambda match: makers[match[1]](), markdown)
-
-
-def rows(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield key, default and comment of each key of a yaml file; nested keys with dots. A list's items are left out."""
-    parents: list[tuple[int, str]] = []
-    for line in text.splitlines():
-        match = KEY.match(line)
-        if not match or match["dash"]:
-            continue
-        indent = len(match["indent"])
-        parents = [(depth, key) for depth, key in parents if depth < indent]
-        path = ".".join([*(key for _, key in parents), match["key"]])
-        parents.append((indent, match["key"]))
-        if match["key"] != "defaults":
-            yield path, match["value"] or "", match["comment"] or ""
 
 
 def _front_page(name: str, level: int) -> str:
@@ -103,7 +92,8 @@ def _groups() -> str:
 
 def _comment(text: str) -> str:
     """Return the comments at the head of a yaml file as Markdown: sentences, then commands as code."""
-    lines = [line.removeprefix("#") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
+    comments = [line for line in text.splitlines() if line.startswith("#") and not line.startswith(NO_PROSE)]
+    lines = [line.removeprefix("#") for line in comments]
     prose = " ".join(line.strip() for line in lines)
     commands = re.findall(r"(?:python|tensorboard|mlflow) \S[^#]*?(?=  |$)", "\n".join(lines), flags=re.MULTILINE)
     for command in commands:
