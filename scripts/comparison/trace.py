@@ -7,6 +7,7 @@ Of each tensor only a hash and a short sketch are stored. Two sketches give the 
 import hashlib
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -76,13 +77,16 @@ def _signs(size: int) -> Tensor:
 
 
 def apart(one: Value, other: Value) -> float:
-    """Return the distance of two values as a share of the second one's size. Return infinity if they have none."""
+    """Return the distance of two values as a share of the second one's size.
+
+    Return 0 only if all bits are the same, and infinity if there is no distance.
+    """
     if one.sha256 == other.sha256:
         return 0.0
     if not one.sketch or not other.sketch:
         return float("inf")
     a, b = (torch.tensor(value.sketch, dtype=torch.float64) for value in (one, other))
-    return float((a - b).norm() / b.norm().clamp_min(1e-300))
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-300)), sys.float_info.min)
 
 
 class Ended(Exception):
@@ -112,13 +116,13 @@ class Trace(pl.Callback):
             raise Ended(self._steps)
         for name, layer in pl_module.named_modules():
             if not list(layer.children()) and not hasattr(layer, "compute"):  # a layer, and not a metric
-                layer.register_forward_hook(partial(self._record_layer, name))
+                layer.register_forward_hook(partial(self._record_layer, pl_module, name))
 
-    def _record_layer(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
-        if not layer.training or not self._now:
+    def _record_layer(self, module: nn.Module, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if not module.training or not self._now:  # in a validation; frozen layers are never in training mode
             return
         if not any(value.stage in ("input", "output") for value in self._now):
-            self._now += [value_of("input", name, each) for each in inputs if isinstance(each, Tensor)]
+            self._now += [value_of("input", name, each) for each in inputs]
         self._now.append(value_of("output", name, output))
 
     def on_train_batch_start(

@@ -304,7 +304,7 @@ class _Search:
                 return Answer(notes=[f"steps {start + 1} to {end}, computed again under both configs, are the same"])
             if self.tolerance_of_records:
                 return self.beyond_rounding(runs, since, first)
-            return self.odd_run(runs, start, since, first)
+            return self.odd_run(runs, start, self.by_records(since, first, 0.0))
         except (UserError, WorkerFailed) as error:
             answer = self.by_records(since, first, self.tolerance_of_records)
             return self.noted(answer, f"not computed again: {' '.join(str(error).split())[:200]}")
@@ -319,11 +319,11 @@ class _Search:
         return answer
 
     def larger(self, answer: Answer) -> Answer:
-        """Add from when on a difference that begins as rounding is more than that."""
-        if answer.rounding:
+        """Add from when on a difference that begins as small as rounding is larger."""
+        if answer.rounding and not self.exact and self.both:
             big = bisect(self.both, lambda step: self.distance(step) > self.tolerance)
-            more = f"by more than rounding from step {big} on, or from one before it" if big is not None else "never"
-            answer.notes.append(f"the first difference is as small as rounding; in the records: {more}")
+            larger = "no recorded step" if big is None else f"step {big}, of the recorded ones"
+            answer.notes.append(f"at first it is as small as rounding ({self.tolerance:.0e}); larger from: {larger}")
         return answer
 
     def beyond_rounding(self, runs: Sequence[tuple[Config, Splits]], since: int, first: int) -> Answer:
@@ -334,30 +334,32 @@ class _Search:
         start = max((step for step in self.both if step < answer.step), default=0)
         if answer.step - start > MOST_STEPS:
             return answer
-        step_again = self.taken(runs, start, answer.step, self.tolerance)
-        note = f"from step {first} on, or from one before it, the runs differ by rounding: {join_names(self.placement)}"
-        return self.noted(step_again or answer, note)
+        again = self.taken(runs, start, answer.step, self.tolerance) or self.odd_run(
+            runs, start, answer, self.tolerance
+        )
+        from_step = f"from step {first} on, or from one before it, the runs differ by rounding"
+        return self.noted(again, f"{from_step}: {join_names(self.placement)}")
 
-    def odd_run(self, runs: Sequence[tuple[Config, Splits]], start: int, since: int, first: int) -> Answer:
-        """Return which run has other weights than its config leads to."""
-        answer = self.by_records(since, first, 0.0)
-        answer.causes = self.surroundings
-        if first not in self.both:
+    def odd_run(
+        self, runs: Sequence[tuple[Config, Splits]], start: int, answer: Answer, tolerance: float = 0.0
+    ) -> Answer:
+        """Complete what the records show: name the run that has other weights than its config leads to."""
+        answer.causes, step = self.surroundings, answer.step
+        if step not in self.both:
             return answer
         odd = {}
         for run, (config, data) in zip((self.a, self.b), runs, strict=True):
-            values = {value.name: value for value in steps_of(run, config, data, start, first)[first]}
-            saved = weights_of(run, first)
-            names = [name for name in saved if name in values and apart(saved[name], values[name]) > 0]
+            values = {value.name: value for value in steps_of(run, config, data, start, step)[step]}
+            saved = weights_of(run, step)
+            names = [name for name in saved if name in values and apart(saved[name], values[name]) > tolerance]
             odd |= {run.folder: names} if names else {}
         if len(odd) == 1:
             ((folder, names),) = odd.items()
             answer.layer = layer_of(names[0])
-            answer.notes.append(
-                f"computed again, {folder} has other weights after step {first}, and the other run has the same: what "
-                "changed it is not in its config"
-            )
             answer.causes = answer.causes or [f"nothing that {folder} records: a change by hand, or a processor"]
+            answer.notes.append(
+                f"computed again, the other run has the same weights after step {step}, and {folder} has not"
+            )
         elif odd:
             answer.notes.append("computed again, both runs have other weights than they recorded")
         return answer
@@ -487,4 +489,4 @@ def layer_of(name: str) -> str:
 
 
 def share(distance: float) -> str:
-    return f"{distance:.0e} of its size" if distance < float("inf") else "another type or shape"
+    return f"{distance:.0e} of its size" if 1e-300 < distance < float("inf") else "another type or shape"

@@ -12,6 +12,7 @@ Exit codes: 0 all but two at most are right, 1 not.
 
 import argparse
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -92,12 +93,12 @@ class Change(pl.Callback):
 
 def swapped(first: int) -> None:
     """Swap the samples of two steps of the first epoch, counted from 1: `first` and the one after it."""
-    before = DataOrder.step
+    pieces = DataOrder.pieces
 
-    def step(self: Any, epoch: int, number: int) -> Any:
-        return before(self, epoch, {first - 1: first, first: first - 1}.get(number, number) if epoch == 0 else number)
+    def swapped_pieces(order: DataOrder, epoch: int, index: int) -> Any:
+        return pieces(order, epoch, {first - 1: first, first: first - 1}.get(index, index) if epoch == 0 else index)
 
-    DataOrder.step = step  # type: ignore[method-assign]
+    DataOrder.pieces = swapped_pieces  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Plant:
 
     Attributes:
         name: what differs.
-        step: the first step at which the runs must differ; 0: before the first; None: computed from the data.
+        step: the first step at which the runs must differ; 0: before the first.
         layer: the first layer that must differ.
         cause: text that the cause must contain.
         overrides: of the second run.
@@ -118,7 +119,7 @@ class Plant:
     """
 
     name: str
-    step: int | None
+    step: int
     layer: str
     cause: str
     overrides: tuple[str, ...] = ()
@@ -139,7 +140,7 @@ def changed(name: str, what: str, step: int, parameter: str = "", base: tuple[st
     """Return a change that no record names."""
     change = {"what": what, "step": step} | ({"name": parameter} if parameter else {})
     layer = layer or parameter.rpartition(".")[0] or FIRST
-    return Plant(name, step, layer, UNRECORDED if not overrides else "", overrides, base, change)
+    return Plant(name, step, layer, UNRECORDED, overrides, base, change)
 
 
 PLANTS = [
@@ -181,8 +182,8 @@ PLANTS = [
     changed("dropout off for one step", "dropout", 4),
     changed("a weight, and ddp on 2 devices", "weight", 7, "net.hidden.weight", PIECES, overrides=DDP),
     Plant("two steps swapped", 5, FIRST, UNRECORDED, base=(EACH,), prepare=partial(swapped, 5)),
-    Plant("one pixel", None, FIRST, "data.csv", data="pixel"),
-    Plant("one label, in the same folder", None, FIRST, "fingerprint", base=(EACH,), data="label", same_folder=True),
+    Plant("one pixel", 4, FIRST, "data.csv", data="pixel"),
+    Plant("one label, in the same folder", 3, FIRST, "fingerprint", base=(EACH,), data="label", same_folder=True),
 ]
 
 
@@ -213,14 +214,13 @@ def try_all(plants: Sequence[Plant], work: Path) -> tuple[list[tuple[str, ...]],
     firsts[(EACH,)] = control[0]
     for number, plant in enumerate(plants):
         files, base = work / f"files_{number}", plant.base
-        step = plant.step
         if plant.data:
             write_images(files / "a")
             base = (*base, *image_list(files / "a"))
         if base not in firsts:
             firsts[base] = train((*BASE, *base), work / f"first_{number}")
         if plant.data:
-            step = changed_step(plant, files, (*BASE, *base))
+            change_file(plant, files, (*BASE, *base))
         overrides = (*BASE, *base, *plant.overrides)
         if plant.data and not plant.same_folder:
             overrides += image_list(files / "b")
@@ -228,9 +228,9 @@ def try_all(plants: Sequence[Plant], work: Path) -> tuple[list[tuple[str, ...]],
         overrides = tuple(each.replace("<weights>", str(weights)) for each in overrides)
         second = train(overrides, work / f"second_{number}", plant.change, plant.prepare)
         answer = explain(firsts[base], second)
-        right = verdict(answer, step, plant)
+        right = verdict(answer, plant)
         wrong += not right
-        rows.append((plant.name, f"{step}, {plant.layer}", *shown(answer), "right" if right else "WRONG"))
+        rows.append((plant.name, f"{plant.step}, {plant.layer}", *shown(answer), "right" if right else "WRONG"))
         print(
             f"{number + 1} of {len(plants)}: {plant.name}{'' if right else f': WRONG: {answer.text}'}", file=sys.stderr
         )
@@ -238,15 +238,16 @@ def try_all(plants: Sequence[Plant], work: Path) -> tuple[list[tuple[str, ...]],
     return rows, wrong
 
 
-def verdict(answer: Answer, step: int | None, plant: Plant) -> bool:
+def verdict(answer: Answer, plant: Plant) -> bool:
     exact = answer.step is not None and answer.since >= answer.step - 1
     named = any(plant.cause in cause for cause in answer.causes) or not plant.cause
-    return exact and (answer.step, answer.layer) == (step, plant.layer) and named
+    return exact and (answer.step, answer.layer) == (plant.step, plant.layer) and named
 
 
 def shown(answer: Answer) -> tuple[str, str, str]:
-    cause = "not in the config" if any(UNRECORDED in each for each in answer.causes) else ", ".join(answer.causes[:2])
-    return f"{answer.step}, {answer.layer}", answer.what, cause
+    cause = "not in the config" if any(UNRECORDED in each for each in answer.causes) else "".join(answer.causes[:1])
+    cause = re.sub(r"/\S+/", "", cause)  # folders
+    return f"{answer.step}, {answer.layer}", answer.what.partition(", by ")[0], cause
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -297,23 +298,19 @@ def write_images(folder: Path, count: int = 200) -> None:
     (folder / "list.csv").write_text("\n".join(lines) + "\n")
 
 
-def changed_step(plant: Plant, files: Path, overrides: tuple[str, ...]) -> int:
-    """Change a pixel or a label of one file. Return the step that takes it first."""
+def change_file(plant: Plant, files: Path, overrides: tuple[str, ...]) -> None:
+    """Change a pixel or the label of a file that the step `plant.step` takes first."""
     config = check(composed(overrides))
-    before = open_data(config.data, config.data_dir, config.seed)
-    folder = files / "a"
-    if not plant.same_folder:
-        folder = shutil.copytree(folder, files / "b")
+    order = open_data(config.data, config.data_dir, config.seed).order(config.layout, config.seed)
+    number = int(order.step(*order.position(plant.step - 1))[0])  # the training set is the list's first part
+    folder = files / "a" if plant.same_folder else shutil.copytree(files / "a", files / "b")
     if plant.data == "pixel":
-        pixels = np.asarray(Image.open(folder / "077.png")).copy()
+        pixels = np.asarray(Image.open(folder / f"{number:03}.png")).copy()
         pixels[5, 5] ^= 64
-        Image.fromarray(pixels).save(folder / "077.png")
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
     else:
-        listed = folder / "list.csv"
-        listed.write_text(listed.read_text().replace("077.png,c", "077.png,a"))
-    order = before.order(config.layout, config.seed)
-    ids = [order.step(*order.position(number)) for number in range(STEPS)]
-    return next(number for number, each in enumerate(ids, 1) if 77 in each)
+        text, old, new = (folder / "list.csv").read_text(), "abc"[number % 3], "bca"[number % 3]
+        (folder / "list.csv").write_text(text.replace(f"{number:03}.png,{old}", f"{number:03}.png,{new}"))
 
 
 def composed(overrides: tuple[str, ...]) -> lockstep.Composed:
