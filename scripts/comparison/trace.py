@@ -33,7 +33,13 @@ from lockstep.run.training import fit_and_test
 GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras", "strategy")  # they name classes to build
 BUCKETS = 64  # numbers in a sketch
 # Keys that decide how often and where a run writes, but not what it computes.
-WRITING = {"logger": {}, "checkpoint_every": None, "checkpoint_keep": 0, "resume": None, "max_restarts": 0}
+WRITING: dict[str, Any] = {
+    "logger": {},
+    "checkpoint_every": None,
+    "checkpoint_keep": 0,
+    "resume": None,
+    "max_restarts": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ def prepare(folder: Path, recorded: Mapping[str, Any], threads: int, layout: Map
     raw["extras"] = {key: options for key, options in (raw.get("extras") or {}).items() if options}
     raw["extras"] = {key: each for key, each in raw["extras"].items() if _may_change(f"extras.{key}", each)}
     pieces = check({**raw, "callbacks": {}}).layout.pieces
-    place = {"strategy": group_file("strategy", "auto"), "devices": 1, "num_nodes": 1}
+    place: dict[str, Any] = {"strategy": group_file("strategy", "auto"), "devices": 1, "num_nodes": 1}
     if layout is not None:
         compression = (raw.get("strategy") or {}).get("compression", "none")
         place = {key: layout[key] for key in place}

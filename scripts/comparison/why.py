@@ -347,7 +347,7 @@ class _Search:
         answer.causes, step = self.surroundings, answer.step
         if step not in self.both:
             return answer
-        odd = {}
+        odd: dict[Path, list[str]] = {}
         for run, (config, data) in zip((self.a, self.b), runs, strict=True):
             values = {value.name: value for value in steps_of(run, config, data, start, step)[step]}
             saved = weights_of(run, step)

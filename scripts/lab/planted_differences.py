@@ -98,7 +98,7 @@ def swapped(first: int) -> None:
     def swapped_pieces(order: DataOrder, epoch: int, index: int) -> Any:
         return pieces(order, epoch, {first - 1: first, first: first - 1}.get(index, index) if epoch == 0 else index)
 
-    DataOrder.pieces = swapped_pieces  # type: ignore[method-assign]
+    DataOrder.pieces = swapped_pieces  # type: ignore[assignment,method-assign]
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,15 @@ PLANTS = [
     key("float64", "precision=64-true", step=0),
     key("initial weights", "init_from=<weights>", step=0),
     Plant("compression", 1, FIRST, "strategy.compression", (*DDP, "strategy.compression=bf16"), PIECES),
-    Plant("lr, and ddp on 2 devices, exact", 1, FIRST, "lr", (*DDP, "lr=0.06"), EXACT),
+    Plant("lr and exact ddp on 2 devices", 1, FIRST, "lr", (*DDP, "lr=0.06"), EXACT),
     changed("a weight of the last layer", "weight", 7, "net.logits.weight"),
     changed("a bit of a weight", "bit", 9, "net.hidden.weight"),
     changed("the gradient of a layer", "gradient", 5, "net.conv2.weight"),
     changed("dropout off for one step", "dropout", 4),
-    changed("a weight, and ddp on 2 devices", "weight", 7, "net.hidden.weight", PIECES, overrides=DDP),
+    changed("a weight and ddp on 2 devices", "weight", 7, "net.hidden.weight", PIECES, overrides=DDP),
     Plant("two steps swapped", 5, FIRST, UNRECORDED, base=(EACH,), prepare=partial(swapped, 5)),
     Plant("one pixel", 4, FIRST, "data.csv", data="pixel"),
-    Plant("one label, in the same folder", 3, FIRST, "fingerprint", base=(EACH,), data="label", same_folder=True),
+    Plant("one label in the same folder", 3, FIRST, "fingerprint", base=(EACH,), data="label", same_folder=True),
 ]
 
 
@@ -205,7 +205,8 @@ def main() -> int:
 def try_all(plants: Sequence[Plant], work: Path) -> tuple[list[tuple[str, ...]], int]:
     """Return a row for each difference, and how many answers are wrong."""
     firsts: dict[tuple[str, ...], Path] = {}  # first runs, by their overrides
-    rows, wrong = [], 0
+    rows: list[tuple[str, ...]] = []
+    wrong = 0
     control = [train((*BASE, EACH), work / name) for name in ("same_a", "same_b")]
     answer = explain(*control)
     right = answer.step is None and answer.text.startswith("same weights at every step")
