@@ -204,8 +204,8 @@ class _Search:
         differing = [*self.changed, *self.surroundings]
         also = f"the runs differ in {join_names(differing)}" if differing else "config, code, versions and data: same"
         if first is None and self.common:
-            steps = f"{plural(len(self.common), 'record')}, the last of step {self.common[-1]}"
-            return Answer(notes=[f"same weights at every step: {steps}, have the same bits", also])
+            steps = f"{plural(len(self.common), 'step')}, the last is {self.common[-1]}"
+            return Answer(notes=[f"same weights at every recorded step, to the bit ({steps})", also])
         since = max((step for step in self.common if first is not None and step < first), default=-1)
         answer = self.computed_again(since, first) or self.by_records(since, first, self.tolerance_of_records)
         if not self.common:

@@ -209,8 +209,8 @@ def try_all(plants: Sequence[Plant], work: Path) -> tuple[list[tuple[str, ...]],
     wrong = 0
     control = [train((*BASE, EACH), work / name) for name in ("same_a", "same_b")]
     answer = explain(*control)
-    right = answer.step is None and answer.text.startswith("same weights at every step")
-    rows.append(("nothing", "same", answer.text.partition(":")[0], "", "", "right" if right else "WRONG"))
+    right = answer.step is None and answer.text.startswith("same weights at every recorded step, to the bit (12 steps,")
+    rows.append(("nothing", "same", answer.text.partition(",")[0], "", "", "right" if right else "WRONG"))
     wrong += not right
     firsts[(EACH,)] = control[0]
     for number, plant in enumerate(plants):

@@ -25,7 +25,7 @@ def test_three_differences_and_none() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "|" in line]
     answers = {name: (first, cause) for name, _, first, _, cause, right in rows if right == "right"}
     assert answers == {
-        "nothing": ("same weights at every step", ""),
+        "nothing": ("same weights at every recorded step", ""),
         "dropout": ("1, net.dropout", "model.dropout (0.25, 0.3)"),
         "a weight of the last layer": ("7, net.logits", "not in the config"),
         "two steps swapped": ("5, net.conv1", "not in the config"),
