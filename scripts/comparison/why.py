@@ -420,7 +420,8 @@ class _Search:
                 config = prepare(self.a.folder, raw, threads, self.a.layout)
                 data_of_part = open_without_test(config) if part.startswith(("data", "seed")) else self.a.data
                 values = steps_of(self.a, config, data_of_part, start, step).get(step, [])
-                if first_difference(one, values, tolerance):
+                first = first_difference(one, values, tolerance)
+                if first and (first.stage, first.name) == (difference.stage, difference.name):
                     causes += texts
         return causes or [f"only together: {join_names(text for texts in parts.values() for text in texts)}"]
 
