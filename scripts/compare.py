@@ -16,7 +16,7 @@ noise. Rows with the same seeds are compared seed by seed.
 The tables are printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
 plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
 other keys is a column of the table and a line of the plot. Two runs are compared in detail, down to the bits of their
-weights.
+weights; `--why` finds the first step and the first layer at which they differ, and the cause.
 
 Exit codes: 0 compared, 2 bad input.
 """
@@ -56,9 +56,16 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
     parser.add_argument("--by", metavar="key", help="a key with numbers in which the runs differ")
     parser.add_argument("--to", type=Path, metavar="folder", help="folder for the table and the plots")
+    parser.add_argument("--why", action="store_true", help="find the first difference of two runs, and its cause")
     arguments = parser.parse_args()
     try:
-        if len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
+        if arguments.why:
+            if len(arguments.runs) != 2:
+                raise UserError(f"--why: {plural(len(arguments.runs), 'folder')}: give two run folders")
+            from comparison import why  # torch takes seconds
+
+            print(why.report(*arguments.runs))
+        elif len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
             print(pair.report(*arguments.runs))
         else:
             compare(arguments.runs, arguments.by, arguments.to)

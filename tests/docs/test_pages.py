@@ -46,6 +46,7 @@ NOT_RUN = (
     (r"python scripts/(parity|search|fit_memory|dashboard)", "makes many runs: tests/scripts/ run it"),
     (r"(python scripts/(export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
     (r".*seed=0,1,2,3,4|python scripts/compare.py .* --by", "60 runs"),
+    (r"python scripts/compare.py .* --why", "tests/lab/test_planted_differences.py runs it"),
     (r"python src/train.py( -m seed=0,1,2)?$", "trains to its end: the console block of first-run.md does"),
     (r".*(<their checkpoint>|debug=profile)", "has tests of its own"),
 )
