@@ -103,7 +103,7 @@ ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
 TOGETHER = [
     ("ema", "class_weights", "plateau", "trivial_augment"),
     ("mixup", "random_erasing", "frozen", "balanced_sampling"),
-    ("cutmix",),
+    ("cutmix", "folds"),
 ]
 FEATURED = (*NORMS, "accelerator=cpu", "pieces=4", "checkpoint_every=3", "exact=true")
 

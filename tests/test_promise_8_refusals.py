@@ -31,12 +31,12 @@ REFUSED: list[tuple[str, str]] = [
         "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, huggingface, image_folder, image_list, "
         "mnist, shards, synthetic",
     ),
-    ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),
+    ("optimizer=lion", "optimizer=lion: known: adam, adamw, muon, rmsprop, sgd"),
     ("batchsize=64", "batchsize: there is no such key.*batch_size"),
     ("model.dropuot=0.5", "model.dropuot: there is no such key.*dropout"),
     (
         "model=resnet18 model.nrom=1",
-        "model.nrom: .*did you mean norm.*known: .*label_smoothing, name, norm, pretrained, stem$",
+        "model.nrom: .*did you mean norm.*known: .*label_smoothing, name, norm, pretrained, stem, train_only$",
     ),
     ("debug.one_batch=true", "debug.one_batch: .*files of debug add keys: give debug=<name>, one of batch, overfit"),
     ("trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),

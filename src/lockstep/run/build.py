@@ -14,7 +14,7 @@ from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO, Loaded, Sender
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
-from lockstep.config.instantiate import call, instantiate, parameters
+from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.data.datasets import TASKS
 from lockstep.errors import UserError
@@ -63,7 +63,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     """Build the module from `options`, check that steps of pieces can train it, and convert its memory."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
-    options = {key: value for key, value in options.items() if key not in MONITORED}
+    takes = parameters(locate("model._target_", options["_target_"]))
+    options = {key: value for key, value in options.items() if key not in MONITORED or key in takes}
     refuse_unused(config)
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
     offers = optimization(config, len(splits.train))
