@@ -33,11 +33,11 @@ from lockstep.testing import DataTests, ModuleTests
 
 @pytest.mark.slow
 class TestMnistCNN(ModuleTests):
-    overrides = "model=mnist_cnn data=synthetic data.samples=200 data.image_size=12"
+    overrides = ["model=mnist_cnn", "data=synthetic", "data.samples=200", "data.image_size=12"]
 
 
 class TestDigits(DataTests):
-    overrides = "data=digits"
+    overrides = ["data=digits"]
 '''
 README = """# {name}
 
