@@ -10,8 +10,6 @@ The server has one thread, and neither computes nor touches a GPU, so it may for
 workers end with it. The code of a worker is that of the time at which torchrun was started. Linux only.
 """
 
-import array
-import ctypes
 import gc
 import importlib
 import json
@@ -29,26 +27,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from lockstep.launch.signals import set_parent_death_signal
+
 # What src/train.py imports sooner or later. The first one sets what torch reads when it is imported.
-IMPORTS = [
-    *(
-        "lockstep",
-        "torch.distributed.run",
-        "lockstep.run.cli",
-        "lockstep.run.supervisor",
-        "lockstep.run.training",
-        "lockstep.run.summary",
-    ),
-    *("torch.utils.tensorboard", "sklearn.datasets", "project.models"),
-]
+IMPORTS = (
+    "lockstep",
+    "torch.distributed.run",
+    "lockstep.run.cli",
+    "lockstep.run.supervisor",
+    "lockstep.run.training",
+    "lockstep.run.summary",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+    "project.models",
+)
 FORKS = "LOCKSTEP_FORKS"  # the name of the server's socket, and a Python for other programs; see fork.py
 DESCRIPTORS = 3  # standard input, output and error
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> None:
-    sys.path.insert(0, str(SOURCE))
     gc.disable()
     for module in IMPORTS:
         with suppress(ImportError):  # a user may have deleted it; the worker's own import has the message
@@ -59,7 +59,7 @@ def main() -> None:
     listener.bind(f"\0{name}")
     listener.listen()
     if os.fork() == 0:
-        end_with_parent(agent)
+        set_parent_death_signal(agent)
         for number in SIGNALS:  # the agent ends its workers, and then the server ends with it
             signal.signal(number, signal.SIG_IGN)
         serve(listener)
@@ -67,13 +67,6 @@ def main() -> None:
     gc.enable()
     os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: f"{name} {sys.executable}"}
     exit_after(importlib.import_module("torch.distributed.run").main)
-
-
-def end_with_parent(parent: int) -> None:
-    """Kill this process when its parent ends, or now if that has already happened."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def serve(listener: socket.socket) -> None:
@@ -134,7 +127,7 @@ def fork_worker(connection: socket.socket, inherited: Sequence[socket.socket]) -
         signal.set_wakeup_fd(-1)
         for each in (connection, *inherited):
             each.close()
-        end_with_parent(server)
+        set_parent_death_signal(server)
         run_worker(start, descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -146,9 +139,7 @@ def fork_worker(connection: socket.socket, inherited: Sequence[socket.socket]) -
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return what fork.py sends: arguments, environment and folder, and its standard streams."""
     connection.settimeout(10)
-    room = socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
-    head, messages, _, _ = connection.recvmsg(8, room)
-    descriptors = array.array("i", messages[0][2]).tolist() if messages else []
+    head, descriptors, _, _ = socket.recv_fds(connection, 8, DESCRIPTORS)
     size = int.from_bytes(head, "big")
     content = b""
     while len(content) < size and (part := connection.recv(size - len(content))):

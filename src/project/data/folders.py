@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep import Source, UserError
-from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split
+from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split, split_text
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # hardly names of classes
@@ -78,8 +78,7 @@ def image_folder(
         what = "nothing is tested" if test is None else "a part of train/ is used for validation" if val is None else ""
     else:
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
-        val_part = "data.val_fraction, " if val_fraction else ""  # 0 with folds
-        what = f"split by {val_part}data.test_fraction and data.split_seed"
+        what = split_text(val_fraction)
     layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
     about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
     spec = image_spec(image_size, channels, mean, std, classes)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import Source, UserError
-from project.data.labelled import LabelledFiles, check_headers, image_spec, split_ids, subsets
+from project.data.labelled import LabelledFiles, check_headers, image_spec, split_ids, split_text, subsets
 
 PARTS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}  # names of splits
 FOLDER = "it must be written by save_to_disk, or have parquet files"
@@ -104,7 +104,7 @@ def huggingface(
         return Source(train, test, spec, val, about=about)
     ids = split_ids(parts["train"], val_fraction, test_fraction, split_seed)
     of_ids = subsets(parts["train"], ids)
-    about = f"huggingface: {path}; split by data.val_fraction, data.test_fraction and data.split_seed"
+    about = f"huggingface: {path}; {split_text(val_fraction)}"
     return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, divided=True)
 
 

@@ -206,6 +206,11 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
     return [np.flatnonzero(part_of == part) for part in range(3)]
 
 
+def split_text(val_fraction: float) -> str:
+    """Return what decided the parts of `split_ids`, for a run's first lines. With folds, `val_fraction` is 0."""
+    return f"split by {'data.val_fraction, ' if val_fraction else ''}data.test_fraction and data.split_seed"
+
+
 def subsets(files: Any, ids: Sequence[NDArray[np.int64]]) -> list[Any]:
     """Return the parts of a data set that have these numbers; None for an empty one."""
     return [Subset(files, part) if len(part) else None for part in ids]  # type: ignore[arg-type]

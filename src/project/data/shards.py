@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Source, UserError, plural
-from project.data.labelled import PARTS, image_spec, split_ids, subsets
+from project.data.labelled import PARTS, image_spec, split_ids, split_text, subsets
 from project.data.shard_index import digest, open_index
 
 PART = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")  # in a file's path: train-00017.tar
@@ -63,7 +63,7 @@ def shards(
         name = f"split-{digest([val_fraction, test_fraction, split_seed])[:16]}"
         ids = index.arrays(name, lambda: split_ids(images, val_fraction, test_fraction, split_seed))
         train, val, test = subsets(images, ids)
-        what = "split by data.val_fraction, data.test_fraction and data.split_seed"
+        what = split_text(val_fraction)
     else:
         train, val, test = map(index.parts.get, PARTS)
         what = "nothing is tested" if test is None else "a part of train is used for validation" if val is None else ""
