@@ -3,8 +3,6 @@
 The project's own training does it, in a folder that is deleted afterwards.
 """
 
-import logging
-import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from common.training import open_without_test, train_from
 from torch import Tensor
 
 from lockstep.arithmetic.order import DataOrder
@@ -22,12 +21,9 @@ from lockstep.config.portable import choose_kernels
 from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
-from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, STATE, config_sha256, decisive_config, parse_line, read
-from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.run.training import fit_and_test
 from lockstep.step.lightning_quirks import validates
 
 GROUPS = (
@@ -75,7 +71,7 @@ class Part:
     @cached_property
     def splits(self) -> Splits:
         """The data, opened on this machine, without a test split."""
-        return replace(open_data(self.config.data, self.config.data_dir, self.config.seed), test=None)
+        return open_without_test(self.config)
 
     @cached_property
     def order(self) -> DataOrder:
@@ -143,13 +139,10 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
     Raises:
         Interrupted: the run was interrupted before its last step.
     """
-    (folder / "checkpoints").mkdir(parents=True)
-    if start is not None:
-        shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
     until = {"_target_": "recomputing.Until", "steps": list(steps)}
     config = replace(part.config, callbacks={**part.config.callbacks, "until": until})
     try:
-        launch(_work, config, part.splits, folder, layout=config.layout, hang_timeout=config.hang_timeout)
+        train_from(start, config, part.splits, folder)
     except Interrupted:
         if not (folder / LEDGER_FILE).exists() or steps[-1] not in _lines(folder):
             raise
@@ -158,11 +151,6 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in map(parse_line, read(folder / LEDGER_FILE))}
-
-
-def _work(config: Config, splits: Splits, folder: Path) -> None:
-    logging.disable(logging.WARNING)
-    fit_and_test(config, splits, folder)
 
 
 def first_difference(computed: Mapping[str, Any], expected: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ Of each tensor only a hash and a short sketch are stored. Two sketches give the 
 """
 
 import hashlib
-import logging
 import shutil
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from common.training import train_from, train_quietly
 from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
@@ -25,10 +25,7 @@ from lockstep.config.portable import choose_kernels
 from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
-from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.parent import launch
-from lockstep.run.training import fit_and_test
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras", "strategy")  # they name classes to build
 BUCKETS = 64  # numbers in a sketch
@@ -214,26 +211,18 @@ def take_steps(config: Config, data: Splits, start: Path | None, last: int, fold
         UserError, WorkerFailed, Interrupted: see `launch`.
     """
     try:
-        (folder / "checkpoints").mkdir(parents=True)
-        if start is not None:
-            shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
         trace = {"_target_": "comparison.trace.Trace", "last": last}
         config = replace(config, callbacks={**config.callbacks, "trace": trace})
         choose_kernels(config.layout.exact)
-        steps: Steps = launch(_work, config, data, folder, layout=config.layout, hang_timeout=config.hang_timeout)
+        steps: Steps = train_from(start, config, data, folder, _work)
         return steps
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def open_without_test(config: Config) -> Splits:
-    return replace(open_data(config.data, config.data_dir, config.seed), test=None)
-
-
 def _work(config: Config, data: Splits, folder: Path) -> Steps:
-    logging.disable(logging.WARNING)
     try:
-        fit_and_test(config, data, folder)
+        train_quietly(config, data, folder)
     except Ended as ended:
         return ended.values
     raise UserError("the run ended before the step was reached")

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.training import open_without_test
 from comparison.pair import ABSENT, Facts, facts, read, show
-from comparison.trace import Steps, Value, apart, needs_layout, open_without_test, prepare, take_steps, value_of
+from comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths

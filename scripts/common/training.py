@@ -1,0 +1,46 @@
+"""Take steps of a run again, in a folder of their own."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.launch.parent import launch
+from lockstep.run.training import fit_and_test
+
+
+def open_without_test(config: Config) -> Splits:
+    """Open the data of a config, without a test split."""
+    return replace(open_data(config.data, config.data_dir, config.seed), test=None)
+
+
+def train_quietly(config: Config, data: Splits, folder: Path) -> None:
+    """Train in this worker, without the lines that a run logs."""
+    logging.disable(logging.WARNING)
+    fit_and_test(config, data, folder)
+
+
+def train_from(
+    start: Path | None, config: Config, data: Splits, folder: Path, work: Callable[..., Any] = train_quietly
+) -> Any:
+    """Train in workers, from a checkpoint or from the seed. Return what `work` returns.
+
+    Args:
+        start: the checkpoint, which is copied; None: from the seed.
+        config: the run's config. A callback ends the run.
+        data: the data.
+        folder: the run's folder, without checkpoints.
+        work: the function that a worker calls with config, data and folder.
+
+    Raises:
+        UserError, WorkerFailed, Interrupted: see `launch`.
+    """
+    (folder / "checkpoints").mkdir(parents=True)
+    if start is not None:
+        shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
+    return launch(work, config, data, folder, layout=config.layout, hang_timeout=config.hang_timeout)
