@@ -23,7 +23,7 @@ from common.keys import differing
 
 SECONDS = 5.0  # between two searches for new runs
 HARMLESS = "TensorFlow installation not found"  # TensorBoard prints it first; nothing shown here needs TensorFlow
-COMPARED = ("val/acc", "test/acc", "val/loss", "test/loss", "workers/samples_per_second")  # on the HParams page
+COMPARED = ("val/loss", "test/loss", "workers/samples_per_second")  # on the HParams page, after the models' own metric
 FEW = ("batch_size", "lr", "strategy.name")  # its keys if the runs do not differ; with more, metrics are off screen
 TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d+")  # names of run folders
 MINUTE, SECOND = 16, 19  # length of the name up to the minute and up to the second
@@ -135,6 +135,13 @@ def columns(runs: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(differing(runs)) or [key for key in FEW if any(key in run for run in runs)]
 
 
+def metrics(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the metrics to compare: those by which the runs' models choose the best checkpoint, then COMPARED."""
+    monitors = [str(run.get("model.monitor", "val/acc")) for run in runs]
+    tests = [f"test/{monitor.removeprefix('val/')}" for monitor in monitors]
+    return list(dict.fromkeys([*monitors, *tests, *COMPARED]))
+
+
 def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write an event file with the columns of the HParams page.
 
@@ -150,8 +157,8 @@ def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:
         numbers = all(isinstance(run.get(key, 0.0), float | int) for run in runs)
         kind = api_pb2.DATA_TYPE_FLOAT64 if numbers else api_pb2.DATA_TYPE_STRING
         infos.append(api_pb2.HParamInfo(name=key, type=kind))
-    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in COMPARED]
-    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
+    compared = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics(runs)]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=compared)
     about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(experiment=experiment))
     summary = Summary(value=[Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)])
     writer = EventFileWriter(str(folder), filename_suffix=".columns")

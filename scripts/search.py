@@ -3,9 +3,10 @@
     python scripts/search.py trials=20 model=mnist_cnn 'lr=tag(log,interval(0.001,0.3))' batch_size=32,64,128
 
 The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
-arguments go to every trial. The search has keys of its own: trials=20, metric=val/acc, mode=max, and folder=. With the
-folder of an earlier search, the same command continues it; several such commands at once share the work. The folder has
-one run folder and one <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
+arguments go to every trial. The search has keys of its own: trials=20, metric= and mode= (by default those of a sweep,
+which are the model's `monitor` and `mode`, or val/acc and max), and folder=. With the folder of an earlier search, the
+same command continues it; several such commands at once share the work. The folder has one run folder and one
+<number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
 A trial is forked from the search, as a job is from its sweep (lockstep/run/sweeps.py), and runs the code of
 src/train.py.
@@ -34,6 +35,7 @@ except ImportError:
     print("error: Optuna is not installed: pip install -e .[search]", file=sys.stderr)
     sys.exit(2)
 
+from lockstep import compose
 from lockstep.config.arguments import quote_path
 from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
@@ -45,7 +47,7 @@ from lockstep.run.summary import write_conclusion
 from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
-DEFAULTS = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
+DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
 NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
 FIRST = 3  # if so many trials are refused and none completed, the others will be refused too
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -223,7 +225,7 @@ def main(arguments: list[str]) -> int:
     settings = DEFAULTS | {
         key: value for key, _, value in (each.partition("=") for each in arguments) if key in DEFAULTS
     }
-    if not settings["trials"].isdecimal() or settings["mode"] not in ("max", "min"):
+    if not settings["trials"].isdecimal() or settings["mode"] not in ("", "max", "min"):
         raise UserError(
             f"trials={settings['trials']} mode={settings['mode']}: trials must be a whole number, and mode must be "
             "max or min"
@@ -235,6 +237,9 @@ def main(arguments: list[str]) -> int:
     space = {each.get_key_element(): distribution(each) for each in parsed if each.is_sweep_override()}
     if not space:
         raise UserError("nothing to search: give a range, such as 'lr=tag(log,interval(0.001,0.3))'")
+    if not (settings["metric"] and settings["mode"]):
+        sweep = compose(*(str(each.input_line) for each in fixed))["sweep"]
+        settings |= {name: settings[name] or str(sweep[name]) for name in ("metric", "mode")}
     outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(settings["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()

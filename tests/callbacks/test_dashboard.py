@@ -96,6 +96,23 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
         assert board.curve(f"headline/val_{name}") == board.curve(f"val/{name}")
 
 
+def test_a_model_with_a_metric_of_its_own(tmp_path: Path) -> None:
+    """Regression has no accuracy: the first page, the charts and the columns show the metric that it names."""
+    model = ("model=regression", "model.arch=squeezenet1_0", "data.task=regression", "data.num_classes=1")
+    run = Program(tmp_path / "outputs")(*TINY, *model, "data.image_size=32", "max_steps=2")
+    board = Board(next((run.folder / "tensorboard").iterdir()))
+    assert board.curve("headline/val_mae") == board.curve("val/mae") != []
+    layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
+    titles = [chart.title for category in layout.category for chart in category.chart]
+    assert titles[:4] == ["training loss", "validation loss", "training mae", "validation mae"]
+    (tmp_path / "links").mkdir()
+    dashboard.Links(run.outputs, tmp_path / "links").update()
+    (shown,) = (tmp_path / "links").iterdir()
+    summary = EventAccumulator(str(shown)).Reload().summary_metadata[hparams.EXPERIMENT_TAG]
+    columns = hparams.parse_experiment_plugin_data(summary.plugin_data.content)
+    assert [info.name.tag for info in columns.metric_infos][:2] == ["val/mae", "test/mae"]
+
+
 def test_the_run_as_text(board: Board) -> None:
     about, config = (
         [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in board.events.Tensors(tag)]

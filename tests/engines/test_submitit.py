@@ -1,5 +1,7 @@
 """Sweeps on submitit: jobs of a real SLURM cluster of two nodes, which are preempted and queued again."""
 
+import os
+import signal
 import time
 from functools import partial
 
@@ -54,3 +56,36 @@ def test_jobs_are_preempted_and_continue(cluster: Cluster, site: Site, one_devic
         assert summary["layout"]["devices"] == 2
         since = (folder / "summary.json").stat().st_mtime - requeued
         assert summary["throughput"]["seconds_to_first_step"] < since, "the time in the queue counts"
+
+
+def test_a_sweep_that_lost_a_job_is_resumed(cluster: Cluster, site: Site, one_device: Run) -> None:
+    """One of two jobs is cancelled, and the command is interrupted. The other job goes on without the command, and
+    `sweep.resume=` queues what is missing: the cancelled job continues, the completed one is not run again."""
+    site.placed = lambda command: cluster.command(*command)
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=2"]
+    command = ["python", "src/train.py", "-m", *JOB, SLOW, "strategy=ddp", "devices=2", *launcher, "name=cut"]
+    sweep = site.start(*command, "seed=0,0", env=cluster.variables)
+    wait_for(lambda: len(list(site.outputs.rglob("last.ckpt"))) == 2, sweep, SECONDS)
+    folders = sorted(file.parents[1] for file in site.outputs.rglob("last.ckpt"))
+    logs = sorted(folders[0].parent.glob(".submitit/*/*_0_log.err"))
+    jobs = [log.parent.name for log in logs]
+    cluster.jobs.update(zip(jobs, logs, strict=True))
+
+    cluster.ask("scancel", jobs[1])
+    cluster.wait(jobs[1], "CANCELLED")
+    os.killpg(sweep.pid, signal.SIGINT)
+    cut = site.finish(sweep)
+    assert cut.returncode == 130, everything(cut)
+    site.hurry()
+    cluster.wait(jobs[0])
+    completed = [summary_of(folder) for folder in folders if summary_of(folder).get("status") == "completed"]
+    assert len(completed) == 1, [summary_of(folder) for folder in folders]
+
+    resumed = site.run("python", "src/train.py", f"sweep.resume={folders[0].parent}", env=cluster.variables)
+    assert resumed.returncode == 0, everything(cut, resumed)
+    assert len(list(folders[0].parent.glob(".submitit/*/*_0_log.err"))) > 2, "the rest was not queued in SLURM"
+    summaries = [summary_of(folder) for folder in folders]
+    assert completed[0] in summaries, "a completed job was run again"
+    for folder, summary in zip(folders, summaries, strict=True):
+        assert summary["weights_sha256"] == one_device.summary["weights_sha256"], summary
+        assert (folder / "train.log").read_text().count("resumes after step") == (summary not in completed)

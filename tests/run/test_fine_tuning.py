@@ -267,12 +267,13 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     counted = parameter_counts(model, [*begun.not_loaded, "net.norm1.running_mean"])
     assert counted == (sum(sizes.values()) - frozen, frozen, logits)
     model.net.logits.requires_grad_(False)
-    weights.refuse_frozen("init_from=x", model, begun.not_loaded, ["net.logits.*"], ["net.log*"])  # which trains later
-    weights.refuse_frozen("init_from=x", model, begun.not_loaded, [])  # frozen by its own code
+    trains_later = ["net.log*"]
+    weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, ["net.logits.*"], trains_later)
+    weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, [])  # frozen by its own code
     with pytest.raises(
         UserError, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, which are frozen"
     ):
-        weights.refuse_frozen("init_from=x", model, begun.not_loaded, ["net.logits.*"])
+        weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, ["net.logits.*"])
 
 
 def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> None:

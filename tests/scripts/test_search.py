@@ -84,6 +84,16 @@ def test_a_second_process_joins(tmp_path: Path) -> None:
     assert sorted(made[0] + made[1]) == list("012") == sorted(map(str, trials(folder)))
 
 
+def test_a_search_follows_the_metric_of_the_model(tmp_path: Path) -> None:
+    given = (*TINY, "lr=0.1,0.01", "max_epochs=1", "trials=2", f"folder={tmp_path / 's'}")
+    search(tmp_path)(*given, "+model.monitor=val/loss", "+model.mode=min")
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 's' / 'study.db'}")
+    losses = [summary_of(tmp_path / "s" / str(number))["metrics"]["val/loss"] for number in range(2)]
+    assert [trial.value for trial in study.trials] == losses
+    assert study.best_value == min(losses)
+    assert f": val/loss {min(losses):.4g}" in (tmp_path / "s" / "experiment" / "best.yaml").read_text()
+
+
 def refused(run: Run) -> str:
     assert (run.returncode, "Traceback" in run.stderr) == (2, False), str(run)
     return run.stderr.splitlines()[-1]

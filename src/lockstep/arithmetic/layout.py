@@ -67,7 +67,8 @@ class Layout:
     def accumulate(self) -> int:
         """Micro-batches that the busiest device computes one after another in a step.
 
-        With stages every device computes all pieces, a part of the network each: pieces / devices, rounded up.
+        With stages every device computes a part of the network for all pieces. That is the work of pieces / devices
+        whole micro-batches, rounded up.
         """
         if self.staged:
             return -(-self.pieces // self.num_devices)
@@ -222,5 +223,5 @@ def _nearest(batch_size: int, pieces: int, num_devices: int, max_pieces: int) ->
     sizes = f"use batch_size={below} or {above}" if below else f"use batch_size={above}"
     if batch_size < num_devices:
         return sizes
-    near = next((d for d in range(pieces, min(batch_size, max_pieces)) if batch_size % d == 0), batch_size)
+    near = next((d for d in range(pieces, min(batch_size, max_pieces) + 1) if batch_size % d == 0), batch_size)
     return f"{sizes}, or pieces={near}" if near <= max_pieces else sizes

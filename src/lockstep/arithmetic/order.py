@@ -42,12 +42,12 @@ def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     return (hashes >> 11).astype(np.float64) * 2.0**-53
 
 
-def piece_seed(seed: int, step: int, piece: int) -> int:
+def training_step_seed(seed: int, step: int, piece: int) -> int:
     """Return the 63-bit seed of a piece's forward pass (dropout), a function of (seed, step, piece)."""
     return int(hash64(seed, 0xD409, step, piece) >> 1)
 
 
-def batch_seed(seed: int, step: int, piece: int) -> int:
+def preparation_seed(seed: int, step: int, piece: int) -> int:
     """Return the 63-bit seed of what is done to a piece's batch before its forward pass (mixup)."""
     return int(hash64(seed, 0xBA7C4, step, piece) >> 1)
 

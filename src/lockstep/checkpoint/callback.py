@@ -164,7 +164,7 @@ class Checkpoint(LightningCheckpoint):
 
 def _writes(trainer: Any) -> bool:
     """Check whether this rank writes the run's checkpoints, or copies of them."""
-    return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "receives", False))
+    return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "keeps_copies", False))
 
 
 def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:

@@ -27,12 +27,12 @@ class Copies:
         timeout: seconds after which a transfer fails.
 
     Attributes:
-        receives: whether this rank keeps copies.
+        keeps_copies: whether this rank keeps copies.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend="gloo")
-        self.receives = dist.get_rank() in ranks[1:]
+        self.keeps_copies = dist.get_rank() in ranks[1:]
 
     def send(self, path: Path | None) -> None:
         """Send a file. Rank zero calls it; `path` is None if the file could not be written."""

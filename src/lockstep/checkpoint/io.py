@@ -192,7 +192,7 @@ def not_plain(values: Mapping[str, Any]) -> list[str]:
 class Sender(Protocol):
     """Sends rank zero's files to the ranks that keep copies. Rank zero calls `send`, the others call `receive`."""
 
-    receives: bool
+    keeps_copies: bool
 
     def send(self, path: Path | None) -> None: ...
 
@@ -213,7 +213,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Attributes:
         loaded_step: the optimizer step of the checkpoint that was loaded last.
-        receives: whether this rank writes copies of rank zero's files.
+        keeps_copies: whether this rank writes copies of rank zero's files.
     """
 
     def __init__(
@@ -228,11 +228,11 @@ class AtomicCheckpointIO(CheckpointIO):
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # names of hyperparameters that are not saved
         self.loaded_step: int | None = None
-        self.receives = copies is not None and copies.receives
+        self.keeps_copies = copies is not None and copies.keeps_copies
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that memory holds one copy of the state at most
-        if self._copies is not None and self.receives:
+        if self._copies is not None and self.keeps_copies:
             self.then(self._copies.receive, Path(path))
             return
         if isinstance(hyperparameters := checkpoint.get(HYPERPARAMETERS), dict):

@@ -83,7 +83,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
 
 
 def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
-    """Remove saved options of files that are no longer chosen, such as `extras.x.y=1` if `extras=none` is given."""
+    """Remove the saved options of choices that are dropped, such as `extras.x.y=1` if `extras=none` is given."""
     chosen = [override for override in new_overrides if key(override) == group]
     if not chosen:
         return
@@ -161,10 +161,10 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
     if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
         _drop_length(merged, new_overrides)
     for argument in new_overrides:
-        changed = merged.get(key(argument), argument)
-        if is_sweep(argument) or is_sweep(changed):
+        in_sweep = merged.get(key(argument), argument)
+        if is_sweep(argument) or is_sweep(in_sweep):
             raise UserError(
-                f"{argument}: sweep.resume= runs the jobs that the sweep lists ({changed}) and can't change them: "
+                f"{argument}: sweep.resume= runs the jobs that the sweep lists ({in_sweep}) and can't change them: "
                 f"leave {key(argument)} out"
             )
         merged[key(argument)] = argument

@@ -124,7 +124,7 @@ def load_weights(
     return LoadedWeights(weights_message(key, len(module_tensors), not_loaded), not_loaded)
 
 
-def refuse_frozen(
+def refuse_frozen_unloaded(
     key: str, module: nn.Module, not_loaded: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
 ) -> None:
     """Refuse frozen parameters that a file has not set: they would keep their random values.

@@ -86,7 +86,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     if "max_steps" in overridden and "max_epochs" not in overridden and raw.get("max_steps") is not None:
         raw = {**raw, "max_epochs": None}  # the user's max_steps takes precedence over an experiment's max_epochs
     keys: Keys = check_keys("", raw)
-    chosen_fold(keys.data)
+    chosen_fold(keys.data)  # raises if there is no such fold
     optimizer_lr = keys.optimizer.get("lr")
     optimizer = {name: each for name, each in keys.optimizer.items() if name != "lr"}
     if "optimizer.lr" in overridden and optimizer_lr != keys.lr:
@@ -102,7 +102,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
     accelerator, devices = _devices(keys)
-    name = strategy.layout_name(devices * keys.num_nodes)  # of auto, it depends on the number of devices
+    name = strategy.layout_name(devices * keys.num_nodes)  # strategy=auto has another name with one device
     if name == "dp" and external_workers() > 1:
         several = f"{environment().started_by} has started several workers"
         raise UserError(f"strategy=dp runs in one process, but {several}: give strategy=ddp")
@@ -235,6 +235,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     compiled = "compile=true" * keys.compile
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     chosen = keys.debug.trainer.get("deterministic", True)
+    # Lightning refuses clipping with a fused optimizer for every mixed precision
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)

@@ -176,7 +176,7 @@ class DataModule(pl.LightningDataModule):
     # --- on the device ---
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
-        """Fetch one piece of a step. `device` is one of this process; devices are counted over all nodes."""
+        """Fetch one piece of a step for the device with this index, which counts the devices of all nodes."""
         fetched = self._steps().fetch_piece(step_batch, piece, device)
         assert self.trainer is not None
         return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]

@@ -43,7 +43,8 @@ from lockstep.launch.worker import WorkerResult
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-# If workers end in different ways, the run has the outcome that comes first here. `Outcome.kind` explains them.
+# If workers end in different ways, the run has the outcome that comes first here. A worker that `waited` ended because
+# another one did not join a collective, and a `victim` because another one died.
 OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
 
 
@@ -171,7 +172,7 @@ def _failure(decisive: _Worker, workers: Sequence[_Worker], hang_timeout: float,
         outcome = replace(outcome, kind="failed", text=text)
     elif outcome.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
-    elif outcome.kind != "refused" and not outcome.suspects:
+    elif outcome.kind != "refused" and not outcome.suspects:  # a text with suspects names ranks already
         outcome = replace(outcome, text=f"{decisive.name} {outcome.text}")
     steps = max(each.answer.outcome.steps if each.answer else 0 for each in workers)
     error: Any = replace(outcome, steps=steps).as_exception()

@@ -82,7 +82,7 @@ def fit_and_test(
         messages.append(filled.message)
         freeze = config.model.get("freeze") or ("*" if config.model.get("train_only") else ())
         unfrozen = unfrozen_later(config)
-        weights.refuse_frozen(f"init_from={config.init_from}", module, filled.not_loaded, freeze, unfrozen)
+        weights.refuse_frozen_unloaded(f"init_from={config.init_from}", module, filled.not_loaded, freeze, unfrozen)
         not_loaded = filled.not_loaded
     check_batch_norms(config, splits, module)
     messages += resume_messages(config, splits, checkpoint)
@@ -98,10 +98,11 @@ def fit_and_test(
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    chosen = worker_setup.describe_choices(module, config.compile)
-    first_lines = partial(start_lines, config, splits, module, not_loaded, folder, chosen)
-    opening = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
-    callbacks += [Preemption(folder), opening, ClaimFolder(folder, hydra_files, path, environment().rank in ranks)]
+    speed_settings = worker_setup.describe_speed_settings(module, config.compile)
+    first_lines = partial(start_lines, config, splits, module, not_loaded, folder, speed_settings)
+    lines_at_start = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
+    claim = ClaimFolder(folder, hydra_files, path, environment().rank in ranks)  # after the first step
+    callbacks += [Preemption(folder), lines_at_start, claim]
     if path:
         check_same_data(path, checkpoint.get("lockstep", {}), config, splits)
         check_checkpoint_fits(path, checkpoint, module.state_dict(), config, steps)
@@ -138,6 +139,7 @@ def fit_and_test(
         error.steps = trainer.global_step  # type: ignore[attr-defined]  # the parent needs it if rank zero was killed
         if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
             error.filename = str(folder)  # errors of TensorBoard name no file
+        # causes that have nothing to do with the checkpoint
         other_cause = isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) or is_lost_rank(error)
         trained = trainer.global_step > first_step or environment().restarts
         if path and not other_cause and not trained:  # this start has changed nothing, so the summary stays
@@ -151,7 +153,7 @@ def fit_and_test(
     summary = run.finish("completed", None)
     if rank == 0:
         one_epoch = trainer.global_step >= steps_per_epoch(config, samples)  # before that, chance level is normal
-        chance = chance_level_line(run.metrics, splits, opening.lr) if one_epoch else None
+        chance = chance_level_line(run.metrics, splits, lines_at_start.lr) if one_epoch else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary

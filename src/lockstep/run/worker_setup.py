@@ -35,7 +35,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     return rank
 
 
-def describe_choices(module: nn.Module, compiled: bool) -> str:
+def describe_speed_settings(module: nn.Module, compiled: bool) -> str:
     """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
     weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
     last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)

@@ -148,8 +148,9 @@ class GradientSum:
         if self.world_size == 1:
             return StartedSum(parameters, lambda: (mine, []))
         gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, mine, strict=True)]
-        num_ranks = gradients[0].new_tensor([gradient is not None for gradient in mine])  # that have each gradient
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), num_ranks])
+        # 1 or 0 for each parameter; the sum over all ranks is the number of ranks that have a gradient for it
+        has_gradient = gradients[0].new_tensor([gradient is not None for gradient in mine])
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient])
         work = dist.all_reduce(flat, async_op=True)
 
         def wait() -> Result:
@@ -218,7 +219,8 @@ class ExactGradientSum(GradientSum):
             self.all_parameters = list(module.parameters())
         parameters = [p for p in self.all_parameters if p.requires_grad]
         if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:  # after unfreezing
-            ids, summed_here = segment_ids(module, parameters), [self.strategy.holds(p) for p in parameters]
+            ids = segment_ids(module, parameters)  # only parameters with one id may share a grid
+            summed_here = [self.strategy.holds(p) for p in parameters]
             self.parameters = parameters
             names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
             checked = [names[id(p)] for p in parameters] if self.options.check_messages else ()
@@ -257,19 +259,19 @@ class ExactGradientSum(GradientSum):
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Start the sum of this step's collected gradients over all processes."""
-        total, units = self.sum, self.sum.pack()
+        exact_sum, units = self.sum, self.sum.pack()
         work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
 
         def wait() -> Result:
             if work is not None:
                 work.wait()
-            sums, maxima = total.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
-            return [g if present else None for g, present in zip(sums, total.present, strict=True)], maxima
+            sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
+            return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
 
         started = StartedSum(self.parameters, wait)
         # The first step of a run chooses the grids, so the sums of later steps must wait for it.
-        if self.options.sums_at_once > 1 and None in total.grids:
-            total.update_grids(started.result[1])
+        if self.options.sums_at_once > 1 and None in exact_sum.grids:
+            exact_sum.update_grids(started.result[1])
         return started
 
     def apply(self, started: StartedSum) -> None:
@@ -350,18 +352,20 @@ class WrappedGradientSum(GradientSum):
         self.inner.load_state_dict(state)
 
 
-def gather_exponents(strategy: StepStrategy, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
+def gather_exponents(
+    strategy: StepStrategy, exponents: list[int | None], exact_sum: ExactSum | None
+) -> list[int | None]:
     """Gather the exponents of all groups' grids. Every process calls this.
 
     Args:
         strategy: the trainer's strategy.
         exponents: the exponents of all groups; only those of this process's groups are up to date.
-        total: a sum that gives this process's groups; None if there was no step yet.
+        exact_sum: its `local_groups` are those that this process sums; None before the first step.
 
     Returns:
         On rank zero, the exponents of all groups, each from the process that sums the group.
     """
-    mine = total.local_groups if total is not None else []
+    mine = exact_sum.local_groups if exact_sum is not None else []
     gathered = strategy.gather_parts({group: exponents[group] for group in mine})
     return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
 

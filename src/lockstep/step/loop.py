@@ -4,9 +4,10 @@ The loader yields a `StepBatch`: this process's part of one optimizer step. So e
 batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
 Private names of Lightning are used in this file, step/lightning_quirks.py and step/evaluation_logs.py only;
-tests/step/test_loop.py fails when they change. This file uses `_TrainingEpochLoop.advance`, which makes a step, with
-`_results`, `_build_kwargs` and `optim_progress` of the loop, and `lightning.pytorch.trainer.call`, whose functions run
-hooks under the profiler and set the hook's name for `self.log`. docs/decisions/lightning-loop.md gives the reasons.
+tests/step/test_loop.py fails when they change. This file overrides `_TrainingEpochLoop.advance`, which makes a step. It
+reads the loop's `_results` and `optim_progress`, and calls its `_build_kwargs` and `lightning.pytorch.trainer.call`,
+whose functions run hooks under the profiler and set the hook's name for `self.log`. docs/decisions/lightning-loop.md
+gives the reasons.
 """
 
 from collections import OrderedDict
@@ -68,7 +69,7 @@ class StepLoop(StepEpochLoop):
         self.passes = passes
         # whether the module or a callback has `on_before_zero_grad`; calling it on all of them takes 20 us per step
         self._has_zero_grad_hook = True
-        self._takes_number = True  # whether `training_step` takes the batch's number
+        self._takes_batch_idx = True  # whether `training_step` takes `batch_idx`
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the loop's state with that of the gradient sums."""
@@ -85,7 +86,7 @@ class StepLoop(StepEpochLoop):
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
         owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
         self._has_zero_grad_hook = any(overrides_method(owner, "on_before_zero_grad", base) for owner, base in owners)
-        self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
+        self._takes_batch_idx = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
 
     def advance(self, data_fetcher: Any) -> None:
         """Take one optimizer step with its hooks, schedules and progress counters.
@@ -96,18 +97,18 @@ class StepLoop(StepEpochLoop):
         if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
-        step_batch, number = next(data_fetcher)[0], self.batch_idx + 1
+        step_batch, batch_idx = next(data_fetcher)[0], self.batch_idx + 1  # counted by `increment_ready`, below
         progress.is_last_batch = data_fetcher.done
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
-        skips_epoch = self._hook("on_train_batch_start", step_batch, number) == -1
+        skips_epoch = self._hook("on_train_batch_start", step_batch, batch_idx) == -1
         if skips_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
             progress.increment_started()
             with trainer.profiler.profile("run_training_batch"):
-                outputs = self._step(step_batch, number)
+                outputs = self._step(step_batch, batch_idx)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -115,12 +116,12 @@ class StepLoop(StepEpochLoop):
         if skips_epoch:
             raise StopIteration
         self.no_longer_restarting()
-        self._hook("on_train_batch_end", outputs, step_batch, number)
+        self._hook("on_train_batch_end", outputs, step_batch, batch_idx)
         connector.on_batch_end()
         progress.increment_completed()
         connector.update_train_step_metrics()
 
-    def _step(self, step_batch: StepBatch, number: int) -> Outputs:
+    def _step(self, step_batch: StepBatch, batch_idx: int) -> Outputs:
         """Run the module's `optimizer_step` with the passes of a step as its closure.
 
         Returns:
@@ -135,8 +136,9 @@ class StepLoop(StepEpochLoop):
         outputs: Outputs = {}
 
         def forward(batch: Any) -> Any:
-            results.batch, results.batch_size = batch, None  # `self.log` weights its means by the batch's size
-            args = (batch, number) if self._takes_number else (batch,)
+            results.batch = batch
+            results.batch_size = None  # so `self.log`, which weights its means by the size, finds it in the batch
+            args = (batch, batch_idx) if self._takes_batch_idx else (batch,)
             return call._call_strategy_hook(trainer, "training_step", *args)
 
         def backward(loss: Tensor) -> None:
@@ -147,7 +149,7 @@ class StepLoop(StepEpochLoop):
             if self._has_zero_grad_hook:
                 self._hook("on_before_zero_grad", optimizer.optimizer)
             optimizer_progress.zero_grad.increment_started()
-            module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
+            module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer.optimizer)
             optimizer_progress.zero_grad.increment_completed()
 
         @torch.enable_grad()
@@ -158,7 +160,8 @@ class StepLoop(StepEpochLoop):
             return outputs["loss"]
 
         optimizer_progress.step.increment_ready()
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, number, optimizer, closure)
+        args = (trainer.current_epoch, batch_idx, optimizer, closure)
+        call._call_lightning_module_hook(trainer, "optimizer_step", *args)
         optimizer_progress.step.increment_completed()
         if not outputs:
             raise UserError(f"{type(module).__name__}.optimizer_step did not call its closure: it must call it once")

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic.order import batch_seed, piece_seed
+from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
@@ -41,7 +41,8 @@ class StepPasses:
         self.gradients = gradients
         self.hooks = hooks
         self.seed = seed
-        self._restored_exponents: list[int | None] = []  # from a checkpoint: grids of BatchNorm's exact sums
+        # from a checkpoint, for each group of BatchNorm's exact sum: the spacing of its grid is 2**exponent
+        self._restored_exponents: list[int | None] = []
 
     @cached_property
     def statistics(self) -> BatchNormStats:
@@ -184,14 +185,14 @@ class Step:
         batch = self._prepared(micro_batch)
         loss, outputs = self._training_step(batch, micro_batch)
         self._under_way[index] = batch, loss
-        if not strategy.outputs_known_at_backward:
+        if not strategy.repeats_training_step:
             self._outputs.append(outputs)
 
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
         micro_batch, strategy = self.batch.micro_batches[index], self.strategy
         batch, loss = self._under_way.pop(index)
-        if strategy.outputs_known_at_backward:
+        if strategy.repeats_training_step:
             with torch.no_grad():
                 self._outputs.append(self._training_step(batch, micro_batch)[1])
         self._differentiate(loss, micro_batch)
@@ -231,14 +232,15 @@ class Step:
     def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         assert self._forward is not None
-        with self.strategy.micro_batch(micro_batch, piece_seed(self.passes.seed, self.batch.step, micro_batch.piece)):
+        seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
+        with self.strategy.micro_batch(micro_batch, seed):
             return outputs_of(self._forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Run the backward pass of a weighted loss."""
         assert self._backward is not None
         weight = 1.0
-        if not self.strategy.outputs_known_at_backward:  # otherwise the next stage sends a gradient that has the weight
+        if not self.strategy.repeats_training_step:  # otherwise the next stage sends a gradient that has the weight
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
@@ -251,7 +253,7 @@ class Step:
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
-        self.strategy.seed(batch_seed(self.passes.seed, self.batch.step, micro_batch.piece))
+        self.strategy.seed(preparation_seed(self.passes.seed, self.batch.step, micro_batch.piece))
         for change in changes:
             batch = change(batch)
         return batch

@@ -33,13 +33,14 @@ class StepStrategy(Protocol):
 
     Attributes:
         staged: whether each process has another part of the network and sees all samples.
-        outputs_known_at_backward: whether a piece's loss is only known when its backward pass is due. `training_step`
-            is then run again, without gradients.
+        repeats_training_step: whether `training_step` runs once more before the backward pass, without gradients. In a
+            process with an earlier stage of the network, the first call ends with the stage's output, and the second
+            one gets the network's output and returns the loss.
         hooks: the hooks of the trainer's steps.
     """
 
     staged: bool
-    outputs_known_at_backward: bool
+    repeats_training_step: bool
     hooks: Sequence[StepHook]
 
     @property

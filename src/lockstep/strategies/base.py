@@ -37,13 +37,13 @@ class PieceStrategy(Strategy):
 
     Attributes:
         staged: whether each process has another part of the network and sees all samples.
-        outputs_known_at_backward: whether a piece's loss is only known when its backward pass is due.
+        repeats_training_step: whether `training_step` runs once more before the backward pass; see `StepStrategy`.
         hooks: the hooks of the trainer's steps.
         substitute: the object that computes in the module's place; see `computing_with`.
     """
 
     staged = False
-    outputs_known_at_backward = False
+    repeats_training_step = False
     hooks: Sequence[StepHook] = ()
     substitute: Any = None
 
@@ -146,7 +146,7 @@ class PieceStrategy(Strategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint on rank zero, and on ranks that keep copies for their machine."""
-        if self.is_global_zero or getattr(self.checkpoint_io, "receives", False):
+        if self.is_global_zero or getattr(self.checkpoint_io, "keeps_copies", False):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -174,17 +174,17 @@ class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-def proxy(thing: Any, before: type) -> Any:
-    """Return an object that shares a module's attributes and class, with the methods of `before` first.
+def proxy(thing: Any, overrides: type) -> Any:
+    """Return an object that shares the attributes of `thing`, whose methods are those of `overrides`, then its own.
 
-    The module itself does not change.
+    `thing` itself does not change.
     """
     kind: Any = type(thing)
-    instance = object.__new__(_proxy_class(kind, before))
+    instance = object.__new__(_proxy_class(kind, overrides))
     object.__setattr__(instance, "__dict__", thing.__dict__)
     return instance
 
 
 @cache
-def _proxy_class(kind: type, before: type) -> Any:
-    return type(kind.__name__, (before, kind), {})
+def _proxy_class(kind: type, overrides: type) -> Any:
+    return type(kind.__name__, (overrides, kind), {})

@@ -56,7 +56,7 @@ class Dashboard(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 about = f"{self._headline}\n{peak_lr(trainer.optimizers)}"
-                write(logger.experiment, trainer.global_step, self._config, about)
+                write(logger.experiment, trainer.global_step, self._config, about, self._name)
             elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # MLflow's can't change
                 logger.log_hyperparams(dict(hyper_parameters(self._config)))
 

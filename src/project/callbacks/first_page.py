@@ -3,6 +3,7 @@
 It has the validation of all runs, a page of the most important curves, a picture of each run, texts, and HParams.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,19 +14,18 @@ from torch.utils.tensorboard.summary import hparams
 
 from lockstep import hyper_parameters
 
-# TensorBoard sorts the groups of tags by name, and opens the first two.
-FIRST = {"val/acc": "headline/val_acc", "val/loss": "headline/val_loss"}  # a second tag for these curves
+FIRST = "headline/"  # TensorBoard sorts the groups of tags by name, and opens the first two
 PICTURE = "view/run"  # sorted below the curves that compare runs
 HEIGHT = 2.2  # inches
 COUNTS = ("/correct", "/count")
 
 FORKED = "(_step|_epoch)?"  # Lightning's suffix for a name that is logged at steps and at epoch ends
-# Title of a chart -> its tags, regular expressions.
-CHARTS = {
+# Title of a chart -> its tags, regular expressions; those of the model's own metric come after the first two.
+LOSSES = {
     "training loss": [f"^train/loss{FORKED}$"],
     "validation loss": [f"^val/loss{FORKED}$"],
-    "training accuracy": [f"^train/acc{FORKED}$"],
-    "validation accuracy": [f"^val/acc{FORKED}$"],
+}
+OTHERS = {
     "speed, samples per second": ["^workers/samples_per_second$"],
     "a step and its waiting for data, seconds": ["^workers/step_seconds$", "^workers/data_wait$"],
     "peak memory, GiB": ["^workers/peak_gib$"],
@@ -36,14 +36,35 @@ CHARTS = {
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's TensorBoardLogger, with the curves of FIRST on the first page.
+    """Lightning's TensorBoardLogger, with two curves of all runs on the first page: val/loss and `monitor`.
 
     It leaves out curves without information: the epoch, which is a straight line, and counts, which accuracies show.
+
+    Args:
+        monitor: the metric by which the best checkpoint is chosen.
+        options: as for TensorBoardLogger.
     """
+
+    def __init__(self, *, monitor: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._first = {tag: FIRST + tag.replace("/", "_") for tag in ("val/loss", monitor)}
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         shown = {tag: value for tag, value in metrics.items() if tag != "epoch" and not tag.endswith(COUNTS)}
-        super().log_metrics(shown | {FIRST[tag]: value for tag, value in shown.items() if tag in FIRST}, step)
+        first = {name: shown[tag] for tag, name in self._first.items() if tag in shown}
+        super().log_metrics(shown | first, step)
+
+
+def charts(metric: str) -> dict[str, list[str]]:
+    """Return the page of the most important curves: title of a chart -> its tags, regular expressions.
+
+    Args:
+        metric: name of the model's own metric, without `val/`.
+    """
+    name = "accuracy" if metric == "acc" else metric
+    splits = {"training": "train", "validation": "val"}
+    own = {f"{split} {name}": [f"^{tag}/{re.escape(metric)}{FORKED}$"] for split, tag in splits.items()}
+    return LOSSES | own | OTHERS
 
 
 def figure(height: float, title: str) -> Any:
@@ -87,9 +108,10 @@ def boards(trainer: Trainer) -> list[TensorBoardLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def write(writer: Any, step: int, config: Mapping[str, Any], headline: str) -> None:
+def write(writer: Any, step: int, config: Mapping[str, Any], headline: str, metric: str) -> None:
     """Write the page of charts, the texts and the run's row of the HParams page with a SummaryWriter."""
-    writer.add_custom_scalars({"lockstep": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
+    page = {title: ["Multiline", tags] for title, tags in charts(metric).items()}
+    writer.add_custom_scalars({"lockstep": page})
     writer.add_text("about", f"```\n{headline}\n```", step)
     text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
     writer.add_text("config", f"```yaml\n{text}```", step)
