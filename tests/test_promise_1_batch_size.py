@@ -22,15 +22,15 @@ def make(**options: Any) -> Layout:
 def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) -> None:
     pieces += world
     layout = make(strategy=strategy, devices=world, pieces=pieces, batch_size=pieces)
-    dealt = [pair for rank in range(layout.world_size) for pair in layout.micro_batches(rank)]
-    assert sorted(piece for _, piece in dealt) == list(range(pieces))
-    assert all(piece in layout.owned(device) for device, piece in dealt)
+    assigned = [pair for rank in range(layout.world_size) for pair in layout.micro_batches(rank)]
+    assert sorted(piece for _, piece in assigned) == list(range(pieces))
+    assert all(piece in layout.owned(device) for device, piece in assigned)
     loads = [len(layout.owned(device)) for device in range(world)]
     assert max(loads) - min(loads) <= 1
     assert layout.accumulate == max(loads)
 
 
-def test_dp_deals_pieces_in_rounds() -> None:
+def test_dp_assigns_pieces_in_rounds() -> None:
     layout = make(strategy="dp", devices=3, pieces=8, batch_size=8)
     assert layout.micro_batches(0) == [(0, 0), (1, 3), (2, 6), (0, 1), (1, 4), (2, 7), (0, 2), (1, 5)]
 

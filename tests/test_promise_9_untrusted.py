@@ -17,7 +17,7 @@ from lockstep.run.evaluation import config_of
 
 NAMES = (
     *("os.system", "builtins.exec", "subprocess.Popen", "pickle.loads", "shutil.rmtree", "torch.hub.load"),
-    *("torch.load", "torch.nn.Linear", "lockstep.files.same_file", "lockstep.config.instantiate.instantiate"),
+    *("torch.load", "torch.nn.Linear", "lockstep.files.link_file", "lockstep.config.instantiate.instantiate"),
 )
 
 
@@ -91,7 +91,7 @@ def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says:
 @pytest.mark.parametrize(
     ("group", "evil"),
     [
-        ("data", {"_target_": "lockstep.files.same_file", "source": "source", "path": "sentinel"}),
+        ("data", {"_target_": "lockstep.files.link_file", "source": "source", "path": "sentinel"}),
         ("model", {"_target_": "project.models.MnistCNN", "dropout": {"_target_": "os.unlink", "path": "sentinel"}}),
     ],
     ids=["ours", "the system's, nested"],

@@ -34,8 +34,8 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def dealt(folder: Path, count: int, seed: int = 0) -> list[list[Path]]:
-    """Deal the images of a part to shards, in random order."""
+def distributed(folder: Path, count: int, seed: int = 0) -> list[list[Path]]:
+    """Distribute the images of a part to shards, in random order."""
     paths = np.array(sorted(folder.rglob("*.*")))
     return [list(part) for part in np.array_split(np.random.default_rng(seed).permutation(paths), count)]
 
@@ -51,7 +51,7 @@ def write_shards(folder: Path, root: Path, form: str, count: int = 3, seed: int 
         seed: of the order in which images are written.
     """
     for part in sorted(path.name for path in folder.iterdir()):
-        for number, paths in enumerate(dealt(folder / part, count, seed)):
+        for number, paths in enumerate(distributed(folder / part, count, seed)):
             name = f"{part}-{number:05}"
             if form == "tar":
                 write_tar(

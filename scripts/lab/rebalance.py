@@ -83,10 +83,10 @@ class Steps:
 
     def moved(self, since: int, until: int) -> int | None:
         """Return after how many steps the pieces last moved between the steps `since` and `until`; None: never."""
-        deals = list(zip(*self.pieces, strict=True))[since:until]
-        if deals[0] == deals[-1]:
+        assignments = list(zip(*self.pieces, strict=True))[since:until]
+        if assignments[0] == assignments[-1]:
             return None
-        return max(number for number, deal in enumerate(deals) if deal != deals[-1]) + 1
+        return max(number for number, assignment in enumerate(assignments) if assignment != assignments[-1]) + 1
 
 
 # --- control groups ---------------------------------------------------------------------------------------------------

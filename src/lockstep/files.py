@@ -49,7 +49,7 @@ def write(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
         file.write(content)
 
 
-def same_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+def link_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Make `path` a hard link to `source`, or a copy where the file system has no hard links. Both are atomic."""
     path = Path(path)
     if path.exists() and path.samefile(source):

@@ -44,14 +44,14 @@ class Group:
         tensor.copy_(stacked.amax(0) if op == "max" else stacked.sum(0))
 
 
-def steps_of(dealt: list[list[list[Addend]]], like: Addend) -> list[list[Addend]]:
-    """The sums that each process gets, `[rank][step]`, from `dealt[step][rank]`, its addends."""
-    size = len(dealt[0])
+def steps_of(assigned: list[list[list[Addend]]], like: Addend) -> list[list[Addend]]:
+    """The sums that each process gets, `[rank][step]`, from `assigned[step][rank]`, its addends."""
+    size = len(assigned[0])
     group = Group(size)
 
     def process(rank: int) -> list[Addend]:
         exact, sums = ExactSum(like), []
-        for step in dealt:
+        for step in assigned:
             exact.begin()
             for addend in step[rank]:
                 exact.add(addend)
@@ -71,12 +71,12 @@ def test_neither_order_nor_processes_change_a_bit(data: st.DataObject, count: in
     steps = [addends(count, seed, spread, SHAPES[:3]) for seed in (1, 2, 3)]
     like = zeros(SHAPES[:3])
     expected = steps_of([[step] for step in steps], like)[0]
-    dealt = []
+    assigned = []
     for step in steps:
         order = data.draw(st.permutations(step))
         owners = data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count))
-        dealt.append([[a for a, owner in zip(order, owners, strict=True) if owner == rank] for rank in range(size)])
-    for rank in steps_of(dealt, like):
+        assigned.append([[a for a, owner in zip(order, owners, strict=True) if owner == rank] for rank in range(size)])
+    for rank in steps_of(assigned, like):
         for found, wanted in zip(rank, expected, strict=True):
             assert same(found, wanted)
 

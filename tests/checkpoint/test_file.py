@@ -106,12 +106,12 @@ def test_the_best_stays_what_it_was_where_the_new_one_cannot_be_saved(saved: Pat
     best, writer = saved.with_name("best.ckpt"), AtomicCheckpointIO()
     best.write_bytes(b"the best before")
     writer.save_checkpoint({**plain(), "lockstep": print}, saved)  # code, which is not saved
-    writer.then(atomic.same_file, saved, best)
+    writer.then(atomic.link_file, saved, best)
     with pytest.raises(CheckpointError, match="not saved"):
         writer.wait()
     assert best.read_bytes() == b"the best before"
     writer.save_checkpoint(plain(2.0), saved)
-    writer.then(atomic.same_file, saved, best)
+    writer.then(atomic.link_file, saved, best)
     writer.teardown()
     assert best.samefile(saved)
 
@@ -147,9 +147,9 @@ def test_killed_while_saving_the_old_file_is_whole(saved: Path) -> None:
 def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last, best = tmp_path / "last", tmp_path / "best"
     last.write_text("one")
-    atomic.same_file(last, best)
+    atomic.link_file(last, best)
     assert last.samefile(best)
-    atomic.same_file(last, best)
+    atomic.link_file(last, best)
     assert sorted(os.listdir(tmp_path)) == ["best", "last"], "nothing beside them"
     with atomic.replacing(last) as file:
         file.write(b"two")
@@ -159,6 +159,6 @@ def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(1, "not here")
 
     monkeypatch.setattr(os, "link", no_links)
-    atomic.same_file(last, best)
+    atomic.link_file(last, best)
     assert best.read_text() == "two"
     assert not last.samefile(best)

@@ -117,15 +117,15 @@ def test_jobs_side_by_side(run_train: Program) -> None:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "gpus", "cores", "dealt"),
+    ("jobs", "gpus", "cores", "expected"),
     [
         (2, "0123", 2, [Slot(("0", "1"), (0,)), Slot(("2", "3"), (1,))]),
         (2, "57", 1, [Slot(("5",)), Slot(("7",))]),
         (2, "", 5, [Slot((), (0, 1)), Slot((), (2, 3, 4))]),
     ],
 )
-def test_devices_are_dealt(jobs: int, gpus: str, cores: int, dealt: list[Slot]) -> None:
-    assert slots(jobs, gpus, range(cores)) == dealt
+def test_devices_are_divided(jobs: int, gpus: str, cores: int, expected: list[Slot]) -> None:
+    assert slots(jobs, gpus, range(cores)) == expected
 
 
 @pytest.mark.parametrize(

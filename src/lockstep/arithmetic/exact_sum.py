@@ -11,7 +11,7 @@ rounded to a multiple of `q`. The bits of this number, read as an int64, are the
 addend costs one float addition and one integer addition.
 
 The multiples of `q` are called the grid. It is chosen from the largest element of the previous sum: 45 bits below it
-are kept (float32 keeps 24), and 6 bits are left for growth. An addend that grew more is detected before the rounding.
+are kept (float32 keeps 24), and 5 bits are left for growth. An addend that grew more is detected before the rounding.
 It is put aside and summed later, on a second grid, which all processes choose together. Small neighbouring tensors
 share a grid, because a network has many of them and the overhead of an operation is larger than its arithmetic.
 """
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 BITS = 51  # the sum with the constant keeps the constant's exponent if |x| < 2**51 * q
-HEAD = 6  # bits of headroom for growth between two sums
+ADDEND_BITS = BITS - 1  # addends are below 2**50 * q, so that 2**13 of them (layout.py) do not overflow 64 bits
+HEAD = 6  # bits of BITS above the largest element of the last sum: 5 for growth, and the one that ADDEND_BITS lacks
 LOWEST = -900  # smallest exponent: far below float32's, and its grid is still a normal float64
 HIGHEST = 1000  # largest exponent: far above float32's, and the grid's constant and the sum are still finite float64
 NO_EXPONENT = -100_000  # of a group without an addend: below every exponent, so that "max" ignores it
@@ -47,7 +48,7 @@ class ExactSum:
 
     Args:
         like: tensors with the shapes, strides and device of the addends.
-        floor: lower limit of `exponents`; None: no limit.
+        floor: first value and lower limit of `exponents`; None: not known at first, and LOWEST is the limit.
         segment_ids: a number for each tensor. Tensors with one number are a segment; only they may share a grid.
         summed_here: for each tensor, whether this process sums it; the same for all tensors of a segment. In place of
             the other tensors, `total` returns those of `like`.
@@ -95,7 +96,7 @@ class ExactSum:
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
-        self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]  # exponents of q
+        self.q_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
     def add(self, values: Sequence[Tensor | None]) -> None:
         """Add one list of tensors, in the order of `like`. None counts as zeros."""
@@ -104,9 +105,10 @@ class ExactSum:
         # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
         maxima = [0.0] * len(flats) if self.device.type == "cpu" else _largest(flats)
         for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
-            grid = self.grids[g]
-            limit = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # upper limit of an element
-            if largest < limit and self._round(flat, self.parts[g], _constant(grid), limit, not self.num_added[g]):
+            q_exponent = self.q_exponents[g]
+            limit = 0.0 if q_exponent is None else 2.0 ** (q_exponent + ADDEND_BITS)  # upper limit of an element
+            constant = _constant(q_exponent)
+            if largest < limit and self._round(flat, self.parts[g], constant, limit, not self.num_added[g]):
                 self.num_added[g] += 1
             else:  # also if the largest is nan. The addend is put aside on the CPU, which has more memory than the GPU
                 self.outgrown.append((g, flat.to("cpu", copy=True)))
@@ -140,7 +142,7 @@ class ExactSum:
                 part.zero_()
         self.counts.copy_(torch.tensor([*self.num_added, len(self.outgrown), *self.present]))
         if self.names:
-            self.checks.copy_(_sums([*self.parts, self.counts]))
+            self.checks.copy_(_checksums([*self.parts, self.counts]))
         return self.message
 
     def unpack(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
@@ -176,18 +178,18 @@ class ExactSum:
         for g, largest in zip(self.local_groups, maxima, strict=True):
             self.exponents[g] = self._next(self.exponents[g], largest)
 
-    def _check(self, parts: Sequence[Tensor], sums: Tensor, groups: Sequence[int]) -> None:
+    def _check(self, parts: Sequence[Tensor], checksums: Tensor, groups: Sequence[int]) -> None:
         """Compare the parts of a received message with its checksums.
 
         Args:
             parts: first one part for each of `groups`, then others.
-            sums: the received checksums, one for each part.
+            checksums: the received checksums, one for each part.
             groups: indices of the groups, for the error message.
 
         Raises:
             CorruptMessage: a part does not match.
         """
-        if wrong := (_sums(parts) != sums).nonzero().flatten().tolist():
+        if wrong := (_checksums(parts) != checksums).nonzero().flatten().tolist():
             tensors = [index for part in wrong if part < len(groups) for index in self.groups[groups[part]]]
             of = f" of {self.names[tensors[0]]} to {self.names[tensors[-1]]}" if self.names and tensors else ""
             raise CorruptMessage(
@@ -271,10 +273,10 @@ class ExactSum:
 
     def _result(self, g: int, outgrown_sum: Tensor | None, divisor: float) -> Tensor:
         """Return the sum of a local group as floats: its units and what outgrew its grid, divided by `divisor`."""
-        grid = self.grids[g] or 0
-        constants = self.num_added[g] * _bits(_constant(grid))
+        q_exponent = self.q_exponents[g] or 0
+        constants = self.num_added[g] * _bits(_constant(q_exponent))
         constants = (constants + 2**63) % 2**64 - 2**63  # wrapped as int64 arithmetic does
-        scale = 2.0**grid
+        scale = 2.0**q_exponent
         result = torch.empty(self.sizes[g], dtype=self.like[self.groups[g][0]].dtype, device=self.device)
         for start, units in zip(range(0, len(result), CHUNK), self.parts[g].split(CHUNK), strict=False):
             part = result[start : start + CHUNK]
@@ -309,7 +311,7 @@ class ExactSum:
         agreement = torch.cat([exponents, broken]).to(self.device)
         all_reduce(agreement, "max")
         exponents, broken = agreement.cpu().split([len(self.groups), len(self.like)])
-        # 2 bits instead of HEAD: these are the exponents of the addends themselves, so nothing grows
+        # 2 bits instead of HEAD, 1 of them spare: these are the exponents of the addends themselves, so nothing grows.
         agreed = {g: e + 2 - BITS for g, e in enumerate(exponents.tolist()) if e != NO_EXPONENT}
         units = {g: torch.zeros(self.sizes[g], dtype=torch.int64, device=self.device) for g in agreed}
         for g, value in self.outgrown:
@@ -317,15 +319,15 @@ class ExactSum:
                 constant = _constant(agreed[g])
                 units[g] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         if units:
-            # The last part shows whether the first message was damaged: each process adds (sum of `agreement`, 1). If
-            # all have received the same, the total is (processes * sum, processes).
+            # The last part shows whether `agreement` was damaged on its way: each process adds (sum of `agreement`, 1).
+            # If all have received the same, the total is (processes * sum, processes).
             parts = [*units.values(), torch.stack([agreement.sum(), torch.ones_like(agreement[0])])]
-            flat = torch.cat([*parts, _sums(parts)])
+            flat = torch.cat([*parts, _checksums(parts)])
             all_reduce(flat, "sum")
-            *parts, both, checks = flat.split([*map(len, parts), len(parts)])
-            consistent = torch.equal(both[0], both[1] * agreement.sum())
+            *parts, agreement_check, checks = flat.split([*map(len, parts), len(parts)])
+            consistent = torch.equal(agreement_check[0], agreement_check[1] * agreement.sum())
             # inverted checksums match nothing, so `_check` raises
-            self._check([*parts, both], checks if consistent else ~checks, list(units))
+            self._check([*parts, agreement_check], checks if consistent else ~checks, list(units))
             units = dict(zip(units, parts, strict=True))
         sums = {g: part.double().mul_(2.0 ** agreed[g]) for g, part in units.items()}
         return sums, {index for index, bad in enumerate(broken.tolist()) if bad}
@@ -342,14 +344,14 @@ def _largest(flats: Sequence[Tensor]) -> list[float]:
     return torch.maximum(-low, high).tolist()
 
 
-def _sums(parts: Sequence[Tensor]) -> Tensor:
+def _checksums(parts: Sequence[Tensor]) -> Tensor:
     """Return the checksum of each part: its sum mod 2**64."""
     return torch.stack([part.sum() for part in parts])
 
 
-def _constant(grid: int | None) -> float:
-    """Return the float64 whose addition rounds to a multiple of 2**grid; of 2**0 if there is no grid yet."""
-    return 1.5 * 2.0 ** (52 + (grid or 0))
+def _constant(q_exponent: int | None) -> float:
+    """Return the float64 whose addition rounds to a multiple of 2**q_exponent; of 2**0 if there is no grid yet."""
+    return 1.5 * 2.0 ** (52 + (q_exponent or 0))
 
 
 def _bits(constant: float) -> int:

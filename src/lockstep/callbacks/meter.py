@@ -89,7 +89,7 @@ class Meter(Callback):
             began.
     """
 
-    changes_weights = False  # so a record of what decides the weights leaves this callback out
+    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
 
     def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
@@ -201,19 +201,19 @@ class Meter(Callback):
 
     def _measure(self, trainer: Trainer, module: LightningModule) -> None:
         """Update `latest`. Every rank must call it."""
-        clock, samples, before = self._before
+        clock, samples, steps_before = self._before
         steps = self._speed.steps + 1  # `Speed` counts the current step after the measurement
-        took = steps - before
+        new_steps = steps - steps_before
         if not self._names:  # it is the first step; a rank without samples has no names
             names_by_rank = gather_objects([name for numbers, _ in self._returned for name in numbers])
             self._names = next(filter(None, names_by_rank), [])
-        waits, memory = self._collect(trainer, module, [self._waited / took, peak_gib(module.device)]).T.tolist()
+        waits, memory = self._collect(trainer, module, [self._waited / new_steps, peak_gib(module.device)]).T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # the all-gather has waited for the device
         elapsed = max(self._before[0] - clock, 1e-9)
         self.latest = {
             **{tag: float(mean) for tag, mean in _means(self._since).items()},
             "workers/samples_per_second": (self.samples_seen - samples) / elapsed,
-            "workers/step_seconds": elapsed / took,
+            "workers/step_seconds": elapsed / new_steps,
             "workers/data_wait": max(waits),
             "workers/peak_gib": max(memory),
         }

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
-from lockstep.files import same_file
+from lockstep.files import link_file
 from lockstep.step.lightning_quirks import validates
 from lockstep.step.timing import exclude_from_timing
 
@@ -45,7 +45,7 @@ class Checkpoint(LightningCheckpoint):
         saved: the step after which `last.ckpt` was last written; -1: never.
     """
 
-    changes_weights = False  # so a record of what decides the weights leaves this callback out
+    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Checkpoint(LightningCheckpoint):
         # The run may have been killed after it saved its best weights and before `best.ckpt` had that file.
         source, step = weights_in_use(trainer)
         if _writes(trainer) and source is not None and step == self._best_step and Path(source).exists():
-            same_file(source, self._best)
+            link_file(source, self._best)
         if not trainer.strategy.broadcast(self._best.exists()):  # a score without its file is useless
             log.warning("%s is missing beside %s: the next best checkpoint replaces it", self._best.name, source)
             self.best_score, self._best_step = None, -1
@@ -145,7 +145,7 @@ class Checkpoint(LightningCheckpoint):
         if improved or due:
             self.save(trainer)
         if improved and _writes(trainer):
-            trainer.strategy.checkpoint_io.then(same_file, self._last, self._best)
+            trainer.strategy.checkpoint_io.then(link_file, self._last, self._best)
 
     def _improved(self, trainer: Trainer) -> bool:
         """Check whether the monitored metric is the best so far. If it is, store it as the new best score."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
-from lockstep.files import replacing, same_file
+from lockstep.files import link_file, replacing
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -118,13 +118,13 @@ def load(path: str | os.PathLike[str], together: bool = False) -> dict[str, Any]
             ranks raise it.
     """
     path = Path(path)
-    checkpoint = load_plain(whole_file(path, together), path)
+    checkpoint = load_plain(checked_source(path, together), path)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
     return checkpoint
 
 
-def whole_file(path: Path, together: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
+def checked_source(path: Path, together: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
     """Check a file and return what to read: its path, or with `together` the bytes that rank zero has sent.
 
     Args:
@@ -135,14 +135,14 @@ def whole_file(path: Path, together: bool = False, check: Callable[[Path], str] 
     Raises:
         CheckpointError: something is wrong with the file. With `together` all ranks raise it.
     """
-    ranks = together and dist.is_available() and dist.is_initialized()
-    mine = not ranks or dist.get_rank() == 0
-    wrong = check(path) if mine else ""
-    if wrong := broadcast_from_rank_zero(wrong) if ranks else wrong:
+    is_shared = together and dist.is_available() and dist.is_initialized()
+    reads_here = not is_shared or dist.get_rank() == 0
+    wrong = check(path) if reads_here else ""
+    if wrong := broadcast_from_rank_zero(wrong) if is_shared else wrong:
         raise CheckpointError(f"{path}: {wrong}")
-    if not ranks:
+    if not is_shared:
         return path
-    return io.BytesIO(broadcast_file(path if mine else None) or b"")  # rank zero has checked that it exists
+    return io.BytesIO(broadcast_file(path if reads_here else None) or b"")  # rank zero has checked that it exists
 
 
 def step_of(path: Path) -> int:
@@ -307,7 +307,7 @@ def keep_step_checkpoint(last: Path, step: int, number: int) -> None:
         step: the optimizer step after which it was saved.
         number: how many of these files to keep; -1: all.
     """
-    same_file(last, paths.step_path(last.parent, step))
+    link_file(last, paths.step_path(last.parent, step))
     step_files = paths.step_checkpoints(last.parent)
     upto = [each for each in step_files if each <= step]
     for removed in step_files.keys() - set(upto if number < 0 else upto[-number:]):

@@ -15,7 +15,7 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.copies import share_newest
 from lockstep.checkpoint.io import CheckpointError, Loaded
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
-from lockstep.files import same_file
+from lockstep.files import link_file
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment
 from lockstep.launch.outcomes import WorkerFailed
@@ -100,7 +100,7 @@ class ClaimFolder(Callback):
         self._due = False
         write_hydra_files(self._folder, self._hydra_files)
         if self._checkpoint and Path(self._checkpoint).exists():
-            same_file(self._checkpoint, paths.last(self._folder))
+            link_file(self._checkpoint, paths.last(self._folder))
 
 
 def _recorded_overrides(folder: Path) -> str:
@@ -122,5 +122,5 @@ def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
     last = paths.last(folder)
     for path in (last, *reversed(paths.step_checkpoints(last.parent).values())):
         if checkpoint_io.load(path)["global_step"] <= fault.last_good_step:
-            return same_file(path, last)
+            return link_file(path, last)
     raise fault

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, fault, load_plain, whole_file
+from lockstep.checkpoint.io import CheckpointError, checked_source, fault, load_plain
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names
@@ -34,7 +34,7 @@ def read_weights(key: str, path: str | Path, together: bool = False) -> Tensors:
     if together:
         path = process_group.broadcast_from_rank_zero(path)
     try:
-        source = whole_file(path, together, _fault)
+        source = checked_source(path, together, _fault)
         content = _load_safetensors(source, path) if path.suffix == ".safetensors" else load_plain(source, path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error

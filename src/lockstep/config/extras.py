@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
-    from lockstep.arithmetic.deal import Deal
+    from lockstep.arithmetic.assignment import Assignment
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
     from lockstep.step.hooks import StepHook
@@ -81,7 +81,8 @@ class Extra:
             config: the checked config.
 
         Returns:
-            Pairs of the other setting, as a user types it (empty if it is not chosen), and the reason.
+            Pairs of the other setting, as a user types it (empty if it is not chosen), and the reason. A reason may end
+            with a remedy, after a semicolon: `the bits of two devices would differ; exact=true`.
         """
         return ()
 
@@ -98,13 +99,13 @@ class Extra:
         """
         return ()
 
-    def wrap_deal(self, deal: "Deal") -> "Deal":
+    def wrap_assignment(self, assignment: "Assignment") -> "Assignment":
         """Return the assignment of pieces to devices to use. It is called first, in each worker.
 
         Args:
-            deal: the assignment of the core, or of an earlier extra.
+            assignment: that of the core, or of an earlier extra.
         """
-        return deal
+        return assignment
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         """Return the gradient sum to use. It is called before `step_hooks` and `callbacks`.

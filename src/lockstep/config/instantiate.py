@@ -40,13 +40,13 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     is_partial = options.pop("_partial_", False)
     target = locate(f"{key}._target_", options.pop("_target_"))
     try:
-        made = hydra.utils.instantiate({**options, "_convert_": "all"})
+        arguments = hydra.utils.instantiate({**options, "_convert_": "all"})
     except InstantiationException as error:
         raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
     if target.__module__.startswith(ANNOTATED):
-        _check_option_types(key, target, made)
+        _check_option_types(key, target, arguments)
     takes = parameters(target)
-    make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
+    make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
     return make if is_partial else call(key, make)
 
 
@@ -168,7 +168,7 @@ def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float 
     target = locate(f"{key}._target_", str(config.get("_target_")))
     takes = parameters(target)
     options = {name: _value(f"{key}.{name}", value, numbers) for name, value in config.items()}
-    if "name" not in takes:  # then the key `name` is that of the chosen file
+    if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
         options.pop("name", None)
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target))
     unknown = [name for name in options if name not in takes | HYDRA_KEYS]
@@ -186,9 +186,9 @@ def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
     if isinstance(value, Mapping):
         if "_target_" not in value:
             return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}
-        made = _completed(key, value, numbers)
+        arguments = _completed(key, value, numbers)
         takes = parameters(locate(f"{key}._target_", str(value["_target_"])))
-        return {name: number for name, number in numbers.items() if name in takes} | made
+        return {name: number for name, number in numbers.items() if name in takes} | arguments
     if isinstance(value, list | tuple):
         return [_value(key, part, numbers) for part in value]
     if not isinstance(value, str) or not value.startswith(LATER):

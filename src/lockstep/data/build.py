@@ -86,7 +86,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
     splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
-    splits = replace(splits, about=about, divided=source.divided)
+    splits = replace(splits, about=about, divided=source.divided)  # whether the opener has cut one set into splits
     splits = with_transforms(splits, listed)
     splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:
@@ -142,10 +142,10 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
             f"{kinds[True]} gives float images and {kinds[False]} uint8 images: give both the same ConvertImageDtype "
             "and Normalize"
         )
-    floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
-    if len(floats) > 1:
+    moments_of_floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
+    if len(moments_of_floats) > 1:
         raise UserError("data.transforms.train and data.transforms.eval differ in Normalize: use the same mean and std")
-    mean, std = floats.pop() if floats else (splits.spec.mean, splits.spec.std)
+    mean, std = moments_of_floats.pop() if moments_of_floats else (splits.spec.mean, splits.spec.std)
     if not {len(mean), len(std)} <= {1, shape[0]}:
         raise UserError(
             f"data.transforms gives images of {shape[0]} channels with {len(mean)} means and {len(std)} standard "
@@ -164,7 +164,7 @@ def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
-    """Return images to predict with the transforms of evaluation applied.
+    """Apply the transforms of evaluation to images that will be predicted. Return the transformed data set.
 
     Args:
         images: a data set of images.
@@ -212,20 +212,20 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
         ) from None
 
 
-def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None) -> tuple[Any, Any]:
+def hold_out(dataset: Any, fraction: float, seed: int, val_candidates: Any = None) -> tuple[Any, Any]:
     """Split a data set into training and validation; both keep the order of samples.
 
     Args:
         dataset: the data set.
         fraction: share of the samples for validation: those whose hashes with `seed` are the smallest.
         seed: belongs to the data, not to the run, so that runs with other seeds use the same validation set.
-        as_evaluated: if `dataset` augments its samples itself, the same samples without augmentation.
+        val_candidates: if `dataset` augments its samples itself, the same samples without augmentation.
 
     Returns:
         `(train, val)`; `val` is None if `fraction` is 0.
 
     Raises:
-        UserError: no training sample would remain, or `as_evaluated` has another length.
+        UserError: no training sample would remain, or `val_candidates` has another length.
     """
     if not fraction:
         return dataset, None
@@ -236,28 +236,28 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
         raise UserError(
             f"data.val_fraction={fraction:g} leaves no image for training, of {samples}: use a smaller share"
         )
-    return divide(dataset, np.flatnonzero(hashes < np.partition(hashes, val_size)[val_size]), as_evaluated)
+    return divide(dataset, np.flatnonzero(hashes < np.partition(hashes, val_size)[val_size]), val_candidates)
 
 
-def divide(dataset: Any, val_ids: Ids, as_evaluated: Any = None) -> tuple[Any, Any]:
+def divide(dataset: Any, val_ids: Ids, val_candidates: Any = None) -> tuple[Any, Any]:
     """Return the training and the validation samples of a data set; both keep the order of samples.
 
     Args:
         dataset: the data set.
         val_ids: numbers of the samples for validation, sorted.
-        as_evaluated: as of `hold_out`.
+        val_candidates: as of `hold_out`.
 
     Raises:
-        UserError: `as_evaluated` has another length.
+        UserError: `val_candidates` has another length.
     """
     samples = len(dataset)
-    if as_evaluated is None:
-        as_evaluated = dataset
-    if len(as_evaluated) != samples:
+    if val_candidates is None:
+        val_candidates = dataset
+    if len(val_candidates) != samples:
         raise UserError(
-            f"data: the Source's val_candidates has {len(as_evaluated)} samples: it must have {samples}, as its train"
+            f"data: the Source's val_candidates has {len(val_candidates)} samples: it must have {samples}, as its train"
         )
     in_val = np.zeros(samples, dtype=bool)
     in_val[val_ids] = True
     train_ids = np.flatnonzero(~in_val)
-    return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]
+    return Subset(dataset, train_ids), Subset(val_candidates, val_ids)  # type: ignore[arg-type]

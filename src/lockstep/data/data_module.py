@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.arithmetic.deal import Deal
+from lockstep.arithmetic.assignment import Assignment
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.datasets import UNLABELLED, Ids, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import (
@@ -47,7 +47,7 @@ class DataModule(pl.LightningDataModule):
             divided by its number of ranks, at least 1 and at most 8.
         resident: whether data sets in memory are copied to the GPU: true, false or auto; see `lockstep.data.on_device`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
-        deal: assigns the pieces of each step to devices. None: as `layout` does.
+        assignment: assigns the pieces of each step to devices. None: as `layout` does.
 
     Attributes:
         order: the order of the training samples.
@@ -62,7 +62,7 @@ class DataModule(pl.LightningDataModule):
         num_workers: int | None = None,
         resident: bool | str = "auto",
         trains: bool = True,
-        deal: Deal | None = None,
+        assignment: Assignment | None = None,
     ) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have no sample to predict
@@ -72,7 +72,7 @@ class DataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.resident = resident
         self.trains = trains
-        self.deal = deal or Deal(layout)
+        self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -111,7 +111,7 @@ class DataModule(pl.LightningDataModule):
         return getattr(self._placed or self.splits, split)
 
     def _steps(self) -> StepDataset:
-        return StepDataset(self._dataset_of("train"), self.order, self.rank, self.splits.augment, self.deal)
+        return StepDataset(self._dataset_of("train"), self.order, self.rank, self.splits.augment, self.assignment)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of an epoch's remaining steps."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
-from lockstep.arithmetic.deal import Deal
+from lockstep.arithmetic.assignment import Assignment
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.data.augment import Augment
@@ -84,14 +84,16 @@ class StepDataset:
         order: the order of its samples.
         rank: the process's number.
         augment: shifts and flips, for which random numbers are drawn.
-        deal: assigns the pieces of each step to devices. None: as the layout of `order` does.
+        assignment: assigns the pieces of each step to devices. None: as the layout of `order` does.
     """
 
-    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, deal: Deal | None = None) -> None:
+    def __init__(
+        self, dataset: Any, order: DataOrder, rank: int, augment: Augment, assignment: Assignment | None = None
+    ) -> None:
         self.dataset = dataset
         self.order = order
         self.augment = augment
-        self.deal = deal or Deal(order.layout)
+        self.assignment = assignment or Assignment(order.layout)
         self.rank = rank
         self._gathered: dict[StepPosition, StepBatch] = {}
         self._gathered_on: Layout | None = None  # the layout of the gathered steps
@@ -100,11 +102,11 @@ class StepDataset:
         return len(self.dataset)
 
     def __getitems__(self, at: StepPosition) -> StepBatch:
-        # Not in loader processes: the steps are dealt out to them, so each would gather steps that others fetch.
+        # Not in loader processes: the steps are divided among them, so each would gather steps that others fetch.
         loader_process = get_worker_info() is not None
         if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*at))
-        layout = self.deal.layout_at(self._number(*at))
+        layout = self.assignment.layout_at(self._number(*at))
         if at not in self._gathered or layout is not self._gathered_on:
             self._gathered, self._gathered_on = self._gather(*at), layout
         return self._gathered.pop(at)
@@ -150,7 +152,7 @@ class StepDataset:
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
         """Return a process's part of a step, without its samples. Pieces without a sample are left out."""
         pieces, step = self.order.pieces(epoch, index), self._number(epoch, index)
-        layout = self.deal.layout_at(step)
+        layout = self.assignment.layout_at(step)
         nonempty = sum(1 for ids in pieces if len(ids))
 
         def has_data(micro_batches: list[tuple[int, int]]) -> bool:

@@ -23,7 +23,7 @@ from lockstep.errors import UserError
 # Our own variables, which child processes inherit.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command or the sweep's job started
 PARENT = "LOCKSTEP_PARENT"  # process id of the Python program that started the command; the command ends with it
-LAUNCHER = "LOCKSTEP_LAUNCHER"  # the engine of a worker whose rank is also written to torchrun's variables
+LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # the engine of a worker whose rank is also written to torchrun's variables
 SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files: lockstep.launch.scratch
 
 # Rank, world size, local rank, local world size.
@@ -98,9 +98,9 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
 
     group = _ranks_of_group() if launcher is None else None
     rank, world_size = group or (number(0, 0), number(1, 1))
-    task = variables.get(LAUNCHER, launcher) == "slurm"
+    task = variables.get(LAUNCHER_VARIABLE, launcher) == "slurm"
     return Environment(
-        launcher="group" if group else variables.get(LAUNCHER, launcher) if launcher else None,
+        launcher="group" if group else variables.get(LAUNCHER_VARIABLE, launcher) if launcher else None,
         rank=rank,
         local_rank=int(variables.get("LOCAL_RANK", "0")) if group else number(2, 0),
         world_size=world_size,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
-from lockstep.launch.environment import LAUNCHER, environment, export, external_workers
+from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
 from lockstep.launch.network import LOOPBACK, bind_socket, interface_towards, resolve_address
 from lockstep.text import join_names
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 JOIN_TIMEOUT = timedelta(minutes=10)  # until all workers that torchrun, SLURM or MPI has started have joined
-STORE_SECONDS = 3.0  # for ranks that still answer to exchange keys through the store after a failure
+STORE_SECONDS = 3.0  # how long ranks that are still alive have to exchange keys through the store after a failure
 _stores: "list[Store]" = []  # the default group's store; torch has no public getter
 
 
@@ -85,7 +85,7 @@ def join_external() -> None:
     from torch.distributed import TCPStore
 
     if dist.is_initialized():
-        if LAUNCHER not in os.environ:  # another program started the group before this run
+        if LAUNCHER_VARIABLE not in os.environ:  # we did not export our variable, so another program started the group
             hosts = [""] * dist.get_world_size()
             dist.all_gather_object(hosts, platform.node())
             _export_rank_variables(hosts, environment().master_addr or LOOPBACK, environment().master_port)
@@ -97,8 +97,9 @@ def join_external() -> None:
     agent_store = _connect_to_agent_store()
     if here.rank == 0:
         store = _serve_store(_open_store_listener(address, 0 if agent_store else port), JOIN_TIMEOUT)
+        port = store.port
         if agent_store:
-            agent_store.set("port", str(store.port))
+            agent_store.set("port", str(port))
     else:
         port = _wait_for_store_port(agent_store, address) if agent_store else port
         store = TCPStore(address, port, world, timeout=JOIN_TIMEOUT, wait_for_workers=False)
@@ -173,7 +174,7 @@ def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> Non
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID=here.run_id or here.slurm_job or str(here.launcher),
-        **{LAUNCHER: str(here.launcher)},
+        **{LAUNCHER_VARIABLE: str(here.launcher)},
     )
 
 
@@ -296,8 +297,8 @@ def _find_missing_ranks() -> set[int]:
     return missing
 
 
-def rank_zero_prints(line: str) -> bool:
-    """Compare this rank's error line with rank zero's. Return True if it is the same, so only rank zero prints it.
+def is_printed_by_another_rank(line: str) -> bool:
+    """Check whether rank zero prints the same error line, so that this rank need not. On rank zero return False.
 
     So an error of all ranks is printed once, and an error of one rank is printed by that rank.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.environment import LAUNCHER, environment, export
+from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export
 from lockstep.launch.network import LOOPBACK
 from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, user_code_location
 from lockstep.launch.process_group import is_lost_rank, is_timeout, join_group, leave_group, missing_ranks_message
@@ -65,7 +65,7 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
         MASTER_PORT=str(place.listener.getsockname()[1]),
         TORCHELASTIC_RUN_ID="lockstep",
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
-        **{LAUNCHER: "lockstep"},
+        **{LAUNCHER_VARIABLE: "lockstep"},
     )
     answer = WorkerResult(Outcome("completed"))
     try:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
-from lockstep.arithmetic.deal import Deal
+from lockstep.arithmetic.assignment import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO, Loaded, Sender
 from lockstep.config.check import Config
@@ -90,7 +90,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
         module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
     worker_setup.apply_memory_format(module, config.speed.memory_format)
     if config.trains:
-        offers["optimizer"].named = module.named_parameters
+        offers["optimizer"].named_parameters = module.named_parameters
     return module
 
 
@@ -98,10 +98,12 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
     rank = rank if config.layout.replicas > 1 else 0  # all stages get the same pieces
-    deal = Deal(config.layout)
+    assignment = Assignment(config.layout)
     for extra in config.extras.values():
-        deal = extra.wrap_deal(deal)
-    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, trains, deal)
+        assignment = extra.wrap_assignment(assignment)
+    return DataModule(
+        splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, trains, assignment
+    )
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:

@@ -33,7 +33,7 @@ from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.outcomes import user_code_location
-from lockstep.launch.process_group import join_external, rank_zero_prints
+from lockstep.launch.process_group import is_printed_by_another_rank, join_external
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_with_folder, remove_decisions
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
@@ -65,7 +65,7 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     """
     if parent := os.environ.pop(PARENT, None):
         set_parent_death_signal(int(parent))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # without workers there is nothing to save
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks for a checkpoint; until workers run there is none to save
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # jobs of a Hydra launcher import this code
     export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
     disable_garbage_collector()
@@ -74,7 +74,7 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
         remove_decisions()
     for number in ENDING:  # nothing may interrupt the exit
         signal.signal(number, signal.SIG_IGN)
-    if last_line and not rank_zero_prints(last_line):
+    if last_line and not is_printed_by_another_rank(last_line):
         with suppress(OSError):  # the terminal may be closed
             print(last_line, file=sys.stderr, flush=True)
     exit_process(code)

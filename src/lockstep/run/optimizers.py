@@ -19,7 +19,7 @@ from lockstep.errors import UserError
 from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
-# A key of train.yaml -> the constructor arguments of a module that it reaches. It has no effect without them.
+# Key of train.yaml -> constructor arguments through which it acts. A module that takes none of them ignores the key.
 CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
@@ -54,7 +54,7 @@ class Factory:
     Attributes:
         settings: all options with their values in this run, as plain data for checkpoints.
         called: whether the module has called it.
-        named: the module's `named_parameters`, which `groups` needs.
+        named_parameters: the module's method, which `groups` needs.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Factory:
     ) -> None:
         self.key, self.make, self.lightning_keys, self.groups = key, make, lightning_keys, groups
         self.called = False
-        self.named: Callable[[], Iterable[tuple[str, nn.Parameter]]] = lambda: ()
+        self.named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]] = lambda: ()
         options = {name: value if is_plain(value) else type(value).__name__ for name, value in make.keywords.items()}
         self.settings = {
             "_target_": f"{make.func.__module__}.{make.func.__name__}",
@@ -79,7 +79,7 @@ class Factory:
         if self.lightning_keys is None:
             made = call(self.key, partial(self.make, **kwargs), *args)
             if self.groups:
-                made.param_groups = self.groups.divide(made.param_groups, self.named())
+                made.param_groups = self.groups.divide(made.param_groups, self.named_parameters())
             return made
         if self.groups:
             optimizer = kwargs.get("optimizer", *args[:1])
@@ -93,14 +93,17 @@ def steps_per_epoch(config: Config, samples: int) -> int:
 
 
 def total_steps(config: Config, samples: int) -> int:
-    """Return the optimizer steps of the whole run; of an evaluation, more than any warm-up has."""
+    """Return the optimizer steps of the whole run.
+
+    An evaluation has no steps. Return a huge number, so that a module's check like `warmup < total_steps` passes.
+    """
     if not config.trains:
         return sys.maxsize
     return run_length(config, samples).steps
 
 
 def smallest_piece(config: Config, samples: int) -> int:
-    """Return the samples of the smallest piece that a run trains on; a short last step has smaller ones."""
+    """Return the number of samples of a run's smallest piece. A short last step counts if the run reaches one."""
     size, pieces = config.layout.batch_size, config.layout.pieces
     tail = samples % size if config.trains and total_steps(config, samples) >= steps_per_epoch(config, samples) else 0
     return min(max(1, step // pieces) for step in (size, tail or size))
@@ -122,20 +125,20 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     }
     if not config.trains:
         return {**numbers, "optimizer": None, "scheduler": None}
-    named: dict[str, Any] = {**config.optimizer, "_partial_": True}
-    maker, scale, groups = named.pop("param_groups", None), named.pop("lr_scale", None), None
+    options: dict[str, Any] = {**config.optimizer, "_partial_": True}
+    groups_config, scale, groups = options.pop("param_groups", None), options.pop("lr_scale", None), None
     if scale:
-        if not maker:
+        if not groups_config:
             raise UserError("optimizer.lr_scale has no effect without optimizer.param_groups: give both")
-        groups = instantiate("optimizer.param_groups", maker, lr_scale=scale)
-    optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), groups=groups)
+        groups = instantiate("optimizer.param_groups", groups_config, lr_scale=scale)
+    optimizer = Factory("optimizer", instantiate("optimizer", options, **numbers), groups=groups)
     optimizer.settings |= {"lr_scale": scale} if scale else {}
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early
     scheduler = None
     if config.scheduler:
         lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
-        options = {name: value for name, value in config.scheduler.items() if name not in lightning_keys}
-        make = instantiate("scheduler", {**options, "_partial_": True}, **numbers)
+        schedule = {name: value for name, value in config.scheduler.items() if name not in lightning_keys}
+        make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
         scheduler = Factory("scheduler", make, lightning_keys, groups)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
             _check_plateau_metric(lightning_keys, config.val_every, numbers["steps_per_epoch"])
@@ -157,12 +160,13 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
         raise UserError("scheduler: ReduceLROnPlateau needs a metric: give +scheduler.monitor=val/loss, for example")
     if monitor.startswith("train/") and interval == "step":
         raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end only: use scheduler.interval=epoch")
-    follows, known = lightning_keys.get("frequency", 1) * (epoch if interval == "epoch" else 1), val_every or epoch
-    if monitor.startswith("val") and follows < known:
-        every = plural(follows, "step")
+    steps_between_reads = lightning_keys.get("frequency", 1) * (epoch if interval == "epoch" else 1)
+    steps_between_values = val_every or epoch
+    if monitor.startswith("val") and steps_between_reads < steps_between_values:
+        every, epoch_or = plural(steps_between_reads, "step"), "scheduler.interval=epoch or "
         raise UserError(
-            f"scheduler.interval={interval} reads {monitor} every {every}, but it changes every {known} steps: "
-            f"use {'scheduler.interval=epoch or ' * (follows < epoch)}val_every={follows}"
+            f"scheduler.interval={interval} reads {monitor} every {every}, but it changes every {steps_between_values} "
+            f"steps: use {epoch_or * (steps_between_reads < epoch)}val_every={steps_between_reads}"
         )
 
 

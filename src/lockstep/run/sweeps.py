@@ -93,7 +93,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
     listed = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
     at_once = max(1, int(OmegaConf.select(config, "sweep.jobs") or 1))
-    threads: set[int] = set()
+    threads: set[int] = set()  # CPU threads of a worker in each job; 0: the user gave `threads`
     for job in jobs_of(config, listed):
         try:
             settings = check(_compose_job(config, context, job.overrides))
@@ -288,7 +288,7 @@ def _run_job(run: Callable[[Job], None], job: Job, slot: Slot, several_at_once: 
     if not ignores_hangup():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # without workers there is nothing to save
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks for a checkpoint; until workers run there is none to save
     unblock_signals()
     set_parent_death_signal(parent)
     if slot.cores:

@@ -270,7 +270,7 @@ class ExactGradientSum(GradientSum):
 
         started = StartedSum(self.parameters, wait)
         # The first step of a run chooses the grids, so the sums of later steps must wait for it.
-        if self.options.sums_at_once > 1 and None in exact_sum.grids:
+        if self.options.sums_at_once > 1 and None in exact_sum.q_exponents:
             exact_sum.update_grids(started.result[1])
         return started
 

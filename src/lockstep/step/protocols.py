@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic.deal import Deal
+from lockstep.arithmetic.assignment import Assignment
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.step.batch import MicroBatch, StepBatch
@@ -93,12 +93,12 @@ class StepData(Protocol):
 
     Attributes:
         layout: the run's layout.
-        deal: assigns the pieces of each step to devices.
+        assignment: assigns the pieces of each step to devices.
         order: the order of the training samples.
     """
 
     layout: Layout
-    deal: Deal
+    assignment: Assignment
     order: DataOrder
 
     @property

@@ -165,7 +165,7 @@ class Auto(DDP):
 
 
 class DP(Strategy):
-    """One process that deals the pieces to several devices.
+    """One process that assigns the pieces to several devices.
 
     Args:
         shares: relative number of pieces of each device; None: equal shares.

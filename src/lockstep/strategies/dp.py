@@ -1,4 +1,4 @@
-"""`strategy=dp`: one process that deals the pieces to its devices (Lightning dropped dp in 2.0).
+"""`strategy=dp`: one process that assigns the pieces to its devices (Lightning dropped dp in 2.0).
 
 torch.nn.DataParallel runs replicas of the module in threads, which lose autocast's dtype, the random state and logging.
 Here one thread starts the forward passes of a round, one on each device, and then their backward passes. CUDA kernels
@@ -29,7 +29,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
     """One process, several devices.
 
     Args:
-        devices: the devices, in the order in which a step's pieces are dealt to them. The module is on the first one.
+        devices: the devices, in the order in which they get a step's pieces. The module is on the first one.
 
     Attributes:
         devices: the argument.

@@ -82,9 +82,9 @@ class ModuleTests:
         probed = runs.result("probe")
         if probed["skipped"]:
             pytest.skip(probed["skipped"])
-        if part := probed["neighbour"]:
+        if layer := probed["mixing_layer"]:
             fail(
-                f"in evaluation, the output of {part} for a sample depends on the other samples of its batch: compute "
+                f"in evaluation, the output of {layer} for a sample depends on the other samples of its batch: compute "
                 "over the dimensions from 1 on, never over dimension 0; a normalisation over the batch needs running "
                 "statistics (track_running_stats=True)"
             )
@@ -106,11 +106,11 @@ class ModuleTests:
     @pytest.mark.parametrize("layout", ["ddp", "dp"])
     def test_a_layout_has_the_same_weights(self, runs: Runs, layout: str) -> None:
         """Check that ddp on two devices and dp on three give the weights of one device, to rounding in float64."""
-        one, other = runs.weights("rounded_one"), runs.weights(f"rounded_{layout}")
+        one, other = runs.weights("float64_one"), runs.weights(f"float64_{layout}")
         apart = distances(one, other)
         if names := [name for name, far in apart.items() if not far <= self.tolerance]:
             fail(
-                f"with {runs.layout(f'rounded_{layout}')} the weights differ from those of one device by up "
+                f"with {runs.layout(f'float64_{layout}')} the weights differ from those of one device by up "
                 f"to {max(apart.values()):.1e} of their size: {few(names)}{layout_hint(runs)}"
             )
 
@@ -135,20 +135,22 @@ class ModuleTests:
     def test_evaluation_counts_each_sample_once(self, runs: Runs) -> None:
         """Check that validation and test give the same numbers in batches of one and four, and on two devices."""
         advice = "log a mean over the samples of a batch by self.log without batch_size=, or log a torchmetrics metric"
-        compared = [("rounded_one", "rounded_ddp", "val")]
+        compared = [("float64_one", "float64_ddp", "val")]
         if measured(runs.result("exact_one")["metrics"], "test"):
-            compared = [("tested_alone", "tested_one", ""), ("tested_one", "tested_ddp", ""), *compared]
+            compared = [("tested_batch_1", "tested_one_device", ""), ("tested_one_device", "tested_ddp", ""), *compared]
         for one, other, part in compared:
             before, after = (measured(runs.result(name)["metrics"], part) for name in (one, other))
             for name in sorted({*before, *after}):
                 values = [numbers.get(name, float("nan")) for numbers in (before, after)]
                 if abs(values[0] - values[1]) <= METRIC * max(map(abs, values)):
                     continue
-                if one == "tested_alone":
-                    where, why = "in batches of one sample, in batches of four", "it depends on how samples are grouped"
+                if one == "tested_batch_1":
+                    first, second = "in batches of one sample", "in batches of four"
+                    why = "it depends on how samples are grouped"
                 else:
-                    where, why = "on one device, on two", "what a module collects itself has one device's samples"
-                fail(f"{name} is {values[0]:.6g} {where.replace(', ', f' and {values[1]:.6g} ')}: {why}: {advice}")
+                    first, second = "on one device", "on two"
+                    why = "what a module collects itself has one device's samples"
+                fail(f"{name} is {values[0]:.6g} {first} and {values[1]:.6g} {second}: {why}: {advice}")
 
     def test_it_exports(self, runs: Runs) -> None:
         """Check that torch.export exports `forward` for batches of any size, with the same numbers."""

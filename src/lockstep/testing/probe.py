@@ -47,9 +47,9 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 
     Returns:
         `initial`: names of initial weights that differ between two modules of one seed; `hyperparameters`: names and
-        types of those that are no plain data; `mean`: the loss of a batch twice over that of the batch; `neighbour`:
-        the part whose output depends on other samples of the batch; `transfer`: whether `on_after_batch_transfer`
-        changes images in evaluation; `export`: the error of an export. `skipped` is a text, if forward takes no images.
+        types of those that are no plain data; `mean`: the loss of a batch twice over that of the batch; `mixing_layer`:
+        the result of `find_mixing_layer`; `transfer`: whether `on_after_batch_transfer` changes images in evaluation;
+        `export`: the error of an export. `skipped` is a text, if forward takes no images.
     """
     set_up_worker(config, folder)
     module, other = make_module(config, splits), make_module(config, splits)
@@ -71,7 +71,7 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if not overrides_method(module, "forward", pl.LightningModule):
         return {**results, "skipped": "the module has no forward: define it, since predict.py and export.py call it"}
     try:
-        results["neighbour"] = neighbour(outside_a_run(config, splits), x)
+        results["mixing_layer"] = find_mixing_layer(outside_a_run(config, splits), x)
     except Exception as error:
         return {**results, "skipped": f"forward(images) failed: {first_line(error)}"}
     results["export"] = export_error(outside_a_run(config, splits), x)
@@ -137,10 +137,11 @@ def changes_images(module: pl.LightningModule, x: Tensor, y: Tensor) -> bool:
     return not torch.equal(module.on_after_batch_transfer((x.clone(), y.clone()), 0)[0], x)
 
 
-def neighbour(module: pl.LightningModule, x: Tensor) -> str | None:
-    """Return the first part of a module whose output for a sample depends on the other samples; None if there is none.
+def find_mixing_layer(module: pl.LightningModule, x: Tensor) -> str | None:
+    """Return the first layer whose output for a sample depends on the other samples of its batch; None without one.
 
-    Each sample is computed in the batch and alone.
+    Each sample is computed in the batch and alone. The layer is named with its type, `net.1 (BatchNorm2d)`, or is
+    `forward` if only the module's own output depends on them.
     """
     together = outputs(module, x)
     for at in range(len(x)):

@@ -29,7 +29,7 @@ from lockstep.testing.server import Server
 STEPS, SAVED = 4, 2  # optimizer steps of a run; steps between two checkpoints
 EVALUATED, GROUP = 21, 4  # most samples of validation and test; samples of a batch, which do not divide them
 ONE, DDP, DP = {"strategy": "auto"}, {"strategy": "ddp", "devices": 2}, {"strategy": "dp", "devices": 3}
-ROUNDED = {"precision": "64-true", "exact": False}
+FLOAT64 = {"precision": "64-true", "exact": False}
 EXACT = {"precision": "32-true", "exact": True}
 SHORT: dict[str, Any] = {
     "accelerator": "cpu",
@@ -54,6 +54,7 @@ USUAL = {"batch_size": 16, "pieces": 4}  # if the overrides have none
 SILENT = ("meter", "console", "dashboard", "pictures")  # callbacks that only show a run
 WATCH = {"_target_": "lockstep.testing.callbacks.Watch"}
 KILL = {"_target_": "lockstep.testing.callbacks.Kill", "after": SAVED + 1}
+EVALUATION: dict[str, Any] = {"pieces": None, "_work": evaluate, "_after": "exact_one"}
 # A run's changes to the config; `_work`, `_after` and `_in` are not keys: the function that a worker calls, the run
 # that must come before (its checkpoint is evaluated), and the run whose folder it has.
 RUNS: dict[str, dict[str, Any]] = {
@@ -61,15 +62,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "exact_ddp": {**DDP, **EXACT},
     "exact_dp": {**DP, **EXACT},
     "again": {**ONE, **EXACT},
-    "rounded_one": {**ONE, **ROUNDED},
-    "rounded_ddp": {**DDP, **ROUNDED},
-    "rounded_dp": {**DP, **ROUNDED},
+    "float64_one": {**ONE, **FLOAT64},
+    "float64_ddp": {**DDP, **FLOAT64},
+    "float64_dp": {**DP, **FLOAT64},
     "killed": {**ONE, **EXACT, "callbacks": {"kill": KILL}},
     "resumed": {**ONE, **EXACT, "_in": "killed"},
-    "tested_alone": {**ONE, **ROUNDED, "batch_size": 1, "pieces": None, "_work": evaluate, "_after": "exact_one"},
-    "tested_one": {**ONE, **ROUNDED, "batch_size": GROUP, "pieces": None, "_work": evaluate, "_after": "exact_one"},
-    "tested_ddp": {**DDP, **ROUNDED, "batch_size": 2 * GROUP, "pieces": None, "_work": evaluate, "_after": "exact_one"},
-    "probe": {**ONE, **ROUNDED, "_work": probe, "_after": "exact_one"},
+    "tested_batch_1": {**ONE, **FLOAT64, "batch_size": 1, **EVALUATION},
+    "tested_one_device": {**ONE, **FLOAT64, "batch_size": GROUP, **EVALUATION},
+    "tested_ddp": {**DDP, **FLOAT64, "batch_size": 2 * GROUP, **EVALUATION},
+    "probe": {**ONE, **FLOAT64, "_work": probe, "_after": "exact_one"},
 }
 
 

@@ -33,7 +33,7 @@ class Dashboard(Callback):
         headline: step, layout and length of the run.
     """
 
-    changes_weights = False  # so a record of what decides the weights leaves this callback out
+    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
 
     def __init__(self, config: Mapping[str, Any], headline: str) -> None:
         self._config = config

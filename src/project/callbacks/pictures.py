@@ -39,7 +39,7 @@ class Pictures(Callback):
         seconds: least time between two validations that are drawn.
     """
 
-    changes_weights = False  # so a record of what decides the weights leaves this callback out
+    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # time from which a validation is drawn

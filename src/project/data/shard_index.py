@@ -221,7 +221,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     """Write an index of shards to a folder.
 
     The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
-    the images are dealt to shards.
+    the images are distributed to shards.
     """
     number_of: dict[str, int] = {}  # of a label, in the order of appearance
     first: tuple[Path, Any] | None = None

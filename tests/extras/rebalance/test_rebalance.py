@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.extras.rebalance.assignment import MovingAssignment, with_counts
 from lockstep.extras.rebalance.choice import LEAST_GAIN, MOST_GAIN, better_counts, fastest_counts, slowest_time
-from lockstep.extras.rebalance.deal import MovingDeal, with_counts
 
 # 270 samples to train on: eight whole steps an epoch, and one of 14 samples for 8 pieces; 45 steps.
 TASK = (
@@ -174,27 +174,27 @@ def test_each_device_has_as_many_pieces_as_the_table_says(counts: list[int]) -> 
 
 
 def test_a_process_that_was_forked_earlier_reads_changes_and_earlier_steps_stay() -> None:
-    deal = MovingDeal(layout(8, 2))
+    assignment = MovingAssignment(layout(8, 2))
     context = get_context("fork")
     pipe, end = context.Pipe()
     steps = range(40)
 
     def read() -> None:
         while end.recv():
-            end.send([deal.layout_at(step).counts for step in steps])
+            end.send([assignment.layout_at(step).counts for step in steps])
 
     reader = context.Process(target=read, daemon=True)
     reader.start()
     for now, first, counts in [(3, 6, [7, 1]), (9, 10, [2, 6]), (20, 30, [5, 3])]:
-        before = [deal.layout_at(step).counts for step in range(now, first)]
-        assert not deal.changes_after(now)
-        deal.change(first, now, counts)
-        assert deal.changes_after(now)
-        assert not deal.changes_after(first)
+        before = [assignment.layout_at(step).counts for step in range(now, first)]
+        assert not assignment.changes_after(now)
+        assignment.change(first, now, counts)
+        assert assignment.changes_after(now)
+        assert not assignment.changes_after(first)
         pipe.send(True)
         seen = pipe.recv()
         assert seen[now:first] == before
         assert seen[first:] == [counts] * (len(steps) - first)
-        assert deal.layout_at(first) is deal.layout_at(first + 1)
+        assert assignment.layout_at(first) is assignment.layout_at(first + 1)
     pipe.send(False)
     reader.join()

@@ -36,7 +36,7 @@ class Apart(pl.Callback):
     """Lets changes take effect on each rank a step later than on the rank before it."""
 
     def setup(self, trainer, pl_module, stage):
-        from lockstep.extras.rebalance.deal import MovingDeal
+        from lockstep.extras.rebalance.assignment import MovingAssignment
 
-        change, rank = MovingDeal.change, trainer.global_rank
-        MovingDeal.change = lambda deal, first, now, counts: change(deal, first + rank, now, counts)
+        change, rank = MovingAssignment.change, trainer.global_rank
+        MovingAssignment.change = lambda assignment, first, now, counts: change(assignment, first + rank, now, counts)

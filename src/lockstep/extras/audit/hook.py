@@ -70,7 +70,7 @@ class AuditHook(StepHook):
         """Choose the piece that is computed again, and copy the buffers if there is one."""
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
-        layout = step.data.deal.layout_at(step.number)
+        layout = step.data.assignment.layout_at(step.number)
         self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, layout), None
         self._right_up_to = self._right_up_to or dict.fromkeys(self._devices, step.number)
         self._start = copy_buffers(step.module) if self.choice else {}

@@ -8,7 +8,7 @@ from lockstep.launch.environment import external_workers
 from lockstep.text import plural
 
 if TYPE_CHECKING:
-    from lockstep.arithmetic.deal import Deal
+    from lockstep.arithmetic.assignment import Assignment
     from lockstep.config.check import Config
     from lockstep.step.hooks import StepHook
 
@@ -26,11 +26,12 @@ class Rebalance(Extra):
         if every < 1:
             raise ValueError(f"every={every}: must be 1 or more")
         self.every = every
-        self._deal: Any = None
+        self._assignment: Any = None
         self._hook: Any = None
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         layout = config.layout
+        # Each is a setting and the reason, some with "; " and a setting to use instead.
         if layout.staged:
             yield f"strategy={layout.strategy}", "every piece passes all devices, so none can move; strategy=ddp"
         if layout.strategy == "dp":
@@ -40,7 +41,8 @@ class Rebalance(Extra):
         for extra in config.extras.values():
             if extra.separate_weights:
                 yield extra.setting, "the result depends on which device computes which piece"
-        if layout.num_devices == layout.pieces > 1 and not external_workers():  # an engine may have started fewer
+        # An engine may start another number of workers the next time, so `notes` only warns.
+        if layout.num_devices == layout.pieces > 1 and not external_workers():
             why = f"each of {layout.num_devices} devices has one piece, so none can move"
             yield f"pieces={layout.pieces}", f"{why}; pieces={8 * layout.num_devices}"
 
@@ -55,20 +57,20 @@ class Rebalance(Extra):
         elif not config.layout.exact:
             yield "rebalance: the order of sums depends on times, so two runs differ by rounding; exact=true: same bits"
 
-    def wrap_deal(self, deal: "Deal") -> "Deal":
-        if deal.layout.replicas == 1:
-            return deal
-        from lockstep.extras.rebalance.deal import MovingDeal
+    def wrap_assignment(self, assignment: "Assignment") -> "Assignment":
+        if assignment.layout.replicas == 1:
+            return assignment
+        from lockstep.extras.rebalance.assignment import MovingAssignment
 
-        self._deal = MovingDeal(deal.layout)
-        return self._deal
+        self._assignment = MovingAssignment(assignment.layout)
+        return self._assignment
 
     def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
-        if self._deal is None:
+        if self._assignment is None:
             return []
         from lockstep.extras.rebalance.hook import RebalanceHook
 
-        self._hook = RebalanceHook(self.every, self._deal, parts.rank)
+        self._hook = RebalanceHook(self.every, self._assignment, parts.rank)
         return [self._hook]
 
     def metrics(self) -> Mapping[str, float]:

@@ -10,8 +10,9 @@ MOST_GAIN = 0.2  # a change that saves this part is made even if the times are n
 def fastest_counts(pieces: int, seconds: Sequence[float]) -> list[int]:
     """Return the number of pieces of each device, at least one, with which a step takes the least time.
 
-    Each piece goes to the device that would end it first. No other choice is faster: another piece on any device would
-    end no sooner than the last piece ends here.
+    Each device gets one piece, and each further piece goes to the device that would end it first. No other assignment
+    is faster: some device then has more pieces than here, and ends its extra one no sooner than the last further piece
+    ends here.
 
     Args:
         pieces: pieces of a step.
@@ -43,6 +44,6 @@ def better_counts(counts: Sequence[int], seconds: Sequence[float], noise: float)
         seconds: time of a piece on each device.
         noise: the largest relative standard error of these times.
     """
-    others = fastest_counts(sum(counts), seconds)
-    gain = 1 - slowest_time(others, seconds) / slowest_time(counts, seconds)
-    return others if gain >= min(MOST_GAIN, max(LEAST_GAIN, 2 * noise)) else None
+    new_counts = fastest_counts(sum(counts), seconds)
+    gain = 1 - slowest_time(new_counts, seconds) / slowest_time(counts, seconds)
+    return new_counts if gain >= min(MOST_GAIN, max(LEAST_GAIN, 2 * noise)) else None

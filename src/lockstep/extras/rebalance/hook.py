@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.extras.rebalance.assignment import MovingAssignment
 from lockstep.extras.rebalance.choice import better_counts, slowest_time
-from lockstep.extras.rebalance.deal import MovingDeal
 from lockstep.step.batch import MicroBatch
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
@@ -25,25 +25,25 @@ class RebalanceHook(StepHook):
     """Compares the ranks' times every few steps and moves pieces. All ranks make the same decisions.
 
     A rank's time runs from the start of a step's passes to the last gradient of its last backward pass, so it contains
-    no wait for other ranks. With exact=true, it contains the sum of the pieces on this rank.
+    no wait for other ranks. With exact=true it also contains the time of adding up this rank's gradients.
 
     Args:
         every: steps between comparisons.
-        deal: the assignment of pieces, which is changed.
+        assignment: the assignment of pieces, which is changed.
         rank: this process's rank.
 
     Attributes:
         changes: number of changes since this process began.
     """
 
-    def __init__(self, every: int, deal: MovingDeal, rank: int) -> None:
-        self.every, self.deal, self.rank = every, deal, rank
+    def __init__(self, every: int, assignment: MovingAssignment, rank: int) -> None:
+        self.every, self.assignment, self.rank = every, assignment, rank
         self.changes = 0
         self._clock: HostClock | CudaClock | None = None
         self._pieces_left = 0  # in this step
         self._parameters: list[torch.nn.Parameter] = []
         self._watched: set[int] = set()  # ids of the parameters that stop the clock
-        self._logged = -math.inf  # the last step with a point in the loggers
+        self._logged = -math.inf  # step of the loggers' last point; -inf: the next comparison adds one in any case
 
     def before_step(self, step: Step) -> None:
         """Start the clock.
@@ -52,7 +52,7 @@ class RebalanceHook(StepHook):
             RuntimeError: this rank has loaded other pieces than it must compute.
         """
         if self._is_full(step):
-            check_loaded(step, self.deal, self.rank)
+            check_loaded(step, self.assignment, self.rank)
         if self._clock is None:
             self._clock = CudaClock() if step.strategy.root_device.type == "cuda" else HostClock()
         if not step.passes.gradients.exact:
@@ -76,7 +76,7 @@ class RebalanceHook(StepHook):
 
     def _is_full(self, step: Step) -> bool:
         """Check that this is not a short last step, whose pieces are smaller."""
-        return step.batch.samples == self.deal.layout.batch_size
+        return step.batch.samples == self.assignment.layout.batch_size
 
     def _watch_parameters(self, step: Step) -> None:
         """Let the last gradient of the last piece stop the clock, because DDP waits for other ranks after it.
@@ -104,18 +104,18 @@ class RebalanceHook(StepHook):
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
         seconds, noises, ahead = torch.stack(rows).T.tolist()
-        if any(map(math.isnan, seconds)) or self.deal.changes_after(step.number):
+        if any(map(math.isnan, seconds)) or self.assignment.changes_after(step.number):
             return
-        counts = self.deal.layout_at(step.number).counts
-        others = better_counts(counts, seconds, max(noises))
-        if others:
+        counts = self.assignment.layout_at(step.number).counts
+        new_counts = better_counts(counts, seconds, max(noises))
+        if new_counts:
             first = step.number + 1 + int(max(ahead))
-            self.deal.change(first, step.number, others)
+            self.assignment.change(first, step.number, new_counts)
             self.changes += 1
             if step.trainer.is_global_zero:
-                LOG.info(change_line(first + 1, counts, others, seconds))
+                LOG.info(change_line(first + 1, counts, new_counts, seconds))
         if step.trainer.is_global_zero:
-            self._log_metrics(step, counts, seconds, changed=bool(others))
+            self._log_metrics(step, counts, seconds, changed=bool(new_counts))
 
     def _log_metrics(self, step: Step, counts: Sequence[int], seconds: Sequence[float], changed: bool) -> None:
         """Send each rank's pieces and idle share to the loggers: before and after a change, and every `log_every`."""
@@ -188,14 +188,14 @@ class CudaClock:
         return times
 
 
-def check_loaded(step: Step, deal: MovingDeal, rank: int) -> None:
+def check_loaded(step: Step, assignment: MovingAssignment, rank: int) -> None:
     """Check that a rank has loaded the pieces of a step that it must compute.
 
     Raises:
         RuntimeError: it has loaded others, so that a piece would be lost.
     """
     loaded = [micro_batch.piece for micro_batch in step.batch.micro_batches]
-    right = [piece for _, piece in deal.layout_at(step.number).micro_batches(rank)]
+    right = [piece for _, piece in assignment.layout_at(step.number).micro_batches(rank)]
     if loaded != right:
         raise RuntimeError(f"step {step.number + 1}: rank {rank} has loaded pieces {loaded}: must be {right}")
 
@@ -206,14 +206,14 @@ def fetched_ahead(trainer: Any) -> int:
     return int(loader.num_workers * (loader.prefetch_factor or 0))
 
 
-def change_line(first: int, counts: Sequence[int], others: Sequence[int], seconds: Sequence[float]) -> str:
+def change_line(first: int, counts: Sequence[int], new_counts: Sequence[int], seconds: Sequence[float]) -> str:
     """Return the line of the log about a change: what changes, from which step (1-based), and why."""
     ranks = sorted(range(len(seconds)), key=lambda rank: seconds[rank])
     fast, slow = (f"{1000 * seconds[rank]:.3g} ms on rank {rank}" for rank in (ranks[0], ranks[-1]))
-    before, after = (f"{slowest_time(each, seconds):.3g} s" for each in (counts, others))
+    before, after = (f"{slowest_time(each, seconds):.3g} s" for each in (counts, new_counts))
     return (
-        f"rebalance: pieces {_show(others)} instead of {_show(counts)} from step {first} on: a piece takes {fast} and "
-        f"{slow}, so the passes of a step take {after} instead of {before}"
+        f"rebalance: pieces {_show(new_counts)} instead of {_show(counts)} from step {first} on: a piece takes {fast} "
+        f"and {slow}, so the passes of a step take {after} instead of {before}"
     )
 
 

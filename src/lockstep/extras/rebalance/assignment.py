@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import RawArray
 
-from lockstep.arithmetic.deal import Deal
+from lockstep.arithmetic.assignment import Assignment
 from lockstep.arithmetic.layout import Layout
 
 NEVER = (1 << 63) - 1  # a step that no run reaches
 
 
-class MovingDeal(Deal):
+class MovingAssignment(Assignment):
     """Assigns pieces by a table in shared memory, so that loader processes that were forked earlier see changes too.
 
     The table has two rows, one for the present steps and one for later steps that no process has fetched yet. A row is
@@ -36,7 +36,9 @@ class MovingDeal(Deal):
         return any(step < first < NEVER for first in self._table[:: self._width])
 
     def change(self, first: int, now: int, counts: Sequence[int]) -> None:
-        """Change the number of pieces of each device. No change may be entered for a step after `now`.
+        """Change the number of pieces of each device.
+
+        There must be no earlier change that is still to come: `changes_after(now)` must be False.
 
         Args:
             first: the first step that the change applies to; no process has fetched it.

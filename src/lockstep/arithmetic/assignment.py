@@ -3,11 +3,11 @@
 from lockstep.arithmetic.layout import Layout
 
 
-class Deal:
+class Assignment:
     """Assigns the pieces of every step as the run's layout does.
 
-    An extra may replace it (`Extra.wrap_deal`) to assign the pieces of later steps otherwise. All processes must then
-    get the same layout for a step, also loader processes, which are forked earlier and fetch several steps ahead.
+    An extra may replace it (`Extra.wrap_assignment`) to assign the pieces of later steps otherwise. All processes must
+    then get the same layout for a step, also loader processes, which are forked earlier and fetch several steps ahead.
 
     Args:
         layout: the run's layout.
