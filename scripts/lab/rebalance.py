@@ -1,19 +1,21 @@
 """Measure how fast pieces move when a worker is throttled in the middle of a run, and what that gains:
 
     python scripts/lab/rebalance.py                    # 2, 3 and 4 workers; Linux, root
-    python scripts/lab/rebalance.py --workers 2 --steps 60 120 180 --picture rebalance.png
+    python scripts/lab/rebalance.py --workers 2 --phase 60 --cycles 5 --picture rebalance.png
     python scripts/lab/rebalance.py --still 6          # what the extra costs where nothing changes
 
 Each worker runs in its own control group (`cpu.max`; in version 1, `cpu.cfs_quota_us`). Together they get `--room` of
-this machine's cores, in equal parts; the rest is for all other programs. From step A to step B of `--steps A B END`
-the last worker gets a quarter of its part. Each number of workers has three runs: with `extras=[rebalance]`; without it
-(the control), until 10 steps after A; and on one device. The first and the last must end with the same weights, to the
-bit (exact=true).
+this machine's cores, in equal parts; the rest is for all other programs. A run has phases of `--phase` steps. In every
+second phase, `--cycles` times, the last worker gets a quarter of its part. Each number of workers has three runs: with
+`extras=[rebalance]`; without it (the control, with short phases); and on one device. The first and the last must end
+with the same weights, to the bit (exact=true).
 
-Prints a table: pieces of each rank during the throttle; samples per second before it, during it from 20 steps after its
-start, and after it likewise; the part of the usual rate (the mean of before and after) that is left during it, without
-the extra and with it; the ideal, which is the part of all workers' speed that is left; and the steps until pieces had
-moved, and moved back. Draws rates and pieces over time.
+A phase counts from 20 steps after its start, and is compared with the phases before and after it, since the speed of a
+machine drifts; the median over cycles is printed. The table has the pieces of each rank while it is throttled; samples
+per second as usual and throttled; the part of the usual rate that is left, without the extra and with it; the ideal,
+which is the part of all workers' speed that is left; and the most steps until pieces had moved, and moved back. Without
+the extra all wait for the throttled worker, so "left without" is its speed: below a quarter, because it is stopped
+again and again. "of speeds" compares with an ideal of that speed. Draws rates and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -50,7 +52,10 @@ PERIOD = 20_000  # microseconds in which a control group may use its quota
 ANSWER = 20  # steps after a change within which pieces must have moved
 PIECES = {2: 40, 3: 36, 4: 52}  # by workers; both the even and the ideal shares are whole numbers
 SAMPLES = 32  # samples of a piece
-CONTROL = 10  # throttled steps of the control, each of which takes four times as long
+CONTROL, SETTLED = (
+    12,
+    2,
+)  # steps of the control's phases, each four times as long when throttled; the first do not count
 # Few weights, because a throttled rank's optimizer step takes four times as long, and cannot move.
 TASK = (
     *("model=resnet9", "model.width=[8,8,8,8]", "data=synthetic", "data.val_fraction=0", "optimizer=sgd", "exact=true"),
@@ -87,6 +92,39 @@ class Steps:
         if assignments[0] == assignments[-1]:
             return None
         return max(number for number, assignment in enumerate(assignments) if assignment != assignments[-1]) + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When the last worker is throttled: in every second phase of a run.
+
+    Attributes:
+        phase: steps of a phase.
+        cycles: number of throttled phases. Another phase comes before each, and one after the last.
+        settled: steps of a phase that do not count.
+    """
+
+    phase: int
+    cycles: int
+    settled: int = ANSWER
+
+    @property
+    def starts(self) -> list[int]:
+        """Steps after which the phases begin."""
+        return [self.phase * number for number in range(2 * self.cycles + 1)]
+
+    @property
+    def steps(self) -> int:
+        return self.starts[-1] + self.phase
+
+    def rates(self, run: Steps) -> list[float]:
+        """Return the steps per second of each phase."""
+        return [run.rate(start + self.settled, start + self.phase) for start in self.starts]
+
+    def left(self, run: Steps) -> float:
+        """Return the part of the usual rate that is left in throttled phases, the median over cycles."""
+        rates = self.rates(run)
+        return median(2 * rates[each] / (rates[each - 1] + rates[each + 1]) for each in range(1, len(rates), 2))
 
 
 # --- control groups ---------------------------------------------------------------------------------------------------
@@ -151,7 +189,7 @@ def groups(count: int) -> Iterator[list[Group]]:
 
 
 def train(
-    folder: Path, overrides: Sequence[str], workers: int, cores: float, throttle: tuple[int, int] | None = None
+    folder: Path, overrides: Sequence[str], workers: int, cores: float, throttled_by: Plan | None = None
 ) -> Steps:
     """Run `src/train.py` to its end.
 
@@ -160,7 +198,7 @@ def train(
         overrides: its overrides.
         workers: its worker processes.
         cores: cores that they share in equal parts.
-        throttle: the steps at the ends of which the last worker becomes slow, and fast again.
+        throttled_by: when the last worker is slow.
 
     Raises:
         Failed: the run did not complete.
@@ -183,9 +221,9 @@ def train(
             for rank, group in enumerate(limits):
                 group.add(int(wait_for(process, folder / f"{rank}.pid", 1)[0]))
                 group.limit(cores / workers)
-            for step, part in zip(throttle or (), (QUARTER, 1.0), strict=False):
+            for number, step in enumerate(throttled_by.starts[1:] if throttled_by else ()):
                 wait_for(process, folder / "0.steps", step)
-                limits[-1].limit(cores / workers * part)
+                limits[-1].limit(cores / workers * (1.0 if number % 2 else QUARTER))
             code = process.wait()
         finally:
             with suppress(ProcessLookupError):
@@ -223,58 +261,47 @@ def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[s
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def row(workers: int, samples: int, steps: tuple[int, int, int], moved: Steps, still: Steps) -> list[str]:
-    """Return the cells of a table's row."""
-    begin, end, last = steps
-    before, during, after = (
-        moved.rate(*span) for span in ((ANSWER, begin), (begin + ANSWER, end), (end + ANSWER, last))
-    )
-    without = still.rate(begin + 2, begin + CONTROL) / still.rate(ANSWER, begin)
-    parts = [without, during / usual(moved, steps), ideal(workers), during / usual(moved, steps) / ideal(workers)]
-    pieces = " + ".join(str(rank[end - 1]) for rank in moved.pieces)
-    away, back = (moved.moved(since, until) for since, until in ((begin, end), (end, last)))
-    rates = [f"{samples * each:.0f}" for each in (before, during, after)]
-    return [str(workers), pieces, *rates, *(f"{part:.2f}" for part in parts), f"{away or '-'} / {back or '-'}"]
+def row(workers: int, plan: Plan, moved: Steps, without: float) -> list[str]:
+    """Return the cells of a table's row; `without` is the part of the usual rate that is left without the extra."""
+    rates, left = plan.rates(moved), plan.left(moved)
+    per_second = [f"{PIECES[workers] * SAMPLES * median(each):.0f}" for each in (rates[::2], rates[1::2])]
+    pieces = " + ".join(str(rank[plan.starts[2] - 1]) for rank in moved.pieces)
+    steps = [moved.moved(start, start + plan.phase) for start in plan.starts]
+    away, back = ("-" if None in each else str(max(filter(None, each))) for each in (steps[1::2], steps[2::2]))
+    parts = [without, left, ideal(workers, QUARTER), left / ideal(workers, QUARTER), left / ideal(workers, without)]
+    return [str(workers), pieces, *per_second, *(f"{part:.2f}" for part in parts), f"{away} / {back}"]
 
 
-def usual(moved: Steps, steps: tuple[int, int, int]) -> float:
-    """Return the rate without a throttle, in steps per second: the mean of before and after, as speeds may drift."""
-    begin, end, last = steps
-    return (moved.rate(ANSWER, begin) + moved.rate(end + ANSWER, last)) / 2
-
-
-def ideal(workers: int) -> float:
-    """Return the part of all workers' speed that is left while one is throttled."""
-    return (workers - 1 + QUARTER) / workers
+def ideal(workers: int, speed: float) -> float:
+    """Return the part of all workers' speed that is left while one has only this part of its own."""
+    return (workers - 1 + speed) / workers
 
 
 COLUMNS = (
-    *("workers", "pieces", "before", "throttled", "after"),
-    *("left without", "left with", "ideal", "of ideal", "moved"),
+    *("workers", "pieces", "usual", "throttled", "left without", "left with"),
+    *("ideal", "of ideal", "of speeds", "moved"),
 )
 
 
-def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], path: Path) -> None:
+def draw(results: dict[int, tuple[Steps, float]], plan: Plan, path: Path) -> None:
     """Draw the rate and the pieces of each rank over time, for each number of workers."""
     pyplot = our_pyplot()
     figure, axes = pyplot.subplots(2, len(results), figsize=(4.2 * len(results), 5), squeeze=False, sharex="col")
-    for column, (workers, (moved, still)) in enumerate(results.items()):
+    for column, (workers, (moved, without)) in enumerate(results.items()):
         rates, shares = axes[0][column], axes[1][column]
         samples = PIECES[workers] * SAMPLES
-        begin, end, _ = steps
-        start = moved.ends[0]
-        times = [at - start for at in moved.ends]
+        times = [at - moved.ends[0] for at in moved.ends]
+        edges = [times[max(0, start - 1)] for start in plan.starts] + [times[-1]]
         for axis in (rates, shares):
-            axis.axvspan(times[begin - 1], times[end - 1], color=GREY, alpha=0.2, linewidth=0)
-        even = usual(moved, steps) * samples
-        levels = [even, even * ideal(workers), even]
-        edges = [times[0], times[begin - 1], times[end - 1], times[-1]]
-        rates.stairs(levels, edges, baseline=None, color=GREY, linestyle="--", label="ideal")
-        for run, colour, label in ((still, VERMILION, "without"), (moved, BLUE, "extras=[rebalance]")):
-            shown = [at - run.ends[0] for at in run.ends]
-            smooth = [5 * samples / (b - a) for a, b in zip(shown, shown[5:], strict=False)]
-            rates.plot(shown[5:], smooth, color=colour, linewidth=1.2, label=label)
-        rates.set(title=f"{workers} workers, the last one throttled to 25%", ylim=(0, 1.6 * even))
+            for begin, end in zip(edges[1::2], edges[2::2], strict=False):
+                axis.axvspan(begin, end, color=GREY, alpha=0.2, linewidth=0)
+        usual = samples * median(plan.rates(moved)[::2])
+        for part, colour, label in ((ideal(workers, QUARTER), GREY, "ideal"), (without, VERMILION, "without")):
+            levels = [usual * (part if number % 2 else 1) for number in range(len(plan.starts))]
+            rates.stairs(levels, edges, baseline=None, color=colour, linestyle="--", label=label)
+        smooth = [5 * samples / (b - a) for a, b in zip(times, times[5:], strict=False)]
+        rates.plot(times[5:], smooth, color=BLUE, linewidth=1.2, label="extras=[rebalance]")
+        rates.set(title=f"{workers} workers, the last one throttled to 25%", ylim=(0, 1.6 * usual))
         rates.set_xlim(0, times[-1] * 1.02)
         for rank, pieces in enumerate(moved.pieces):
             shares.step(times, pieces, where="pre", color=COLOURS[rank], label=f"rank {rank}", linewidth=1.4)
@@ -286,25 +313,24 @@ def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], p
     figure.savefig(path)
 
 
-def compare_throttled(workers: int, steps: tuple[int, int, int], cores: float, folder: Path) -> tuple[Steps, Steps]:
-    """Return the steps of a run with the extra and of one without it, while the last worker is throttled.
+def compare_throttled(workers: int, plan: Plan, cores: float, folder: Path) -> tuple[Steps, float]:
+    """Return the steps of a run with the extra while the last worker is throttled, and what is left without the extra.
 
     Raises:
         Failed: a run failed, or the extra changed the weights.
     """
-    begin, end, last = steps
     pieces = PIECES[workers]
     batch = pieces * SAMPLES
     task = (f"pieces={pieces}", f"batch_size={batch}", f"data.samples={20 * batch}")  # no short last step
     ddp = (*task, "strategy=ddp", f"devices={workers}")
-    moved = train(folder / f"{workers}_moved", (*ddp, *MOVING, f"max_steps={last}"), workers, cores, (begin, end))
-    short = begin + CONTROL
-    still = train(folder / f"{workers}_still", (*ddp, f"max_steps={short}"), workers, cores, (begin, short))
-    one = train(folder / f"{workers}_one", (*task, f"max_steps={last}"), 1, cores)
+    moved = train(folder / f"{workers}_moved", (*ddp, *MOVING, f"max_steps={plan.steps}"), workers, cores, plan)
+    short = Plan(CONTROL, plan.cycles, SETTLED)
+    still = train(folder / f"{workers}_still", (*ddp, f"max_steps={short.steps}"), workers, cores, short)
+    one = train(folder / f"{workers}_one", (*task, f"max_steps={plan.steps}"), 1, cores)
     if moved.sha != one.sha:
         raise Failed(f"{workers} workers have weights_sha256 {moved.sha}: must be that of one device, {one.sha}")
     print(f"{workers} workers: weights_sha256 {one.sha[:16]} as on one device", flush=True)
-    return moved, still
+    return moved, short.left(still)
 
 
 def compare_still(rounds: int, cores: float, folder: Path) -> None:
@@ -327,16 +353,16 @@ def compare_still(rounds: int, cores: float, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0].rstrip(":"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4], choices=list(PIECES))
-    names = ("A", "B", "END")
-    parser.add_argument("--steps", type=int, nargs=3, default=(30, 60, 90), metavar=names, help="throttled from A to B")
+    parser.add_argument("--phase", type=int, default=40, help=f"steps of a phase, more than {ANSWER}")
+    parser.add_argument("--cycles", type=int, default=3, help="throttled phases")
     parser.add_argument("--room", type=float, default=0.5, help="part of the cores that the workers share")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     parser.add_argument("--still", type=int, default=0, help="instead, so many pairs of runs without a throttle")
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
     options = parser.parse_args()
-    begin, end, last = steps = tuple(options.steps)
-    if min(begin, end - begin, last - end) <= ANSWER:
-        parser.error(f"--steps {begin} {end} {last}: each part must have more than {ANSWER} steps")
+    if options.phase <= ANSWER or options.cycles < 1:
+        parser.error(f"--phase={options.phase} --cycles={options.cycles}: must be more than {ANSWER}, and 1 or more")
+    plan = Plan(options.phase, options.cycles)
     if not 0 < options.room <= 1:
         parser.error(f"--room={options.room:g}: must be above 0 and at most 1")
     cores = options.room * available_cores()
@@ -347,14 +373,14 @@ def main() -> int:
             if options.still:
                 compare_still(options.still, cores, folder)
                 return 0
-            results = {workers: compare_throttled(workers, steps, cores, folder) for workers in options.workers}
+            results = {workers: compare_throttled(workers, plan, cores, folder) for workers in options.workers}
         except Failed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1
-    rows = [row(workers, PIECES[workers] * SAMPLES, steps, *runs) for workers, runs in results.items()]
+    rows = [row(workers, plan, *runs) for workers, runs in results.items()]
     print(markdown(COLUMNS, rows))
     if options.picture:
-        draw(results, steps, options.picture)
+        draw(results, plan, options.picture)
     return 0
 
 
