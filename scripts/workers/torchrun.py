@@ -45,7 +45,6 @@ IMPORTS = (
 )
 FORKS = "LOCKSTEP_FORKS"  # the name of the server's socket, and a Python for other programs; see fork.py
 DESCRIPTORS = 3  # standard input, output and error
-POLL_SECONDS = 0.2  # between two looks of an agent at the rendezvous that it waits for; torchrun has 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -66,24 +65,8 @@ def main() -> None:
         serve(listener)
     listener.close()
     gc.enable()
-    poll_faster()
     os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: f"{name} {sys.executable}"}
     exit_after(importlib.import_module("torch.distributed.run").main)
-
-
-def poll_faster() -> None:
-    """Let this process's agent wait `POLL_SECONDS` between two looks at a rendezvous.
-
-    torchrun has no option for it, and a lost machine costs several such waits (docs/devices/storm.md). `_delay` is a
-    private name; tests/engines/test_torchrun.py fails when torch changes it.
-    """
-    dynamic_rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
-    delay = dynamic_rendezvous._delay
-
-    def shorter(seconds: float | tuple[float, float]) -> None:
-        delay(POLL_SECONDS if seconds == 1 else seconds)
-
-    dynamic_rendezvous._delay = shorter
 
 
 def serve(listener: socket.socket) -> None:

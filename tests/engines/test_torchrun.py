@@ -8,16 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from conftest import Run, of_process
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 from network.machines import Machines
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous import utils as rendezvous_utils
-from workers.torchrun import POLL_SECONDS, poll_faster
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof]
 RESTARTED = ("torchrun", "--nproc-per-node=2", "--max-restarts=1", "src/train.py", "strategy=ddp")
@@ -118,20 +113,6 @@ def test_workers_are_forks(several: Several, one_device: Run) -> None:
     assert again.returncode == 0, str(again)
     assert again.stderr.count("resumes after step") == 1, "the same command continues its run"
     ended_well("forks", [site], one_device, everything(again))
-
-
-def test_agents_look_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when torch no longer waits by `_delay(seconds=1)` between two looks at a rendezvous."""
-    waits: list[float] = []
-    monkeypatch.setattr(rendezvous_utils.time, "sleep", waits.append)
-    monkeypatch.setattr(dynamic_rendezvous, "_delay", dynamic_rendezvous._delay)  # set back at the end
-    holder: Any = SimpleNamespace(sync=lambda: None, state=None)
-    executor: Any = dynamic_rendezvous._DistributedRendezvousOpExecutor(holder, holder, holder)
-    for prepare in (lambda: None, poll_faster):
-        prepare()
-        actions = iter([dynamic_rendezvous._Action.SYNC, dynamic_rendezvous._Action.FINISH])
-        executor.run(lambda *_, actions=actions: next(actions), 0)
-    assert waits == [1, POLL_SECONDS]
 
 
 def forks_of(agent: subprocess.Popen[str]) -> list[int]:
