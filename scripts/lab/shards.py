@@ -46,7 +46,7 @@ before, began = own(), time.perf_counter()
 splits = opened("shards", Path(sys.argv[1]), val_fraction=float(sys.argv[3]))
 seconds, memory = time.perf_counter() - began, own() - before
 image, label = splits.train[len(splits.train) // 2]
-print(f"{len(splits.train) + len(splits.val):,}, {seconds:.2f}, {memory:.0f}")
+print(f"{len(splits.train) + len(splits.val):,}, {seconds:.2f}, {max(memory, 0):.0f}")
 """
 
 
