@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -123,38 +122,22 @@ def length_text(config: Config, samples: int) -> str:
     return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
 
 
-class ParameterCounts(NamedTuple):
-    """Numbers of a module's parameters, counted in elements.
+def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
+    """Return how many parameters a module has, and how many are frozen or newly initialised, as text.
 
-    `not_loaded` ones were not in the file that the other weights came from. They count among `trained` or `frozen` too.
-    """
-
-    trained: int
-    frozen: int
-    not_loaded: int
-
-
-def parameter_counts(module: nn.Module, not_loaded: Iterable[str] = ()) -> ParameterCounts:
-    """Return how many parameters of a module are trained, frozen and newly initialised.
+    Newly initialised ones count among the trained or frozen ones too.
 
     Args:
         not_loaded: names of the tensors that a file has not filled, see `LoadedWeights.not_loaded`. Names of buffers
             are ignored.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
-    new = set(not_loaded)
+    new_names, total = set(not_loaded), sum(size for _, size, _ in sizes)
     trained = sum(size for _, size, trains in sizes if trains)
-    total = sum(size for _, size, _ in sizes)
-    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
-
-
-def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
-    """Return the numbers of all, frozen and newly initialised parameters of a module, as text."""
-    counts = parameter_counts(module, not_loaded)
-    total = f"{counts.trained + counts.frozen:,} parameters"
-    parts = [f"{counts.trained:,} trained, {counts.frozen:,} frozen"] * bool(counts.frozen)
-    parts += [f"{counts.not_loaded:,} newly initialised"] * bool(counts.not_loaded)
-    return total + f": {', '.join(parts)}" * bool(parts)
+    new = sum(size for name, size, _ in sizes if name in new_names)
+    parts = [f"{trained:,} trained, {total - trained:,} frozen"] * (trained < total)
+    parts += [f"{new:,} newly initialised"] * bool(new)
+    return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
 
 
 def data_counts(splits: Splits) -> list[str]:
