@@ -47,22 +47,17 @@ class StartLines(pl.Callback):
                 LOG.info(line)
 
 
-def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """Return the learning rate of each parameter group before a schedule changes it.
-
-    For a schedule with a peak (`OneCycleLR`) it is the peak. The config's `lr` may differ from these values.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
-
-
 def peak_lr(optimizers: Sequence[Optimizer]) -> str:
     """Return the peak learning rates of the optimizers' schedules as text: `lr 0.01`, or `lr 0.01 to 0.05`.
+
+    They are the rates before a schedule changes them; for a schedule with a peak (`OneCycleLR`) the peak. The config's
+    `lr` may differ from them.
 
     Args:
         optimizers: the run's optimizers, `trainer.optimizers`, with one parameter group at least.
     """
-    peaks = set(learning_rates(optimizers))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = {float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups}
     return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
 
 
