@@ -21,7 +21,7 @@ from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
-from lockstep.run.machine_check import check_same_on_all_ranks, machine_fingerprint
+from lockstep.run.machine_check import check_same_on_all_ranks
 from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
 
 
@@ -63,7 +63,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             file=sys.stderr,
         )
     if external_workers() > 1:
-        check_same_on_all_ranks(machine_fingerprint(config, splits))
+        check_same_on_all_ranks(config, splits)
     before, checkpoint_before = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
