@@ -99,17 +99,14 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
                 left -= 1
                 print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
             elif shrinks:
-                current = _with_devices(config, current.layout.devices - 1)
+                # The shares belong to the original devices.
+                layout = replace(config.layout, devices=current.layout.devices - 1, shares=())
+                current = replace(config, layout=layout)
                 hide_gpu(failed.suspects[0] if failed.suspects else failed.local_rank)
                 workers = f"{current.layout.devices} of {config.layout.devices} workers"
                 print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:
                 raise
-
-
-def _with_devices(config: Config, devices: int) -> Config:
-    """Return the config with fewer devices and without shares, which belong to the original devices."""
-    return replace(config, layout=replace(config.layout, devices=devices, shares=()))
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
@@ -118,6 +115,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     Args:
         before: the summary that the folder had when this run started.
     """
+    from lockstep.checkpoint.io import step_of
+
     rank = environment().rank
     if rank and isinstance(error, Interrupted):  # rank zero writes it, and two ranks must not write one file at once
         return
@@ -128,15 +127,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     if isinstance(error, KeyboardInterrupt):  # it came while no worker ran
         error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
-    written, steps = summary_of(folder), getattr(error, "steps", 0) or _steps_saved(folder)
+    written, steps = summary_of(folder), getattr(error, "steps", 0) or max(0, step_of(paths.last(folder)))
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
         known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)
     write_conclusion(folder, status, str(error), known)
-
-
-def _steps_saved(folder: Path) -> int:
-    """Return the optimizer steps in a run's last checkpoint; 0 if there is none that can be read."""
-    from lockstep.checkpoint.io import step_of
-
-    return max(0, step_of(paths.last(folder)))
