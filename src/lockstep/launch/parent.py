@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -34,7 +35,6 @@ from lockstep.launch.process_group import (
     join_external,
     missing_ranks_message,
     open_store_socket,
-    use_timeout,
 )
 from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.scratch import scratch_folder
@@ -101,6 +101,8 @@ def _run_in_external_worker(
     work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float
 ) -> Any:
     """Call `work(*args)` in this process, which is a worker that an engine has started. See `launch`."""
+    import torch.distributed as dist
+
     world = external_workers()
     if world != layout.world_size:
         raise UserError(
@@ -108,7 +110,8 @@ def _run_in_external_worker(
             "give strategy=ddp, and leave out devices and num_nodes"
         )
     join_external()
-    use_timeout(hang_timeout)
+    if dist.is_initialized():
+        dist.set_timeout(timedelta(seconds=hang_timeout))
     try:
         with logs.log_failure():
             return work(*args)
