@@ -10,13 +10,12 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
-from lockstep.run.run_length import run_length
+from lockstep.run.run_length import run_length, steps_per_epoch
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -111,7 +110,7 @@ def step_parts(config: Config) -> list[str]:
 
 def length_text(config: Config, samples: int) -> str:
     """Return the length of a run, and the key that limits it, as text."""
-    epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
+    epoch = steps_per_epoch(config, samples)
     whole = run_length(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
     return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
