@@ -1,22 +1,24 @@
-"""How a run ends: the exceptions that it raises, and the outcome that a worker sends to its parent."""
+"""The exception of a failed worker, and the reason in one line from tracebacks and stacks."""
 
 import os
 import re
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from lockstep.errors import UserError
-from lockstep.launch.signals import Interrupted
 
 
 class WorkerFailed(Exception):
     """A worker failed or died. The message names the rank and the reason in one line.
 
+    Args:
+        message: the message.
+        facts: the values of attributes, by name.
+
     Attributes:
         steps: completed optimizer steps, the largest count that a worker reported.
         local_rank: the worker's rank on its machine.
+        signum: the number of the signal that killed it; 0 if none did.
+        waited: whether it failed only because another worker did not join a collective.
         victim: whether it failed only because another worker was lost, which reports the reason.
         suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
@@ -24,38 +26,15 @@ class WorkerFailed(Exception):
 
     steps = 0
     local_rank = 0
+    signum = 0
+    waited = False
     victim = False
     suspects: tuple[int, ...] = ()
     last_good_step = 0
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a worker ended."""
-
-    # `completed`, `failed`, `refused` (bad input), `interrupted`, `victim` (another worker failed), or `waited`
-    # (another worker hangs)
-    kind: str
-    text: str = ""  # the reason in one line; for a failed worker without its name, which the parent puts in front
-    signum: int = 0  # the number of the signal that ended it
-    steps: int = 0  # completed optimizer steps
-    suspects: tuple[int, ...] = ()  # as in `WorkerFailed`
-    last_good_step: int = 0  # as in `WorkerFailed`
-
-    def as_exception(self) -> BaseException:
-        """Return the exception that a run with this outcome raises."""
-        if self.kind == "refused":
-            return UserError(self.text)
-        error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
-        error.steps, error.suspects, error.last_good_step = self.steps, self.suspects, self.last_good_step
-        return error
-
-
-def outcome_of(error: Interrupted | WorkerFailed) -> Outcome:
-    """Return the outcome of a worker that an exception ended."""
-    if isinstance(error, Interrupted):
-        return Outcome("interrupted", str(error), error.signum, error.steps)
-    return Outcome("failed", str(error), 0, error.steps, error.suspects, error.last_good_step)
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        vars(self).update(facts)
 
 
 def first_line(message: str) -> str:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -26,7 +26,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs, worker
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
+from lockstep.launch.outcomes import WorkerFailed, last_frame
 from lockstep.launch.process_group import (
     STORE_SECONDS,
     hanging_ranks_message,
@@ -39,13 +39,9 @@ from lockstep.launch.process_group import (
 from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
-from lockstep.launch.worker import WorkerResult
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-# If workers end in different ways, the run has the outcome that comes first here. A worker that `waited` ended because
-# another one did not join a collective, and a `victim` because another one died.
-OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -76,19 +72,18 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                     place = worker.WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
                     process = context.Process(target=worker.run_worker, args=(work, args, place))
                     process.start()
-                    workers.append(_Worker(f"rank {rank}", process, receiver))
+                    workers.append(_Worker(process, receiver))
                     sender.close()
             listener.close()
             if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
             _wait(workers)
-            answered = [each for each in workers if each.answer]
-            decisive = min(answered, key=lambda each: OUTCOME_PRIORITY.index(each.answer.outcome.kind))
-            if decisive.answer.outcome.kind == "completed":
-                return decisive.answer.result
+            decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
+            if decisive.error is None:
+                return decisive.result
             if received:
                 raise Interrupted(received[0])
-            raise _failure(decisive, workers, hang_timeout, scratch)
+            raise _failure(decisive.error, workers.index(decisive), workers, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -118,9 +113,8 @@ def _run_in_external_worker(
     except Exception as error:
         if not is_lost_rank(error):
             raise
-        failed = WorkerFailed(hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION)
-        failed.victim = True
-        raise failed from error
+        text = hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION
+        raise WorkerFailed(text, victim=True) from error
     finally:
         end_children()
 
@@ -129,59 +123,71 @@ def _run_in_external_worker(
 class _Worker:
     """The parent's record of a worker."""
 
-    name: str
     process: Any
     receiver: Connection
-    answer: Any = None  # a WorkerResult, once the worker has sent it or has died
+    answered: bool = False  # whether the worker has sent how it ended, or has died
+    error: BaseException | None = None  # the error that ended it
+    result: Any = None  # the return value of the work
 
     def receive_answer(self) -> None:
         """Read the worker's answer if it has sent one. Create the answer if the worker died without one."""
         alive = self.process.is_alive()  # before poll(): if the worker is dead by now, all that it sent is in the pipe
         with suppress(EOFError):
             if self.receiver.poll():
-                self.answer = self.receiver.recv()
-        if alive or self.answer:
+                self.error, self.result = self.receiver.recv()
+                self.answered = True
+        if alive or self.answered:
             return
         code = self.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
         how += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answer = WorkerResult(Outcome("failed", how, signum=-code))
+        self.answered, self.error = True, WorkerFailed(how, signum=max(0, -code))
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
     """Wait until all workers have answered or one has failed; with `seconds`, until all have answered or time is up."""
     until = None if seconds is None else time.monotonic() + seconds
-    while working := [each for each in workers if each.answer is None]:
+    while working := [each for each in workers if not each.answered]:
         wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
         for each in working:
             each.receive_answer()
         over = until is not None and time.monotonic() > until
-        failed = any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers)
+        failed = any(isinstance(each.error, UserError | WorkerFailed) for each in workers)
         if over or (failed and until is None):
             return
 
 
-def _failure(decisive: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
-    """Return the exception for `decisive`, the worker whose outcome the run has; it did not complete."""
-    outcome, local_rank = decisive.answer.outcome, workers.index(decisive)
-    if outcome.kind == "waited":  # another worker hangs
+def _priority(error: BaseException | None) -> int:
+    """Return the priority of a worker's error, or None: the run ends with the error that has the lowest number.
+
+    A worker that `waited` ended because another one did not join a collective, and a `victim` because another one died.
+    """
+    if isinstance(error, WorkerFailed):
+        return 3 if error.victim else 2 if error.waited else 1
+    return 0 if isinstance(error, UserError) else 5 if error is None else 4  # 4: interrupted
+
+
+def _failure(
+    error: BaseException, local_rank: int, workers: Sequence[_Worker], hang_timeout: float, scratch: str
+) -> BaseException:
+    """Return the exception of a run that a worker's error ended."""
+    if not isinstance(error, WorkerFailed):
+        return error
+    if error.signum == signal.SIGTERM:
+        return Interrupted(signal.SIGTERM)
+    text = str(error)
+    if error.waited:  # another worker hangs
         _wait(workers, STORE_SECONDS)
-        silent = [index for index, each in enumerate(workers) if each.answer is None]
-        text = outcome.text
+        silent = [index for index, each in enumerate(workers) if not each.answered]
         if silent:
             local_rank = silent[0]
             where = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
             text = missing_ranks_message([local_rank], hang_timeout, where)
-        outcome = replace(outcome, kind="failed", text=text)
-    elif outcome.signum == signal.SIGTERM:
-        return Interrupted(signal.SIGTERM)
-    elif outcome.kind != "refused" and not outcome.suspects:  # a text with suspects names ranks already
-        outcome = replace(outcome, text=f"{decisive.name} {outcome.text}")
-    steps = max(each.answer.outcome.steps if each.answer else 0 for each in workers)
-    error: Any = replace(outcome, steps=steps).as_exception()
-    error.local_rank = local_rank
-    if decisive.answer.trace:
-        error.add_note(decisive.answer.trace)
+    elif not error.suspects:  # a text with suspects names ranks already
+        text = f"rank {local_rank} {text}"
+    error.args, error.local_rank = (text,), local_rank
+    error.steps = max(getattr(each.error, "steps", 0) for each in workers)
+    error.victim = False  # no other process reports the reason
     return error
 
 

@@ -1,4 +1,4 @@
-"""The worker process that a parent starts: its entry point, and the result that it sends back."""
+"""The worker process that a parent starts: its entry point, and the error that it sends back."""
 
 import faulthandler
 import signal
@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.launch import logs
 from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export
 from lockstep.launch.network import LOOPBACK
-from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, user_code_location
+from lockstep.launch.outcomes import WorkerFailed, first_line, user_code_location
 from lockstep.launch.process_group import is_lost_rank, is_timeout, join_group, leave_group, missing_ranks_message
 from lockstep.launch.signals import Interrupted, end_children, record_signal, set_parent_death_signal, unblock_signals
 
@@ -32,20 +32,11 @@ class WorkerPlace:
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
     listener: socket.socket  # the listening socket of rank zero's store
-    answers: Connection  # to the parent, for one WorkerResult
-
-
-@dataclass
-class WorkerResult:
-    """The message that a worker sends to its parent when it ends."""
-
-    outcome: Outcome
-    result: Any = None  # the return value of the work
-    trace: str = ""  # the traceback, if it failed
+    answers: Connection  # to the parent, for one message: the error that ended the work, or None, and its result
 
 
 def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
-    """Run `work(*args)` in a worker process and send its WorkerResult to the parent."""
+    """Run `work(*args)` in a worker process, and send the parent the error that ended it, or None, and its result."""
     faulthandler.enable(2)
     # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
@@ -67,40 +58,43 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
         **{LAUNCHER_VARIABLE: "lockstep"},
     )
-    answer = WorkerResult(Outcome("completed"))
+    error: BaseException | None = None
+    result = None
     try:
         with logs.stack_on_demand(place.rank):
             if place.layout.has_process_group:
                 join_group(place.layout, place.listener, place.hang_timeout)
             try:
                 with logs.log_failure():
-                    answer.result = work(*args)
+                    result = work(*args)
             except Interrupted as interrupted:
-                answer.outcome = outcome_of(interrupted)
+                error = Interrupted(interrupted.signum)  # without the traceback, which keeps the work's objects alive
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done; only the result is still to be sent
             # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
             leave_group()
-    except (Exception, SystemExit) as error:
-        answer = _failure(error, place.hang_timeout)
+    except (Exception, SystemExit) as failure:
+        error = _failure(failure, place.hang_timeout)
     end_children()
-    place.answers.send(answer)
+    place.answers.send((error, result))
 
 
-def _failure(error: BaseException, hang_timeout: float) -> WorkerResult:
-    """Return the result of a worker that an error ended."""
+def _failure(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
+    """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
     if isinstance(error, UserError):
-        return WorkerResult(Outcome("refused", first_line(str(error)).removeprefix("UserError: ")))
+        return UserError(first_line(str(error)).removeprefix("UserError: "))
     steps = getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):
-            return WorkerResult(Outcome("waited", missing_ranks_message([], hang_timeout), steps=steps))
+            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited=True)
         time.sleep(VICTIM_SECONDS)
-        return WorkerResult(Outcome("victim", "lost the connection to another worker", steps=steps))
+        return WorkerFailed("lost the connection to another worker", steps=steps, victim=True)
     if isinstance(error, WorkerFailed):  # its message already names the worker
-        return WorkerResult(outcome_of(error))
+        return WorkerFailed(str(error), steps=steps, suspects=error.suspects, last_good_step=error.last_good_step)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker called exit with code {error.code}"
     trace = traceback.format_exc()
     where = f"{user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
-    return WorkerResult(Outcome("failed", f"failed: {first_line(message)} ({where})", steps=steps), trace=trace)
+    failed = WorkerFailed(f"failed: {first_line(message)} ({where})", steps=steps)
+    failed.add_note(trace)
+    return failed
