@@ -1,4 +1,4 @@
-"""The parent process: it runs a function in the worker processes that a layout needs.
+"""The parent process: it runs a function in the worker processes that a layout needs. Both ends of their pipe are here.
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
 runs a parallel operation or touches CUDA, so it may fork. User code that opens data may start parallel operations, so
@@ -10,11 +10,14 @@ rank zero serves the store. When one worker dies, the parent ends all of them. I
 started the workers already (launch/environment.py), the function runs in this process.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,25 +26,37 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.errors import UserError
-from lockstep.launch import logs, worker
-from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.outcomes import WorkerFailed, last_frame
+from lockstep.errors import UserError, WorkerFailed
+from lockstep.launch import logs
+from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
+from lockstep.launch.network import LOOPBACK
 from lockstep.launch.process_group import (
     STORE_SECONDS,
     hanging_ranks_message,
     is_lost_rank,
     is_timeout,
     join_external,
+    join_group,
+    leave_group,
     missing_ranks_message,
     open_store_socket,
 )
 from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.scratch import scratch_folder
-from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
+from lockstep.launch.signals import (
+    Interrupted,
+    block_signals,
+    end_children,
+    forward_signals,
+    record_signal,
+    set_parent_death_signal,
+    signal_children,
+    unblock_signals,
+)
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
+VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -69,8 +84,8 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             with block_signals():
                 for rank in range(layout.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    place = worker.WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
-                    process = context.Process(target=worker.run_worker, args=(work, args, place))
+                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    process = context.Process(target=run_worker, args=(work, args, place))
                     process.start()
                     workers.append(_Worker(process, receiver))
                     sender.close()
@@ -196,7 +211,7 @@ def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
     for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
-    where = last_frame(logs.read_stack(scratch, rank, STORE_SECONDS))
+    where = logs.last_frame(logs.read_stack(scratch, rank, STORE_SECONDS))
     process.kill()
     return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
 
@@ -218,3 +233,84 @@ def start_method() -> str:
 
     unsafe = torch.cuda.is_initialized() or "ipykernel" in sys.modules
     return "fork" if sys.platform == "linux" and not unsafe else "spawn"
+
+
+# --- in a worker ---
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """A worker's place in a run, as its parent assigns it."""
+
+    rank: int
+    layout: Layout
+    hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
+    restarts: int  # how many times the workers were restarted
+    parent: int  # process id of the parent
+    listener: socket.socket  # the listening socket of rank zero's store
+    answers: Connection  # to the parent, for one message: the error that ended the work, or None, and its result
+
+
+def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
+    """Run `work(*args)` in a worker process, and send the parent the error that ended it, or None, and its result."""
+    faulthandler.enable(2)
+    # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the parent may have inherited a handler from an outer program
+    signal.signal(signal.SIGUSR1, record_signal)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
+    unblock_signals()
+    set_parent_death_signal(place.parent)
+    export(  # the variables that torchrun sets
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.layout.world_size),
+        LOCAL_WORLD_SIZE=str(place.layout.world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(place.listener.getsockname()[1]),
+        TORCHELASTIC_RUN_ID="lockstep",
+        TORCHELASTIC_RESTART_COUNT=str(place.restarts),
+        **{LAUNCHER_VARIABLE: "lockstep"},
+    )
+    error: BaseException | None = None
+    result = None
+    try:
+        with logs.stack_on_demand(place.rank):
+            if place.layout.has_process_group:
+                join_group(place.layout, place.listener, place.hang_timeout)
+            try:
+                with logs.log_failure():
+                    result = work(*args)
+            except Interrupted as interrupted:
+                error = Interrupted(interrupted.signum)  # without the traceback, which keeps the work's objects alive
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done; only the result is still to be sent
+            # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
+            leave_group()
+    except (Exception, SystemExit) as failure:
+        error = _worker_failure(failure, place.hang_timeout)
+    end_children()
+    place.answers.send((error, result))
+
+
+def _worker_failure(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
+    """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
+    if isinstance(error, UserError):
+        return UserError(logs.first_line(str(error)).removeprefix("UserError: "))
+    steps = getattr(error, "steps", 0)
+    if is_lost_rank(error):
+        if is_timeout(error):
+            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited=True)
+        time.sleep(VICTIM_SECONDS)
+        return WorkerFailed("lost the connection to another worker", steps=steps, victim=True)
+    if isinstance(error, WorkerFailed):  # its message already names the worker
+        return WorkerFailed(str(error), steps=steps, suspects=error.suspects, last_good_step=error.last_good_step)
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        message = f"the worker called exit with code {error.code}"
+    trace = traceback.format_exc()
+    where = f"{logs.user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
+    failed = WorkerFailed(f"failed: {logs.first_line(message)} ({where})", steps=steps)
+    failed.add_note(trace)
+    return failed

@@ -28,10 +28,9 @@ from lockstep.checkpoint.start import ClaimFolder, load_start
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
 from lockstep.launch.rank_zero_decisions import ranks_with_folder
 from lockstep.launch.signals import Interrupted

@@ -17,9 +17,9 @@ from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
+from lockstep.errors import WorkerFailed
 from lockstep.extras.audit.choice import Choice, choose_piece, verdict
 from lockstep.launch.environment import environment
-from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.finite import copy_buffers, restore_buffers
