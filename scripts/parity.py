@@ -49,10 +49,9 @@ from lockstep.config.suggestions import unknown_name_message
 from lockstep.config.value_checks import Flag, checker, group_file, options, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
-from lockstep.launch.parent import WorkerFailed
 from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
 from lockstep.text import plural

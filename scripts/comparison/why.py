@@ -25,8 +25,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
-from lockstep.errors import UserError
-from lockstep.launch.outcomes import WorkerFailed
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.run.summary import weights_sha256
 from lockstep.text import join_names, plural
 

@@ -34,10 +34,10 @@ from lockstep.config.check import Config, check
 from lockstep.config.value_checks import Positive, checker, group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import available_cores, gpu_count
-from lockstep.launch.parent import WorkerFailed, launch
+from lockstep.launch.parent import launch
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
 from lockstep.run.training import fit_and_test

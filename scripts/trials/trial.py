@@ -23,10 +23,9 @@ from trials.record import FILE, KILLED
 
 from lockstep.config.check import Config, check
 from lockstep.data import Splits
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import export
 from lockstep.launch.network import LOOPBACK, bind_socket
-from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
 from lockstep.run.training import fit_and_test

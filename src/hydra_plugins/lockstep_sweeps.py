@@ -17,14 +17,17 @@ class CheckedSweeper(BasicSweeper):
     """Hydra's own sweeper, which checks all jobs before a launcher, of whatever kind, starts the first one."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        from lockstep.run.sweeps import check_jobs, locked_sweep, report_failed_jobs
+        from lockstep.launch.environment import environment
+        from lockstep.run.lock import lock_folder
+        from lockstep.run.sweeps import check_jobs, report_failed_jobs
 
         assert self.config is not None
         assert self.hydra_context is not None
         HydraConfig.instance().set_config(self.config)  # where the sweep's folder is, should it be refused
-        with locked_sweep(self.config):
+        folder = Path(self.config.hydra.sweep.dir)
+        with lock_folder(folder, environment().rank == 0):
             arguments = check_jobs(self.config, self.hydra_context, arguments)
-            with report_failed_jobs(Path(self.config.hydra.sweep.dir)):
+            with report_failed_jobs(folder):
                 return super().sweep(arguments)
 
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from lockstep.config.value_checks import match_patterns
     from lockstep.data.data_module import DataModule
     from lockstep.data.datasets import ArrayDataset, Source, Spec
-    from lockstep.errors import UserError
+    from lockstep.errors import UserError, WorkerFailed
     from lockstep.launch.machine import available_cores
-    from lockstep.launch.outcomes import WorkerFailed
     from lockstep.launch.process_group import gather_objects
     from lockstep.launch.signals import Interrupted
     from lockstep.run.api import Composed, compose, train
@@ -73,7 +72,7 @@ HOMES = {
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
     "UserError": "lockstep.errors",
-    "WorkerFailed": "lockstep.launch.outcomes",
+    "WorkerFailed": "lockstep.errors",
     "available_cores": "lockstep.launch.machine",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights",

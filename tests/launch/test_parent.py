@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.parent import WorkerFailed, launch
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
 from lockstep.run.supervisor import run_in_workers

@@ -21,7 +21,7 @@ from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
-from lockstep.run.report_lines import parameter_counts
+from lockstep.run.report_lines import parameters_text
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
@@ -262,10 +262,11 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     sizes = {name: each.numel() for name, each in model.named_parameters()}
     model.net.conv1.requires_grad_(False)
     begun = weights.load_weights("init_from", model, str(tmp_path / "bare.pth"))
-    frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
+    total, frozen = sum(sizes.values()), sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
     logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
-    counted = parameter_counts(model, [*begun.not_loaded, "net.norm1.running_mean"])
-    assert counted == (sum(sizes.values()) - frozen, frozen, logits)
+    text = parameters_text(model, [*begun.not_loaded, "net.norm1.running_mean"])
+    parts = f"{total - frozen:,} trained, {frozen:,} frozen, {logits:,} newly initialised"
+    assert text == f"{total:,} parameters: {parts}"
     model.net.logits.requires_grad_(False)
     trains_later = ["net.log*"]
     weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, ["net.logits.*"], trains_later)

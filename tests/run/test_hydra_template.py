@@ -13,7 +13,7 @@ from own_runs import go_on, same_bits
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
-from lockstep.run.report_lines import learning_rates
+from lockstep.run.report_lines import peak_lr
 
 MODEL = """
 name: templated
@@ -126,10 +126,10 @@ def test_learning_rates_are_those_before_the_schedule() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    assert learning_rates([optimizer]) == [0.1, 0.2]
+    assert peak_lr([optimizer]) == "lr 0.1 to 0.2"
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
-    assert learning_rates([optimizer]) == [0.1, 0.2]
+    assert peak_lr([optimizer]) == "lr 0.1 to 0.2"
     one = torch.optim.SGD(weights, lr=0.1)
     torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=9)
     assert one.param_groups[0]["lr"] < 0.1
-    assert learning_rates([one]) == [0.1]
+    assert peak_lr([one]) == "lr 0.1"

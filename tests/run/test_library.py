@@ -50,7 +50,7 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 FAILING = """
 from lockstep import compose, train
-from lockstep.launch.parent import WorkerFailed
+from lockstep.errors import WorkerFailed
 
 try:
     train(compose(*{job}, "max_epochs=1", "lr=1e30", "scheduler=constant"))

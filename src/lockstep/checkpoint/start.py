@@ -15,10 +15,10 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.copies import share_newest
 from lockstep.checkpoint.io import CheckpointError, Loaded
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
+from lockstep.errors import WorkerFailed
 from lockstep.files import link_file
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment
-from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 
 LOG = logging.getLogger("lockstep")

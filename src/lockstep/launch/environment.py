@@ -83,14 +83,7 @@ class Environment:
 @cache
 def environment() -> Environment:
     """Return this process's environment as it was at the first call."""
-    return read_environment(os.environ)
-
-
-os.register_at_fork(after_in_child=environment.cache_clear)  # a worker gets its rank after the fork
-
-
-def read_environment(variables: Mapping[str, str]) -> Environment:
-    """Return the place in a run that environment variables describe."""
+    variables = os.environ
     launcher, names = _dialect(variables)
 
     def number(index: int, default: int) -> int:
@@ -119,6 +112,9 @@ def read_environment(variables: Mapping[str, str]) -> Environment:
         dedicated_cores=task and "SLURM_CPUS_PER_TASK" in variables,
         dedicated_gpu=task and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
+
+
+os.register_at_fork(after_in_child=environment.cache_clear)  # a worker gets its rank after the fork
 
 
 def _slurm_job(variables: Mapping[str, str]) -> str | None:

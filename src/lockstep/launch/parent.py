@@ -1,4 +1,4 @@
-"""The parent process: it runs a function in the worker processes that a layout needs.
+"""The parent process: it runs a function in the worker processes that a layout needs. Both ends of their pipe are here.
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
 runs a parallel operation or touches CUDA, so it may fork. User code that opens data may start parallel operations, so
@@ -10,42 +10,53 @@ rank zero serves the store. When one worker dies, the parent ends all of them. I
 started the workers already (launch/environment.py), the function runs in this process.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.errors import UserError
-from lockstep.launch import logs, worker
-from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
+from lockstep.errors import UserError, WorkerFailed
+from lockstep.launch import logs
+from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
+from lockstep.launch.network import LOOPBACK
 from lockstep.launch.process_group import (
     STORE_SECONDS,
     hanging_ranks_message,
     is_lost_rank,
     is_timeout,
     join_external,
+    join_group,
+    leave_group,
     missing_ranks_message,
     open_store_socket,
-    use_timeout,
 )
 from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.scratch import scratch_folder
-from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
-from lockstep.launch.worker import WorkerResult
+from lockstep.launch.signals import (
+    Interrupted,
+    block_signals,
+    end_children,
+    forward_signals,
+    record_signal,
+    set_parent_death_signal,
+    signal_children,
+    unblock_signals,
+)
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-# If workers end in different ways, the run has the outcome that comes first here. A worker that `waited` ended because
-# another one did not join a collective, and a `victim` because another one died.
-OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
+VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -73,22 +84,21 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             with block_signals():
                 for rank in range(layout.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    place = worker.WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
-                    process = context.Process(target=worker.run_worker, args=(work, args, place))
+                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    process = context.Process(target=run_worker, args=(work, args, place))
                     process.start()
-                    workers.append(_Worker(f"rank {rank}", process, receiver))
+                    workers.append(_Worker(process, receiver))
                     sender.close()
             listener.close()
             if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
             _wait(workers)
-            answered = [each for each in workers if each.answer]
-            decisive = min(answered, key=lambda each: OUTCOME_PRIORITY.index(each.answer.outcome.kind))
-            if decisive.answer.outcome.kind == "completed":
-                return decisive.answer.result
+            decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
+            if decisive.error is None:
+                return decisive.result
             if received:
                 raise Interrupted(received[0])
-            raise _failure(decisive, workers, hang_timeout, scratch)
+            raise _failure(decisive.error, workers.index(decisive), workers, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -101,6 +111,8 @@ def _run_in_external_worker(
     work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float
 ) -> Any:
     """Call `work(*args)` in this process, which is a worker that an engine has started. See `launch`."""
+    import torch.distributed as dist
+
     world = external_workers()
     if world != layout.world_size:
         raise UserError(
@@ -108,16 +120,16 @@ def _run_in_external_worker(
             "give strategy=ddp, and leave out devices and num_nodes"
         )
     join_external()
-    use_timeout(hang_timeout)
+    if dist.is_initialized():
+        dist.set_timeout(timedelta(seconds=hang_timeout))
     try:
         with logs.log_failure():
             return work(*args)
     except Exception as error:
         if not is_lost_rank(error):
             raise
-        failed = WorkerFailed(hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION)
-        failed.victim = True
-        raise failed from error
+        text = hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION
+        raise WorkerFailed(text, victim=True) from error
     finally:
         end_children()
 
@@ -126,59 +138,71 @@ def _run_in_external_worker(
 class _Worker:
     """The parent's record of a worker."""
 
-    name: str
     process: Any
     receiver: Connection
-    answer: Any = None  # a WorkerResult, once the worker has sent it or has died
+    answered: bool = False  # whether the worker has sent how it ended, or has died
+    error: BaseException | None = None  # the error that ended it
+    result: Any = None  # the return value of the work
 
     def receive_answer(self) -> None:
         """Read the worker's answer if it has sent one. Create the answer if the worker died without one."""
         alive = self.process.is_alive()  # before poll(): if the worker is dead by now, all that it sent is in the pipe
         with suppress(EOFError):
             if self.receiver.poll():
-                self.answer = self.receiver.recv()
-        if alive or self.answer:
+                self.error, self.result = self.receiver.recv()
+                self.answered = True
+        if alive or self.answered:
             return
         code = self.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
         how += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answer = WorkerResult(Outcome("failed", how, signum=-code))
+        self.answered, self.error = True, WorkerFailed(how, signum=max(0, -code))
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
     """Wait until all workers have answered or one has failed; with `seconds`, until all have answered or time is up."""
     until = None if seconds is None else time.monotonic() + seconds
-    while working := [each for each in workers if each.answer is None]:
+    while working := [each for each in workers if not each.answered]:
         wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
         for each in working:
             each.receive_answer()
         over = until is not None and time.monotonic() > until
-        failed = any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers)
+        failed = any(isinstance(each.error, UserError | WorkerFailed) for each in workers)
         if over or (failed and until is None):
             return
 
 
-def _failure(decisive: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
-    """Return the exception for `decisive`, the worker whose outcome the run has; it did not complete."""
-    outcome, local_rank = decisive.answer.outcome, workers.index(decisive)
-    if outcome.kind == "waited":  # another worker hangs
+def _priority(error: BaseException | None) -> int:
+    """Return the priority of a worker's error, or None: the run ends with the error that has the lowest number.
+
+    A worker that `waited` ended because another one did not join a collective, and a `victim` because another one died.
+    """
+    if isinstance(error, WorkerFailed):
+        return 3 if error.victim else 2 if error.waited else 1
+    return 0 if isinstance(error, UserError) else 5 if error is None else 4  # 4: interrupted
+
+
+def _failure(
+    error: BaseException, local_rank: int, workers: Sequence[_Worker], hang_timeout: float, scratch: str
+) -> BaseException:
+    """Return the exception of a run that a worker's error ended."""
+    if not isinstance(error, WorkerFailed):
+        return error
+    if error.signum == signal.SIGTERM:
+        return Interrupted(signal.SIGTERM)
+    text = str(error)
+    if error.waited:  # another worker hangs
         _wait(workers, STORE_SECONDS)
-        silent = [index for index, each in enumerate(workers) if each.answer is None]
-        text = outcome.text
+        silent = [index for index, each in enumerate(workers) if not each.answered]
         if silent:
             local_rank = silent[0]
             where = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
             text = missing_ranks_message([local_rank], hang_timeout, where)
-        outcome = replace(outcome, kind="failed", text=text)
-    elif outcome.signum == signal.SIGTERM:
-        return Interrupted(signal.SIGTERM)
-    elif outcome.kind != "refused" and not outcome.suspects:  # a text with suspects names ranks already
-        outcome = replace(outcome, text=f"{decisive.name} {outcome.text}")
-    steps = max(each.answer.outcome.steps if each.answer else 0 for each in workers)
-    error: Any = replace(outcome, steps=steps).as_exception()
-    error.local_rank = local_rank
-    if decisive.answer.trace:
-        error.add_note(decisive.answer.trace)
+    elif not error.suspects:  # a text with suspects names ranks already
+        text = f"rank {local_rank} {text}"
+    error.args, error.local_rank = (text,), local_rank
+    error.steps = max(getattr(each.error, "steps", 0) for each in workers)
+    error.victim = False  # no other process reports the reason
     return error
 
 
@@ -187,7 +211,7 @@ def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
     for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
-    where = last_frame(logs.read_stack(scratch, rank, STORE_SECONDS))
+    where = logs.last_frame(logs.read_stack(scratch, rank, STORE_SECONDS))
     process.kill()
     return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
 
@@ -209,3 +233,84 @@ def start_method() -> str:
 
     unsafe = torch.cuda.is_initialized() or "ipykernel" in sys.modules
     return "fork" if sys.platform == "linux" and not unsafe else "spawn"
+
+
+# --- in a worker ---
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """A worker's place in a run, as its parent assigns it."""
+
+    rank: int
+    layout: Layout
+    hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
+    restarts: int  # how many times the workers were restarted
+    parent: int  # process id of the parent
+    listener: socket.socket  # the listening socket of rank zero's store
+    answers: Connection  # to the parent, for one message: the error that ended the work, or None, and its result
+
+
+def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
+    """Run `work(*args)` in a worker process, and send the parent the error that ended it, or None, and its result."""
+    faulthandler.enable(2)
+    # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the parent may have inherited a handler from an outer program
+    signal.signal(signal.SIGUSR1, record_signal)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
+    unblock_signals()
+    set_parent_death_signal(place.parent)
+    export(  # the variables that torchrun sets
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.layout.world_size),
+        LOCAL_WORLD_SIZE=str(place.layout.world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(place.listener.getsockname()[1]),
+        TORCHELASTIC_RUN_ID="lockstep",
+        TORCHELASTIC_RESTART_COUNT=str(place.restarts),
+        **{LAUNCHER_VARIABLE: "lockstep"},
+    )
+    error: BaseException | None = None
+    result = None
+    try:
+        with logs.stack_on_demand(place.rank):
+            if place.layout.has_process_group:
+                join_group(place.layout, place.listener, place.hang_timeout)
+            try:
+                with logs.log_failure():
+                    result = work(*args)
+            except Interrupted as interrupted:
+                error = Interrupted(interrupted.signum)  # without the traceback, which keeps the work's objects alive
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done; only the result is still to be sent
+            # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
+            leave_group()
+    except (Exception, SystemExit) as failure:
+        error = _worker_failure(failure, place.hang_timeout)
+    end_children()
+    place.answers.send((error, result))
+
+
+def _worker_failure(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
+    """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
+    if isinstance(error, UserError):
+        return UserError(logs.first_line(str(error)).removeprefix("UserError: "))
+    steps = getattr(error, "steps", 0)
+    if is_lost_rank(error):
+        if is_timeout(error):
+            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited=True)
+        time.sleep(VICTIM_SECONDS)
+        return WorkerFailed("lost the connection to another worker", steps=steps, victim=True)
+    if isinstance(error, WorkerFailed):  # its message already names the worker
+        return WorkerFailed(str(error), steps=steps, suspects=error.suspects, last_good_step=error.last_good_step)
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        message = f"the worker called exit with code {error.code}"
+    trace = traceback.format_exc()
+    where = f"{logs.user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
+    failed = WorkerFailed(f"failed: {logs.first_line(message)} ({where})", steps=steps)
+    failed.add_note(trace)
+    return failed

@@ -112,14 +112,6 @@ def join_external() -> None:
     _init_process_group(gpu, store, JOIN_TIMEOUT)
 
 
-def use_timeout(seconds: float) -> None:
-    """Set the seconds after which a collective of external workers fails if a rank does not join it."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.set_timeout(timedelta(seconds=seconds))
-
-
 def _address_of_rank_zero() -> str:
     """Return rank zero's address if MASTER_ADDR is not set.
 

@@ -26,10 +26,7 @@ class Interrupted(BaseException):
     Attributes:
         signum: the argument.
         code: the exit code: 130 for SIGINT, else 143.
-        steps: completed optimizer steps.
     """
-
-    steps = 0
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")

@@ -19,9 +19,8 @@ from omegaconf import OmegaConf, open_dict
 from lockstep.checkpoint import resume
 from lockstep.config.arguments import check_arguments, quote_path
 from lockstep.config.value_checks import ROOT, show
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
-from lockstep.launch.parent import WorkerFailed
 from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.run import cli, supervisor
 from lockstep.run.summary import summary_of

@@ -18,7 +18,7 @@ from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
-from lockstep.run.optimizers import smallest_piece
+from lockstep.run.run_length import smallest_piece
 from lockstep.text import plural
 
 SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's error message

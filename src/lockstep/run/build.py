@@ -21,9 +21,10 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
+from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused
 from lockstep.run.provenance import versions
 from lockstep.run.report_lines import headline
+from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum

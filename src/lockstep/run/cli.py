@@ -32,7 +32,7 @@ from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
-from lockstep.launch.outcomes import user_code_location
+from lockstep.launch.logs import user_code_location
 from lockstep.launch.process_group import is_printed_by_another_rank, join_external
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_with_folder, remove_decisions

@@ -62,30 +62,21 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
     raise CheckpointError(f"{path}: this folder has no checkpoint: it must hold checkpoints/best.ckpt or last.ckpt")
 
 
-def record_of(path: Path) -> dict[str, Any]:
-    """Return what Lockstep has recorded in a checkpoint: config, spec, fingerprint.
-
-    Raises:
-        CheckpointError: The file can't be read, or Lockstep did not write it.
-    """
-    recorded = checkpoint_io.load(path).get("lockstep")
-    if not isinstance(recorded, dict) or not {"config", "spec"} <= recorded.keys():
-        raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
-    return recorded
-
-
 def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint that `checkpoint=` names, and its record.
+    """Return the checkpoint that `checkpoint=` names, and what Lockstep has recorded in it: config, spec, fingerprint.
 
     Rank zero reads the file and sends the record to the other ranks, so other machines need no copy of the file.
 
     Raises:
-        CheckpointError, UserError: see `find_checkpoint` and `record_of`.
+        CheckpointError: The file can't be read, or Lockstep did not write it; or see `find_checkpoint`.
+        UserError: see `find_checkpoint`.
     """
 
     def read_record() -> list[Any]:
         path = find_checkpoint(raw)
-        whole = record_of(path)
+        whole = checkpoint_io.load(path).get("lockstep")
+        if not isinstance(whole, dict) or not {"config", "spec"} <= whole.keys():
+            raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
         record = {"config": whole["config"], "spec": whole["spec"], "fingerprint": whole.get("fingerprint")}
         try:
             json.dumps(record)  # as it is sent to other machines

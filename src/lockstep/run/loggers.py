@@ -19,7 +19,7 @@ from lockstep.config.arguments import key
 from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.errors import UserError
-from lockstep.files import replacing
+from lockstep.files import write
 from lockstep.launch.environment import environment
 
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
@@ -55,8 +55,7 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
         _logger(f"logger.{name}", options, known, stored, step) for name, options in config.logger.items() if options
     ]
     if loggers and environment().rank == 0:
-        with replacing(path) as file:
-            file.write(json.dumps(stored).encode())
+        write(path, json.dumps(stored).encode())
     return loggers
 
 

@@ -1,6 +1,5 @@
 """Make the factories with which a module builds the optimizer and the schedule that a config names."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -10,13 +9,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.arithmetic.order import DataOrder
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.run_length import run_length
+from lockstep.run.run_length import steps_per_epoch, total_steps
 from lockstep.text import plural
 
 # Key of train.yaml -> constructor arguments through which it acts. A module that takes none of them ignores the key.
@@ -85,28 +83,6 @@ class Factory:
             optimizer = kwargs.get("optimizer", *args[:1])
             kwargs = self.groups.schedule(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
         return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.lightning_keys}
-
-
-def steps_per_epoch(config: Config, samples: int) -> int:
-    """Return the optimizer steps of one pass over the training set."""
-    return DataOrder(samples, config.layout, config.seed).steps_per_epoch
-
-
-def total_steps(config: Config, samples: int) -> int:
-    """Return the optimizer steps of the whole run.
-
-    An evaluation has no steps. Return a huge number, so that a module's check like `warmup < total_steps` passes.
-    """
-    if not config.trains:
-        return sys.maxsize
-    return run_length(config, samples).steps
-
-
-def smallest_piece(config: Config, samples: int) -> int:
-    """Return the number of samples of a run's smallest piece. A short last step counts if the run reaches one."""
-    size, pieces = config.layout.batch_size, config.layout.pieces
-    tail = samples % size if config.trains and total_steps(config, samples) >= steps_per_epoch(config, samples) else 0
-    return min(max(1, step // pieces) for step in (size, tail or size))
 
 
 def optimization(config: Config, samples: int) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.config.check import Config
 from lockstep.data import Spec, Splits
 from lockstep.errors import UserError
+from lockstep.launch.process_group import gather_objects
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.evaluation import config_of, find_checkpoint_and_record, first_names, spec_of, weights_must_fit
 from lockstep.run.prediction_table import first_rows, write_masks, write_predictions
@@ -102,10 +102,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     trainer = make_trainer(config, folder, [collector])
     began = time.perf_counter()
     trainer.predict(module, datamodule=data, return_predictions=False)
-    parts: list[Any] = [collector.predictions]
-    if trainer.world_size > 1:
-        parts = [None] * trainer.world_size
-        dist.all_gather_object(parts, collector.predictions)
+    parts = gather_objects(collector.predictions)
     speed = len(splits.test) / (time.perf_counter() - began)
     ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
     summary = summarise(config, folder, "completed", None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.check import Config
 from lockstep.config.value_checks import ROOT
-from lockstep.files import replacing
+from lockstep.files import write
 from lockstep.launch.environment import environment
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
@@ -78,8 +78,7 @@ def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
         "versions": versions(),
         "machine": _machine(config),
     }
-    with replacing(folder / "provenance.json") as file:
-        file.write(json.dumps(content, indent=2, default=str).encode() + b"\n")
+    write(folder / "provenance.json", json.dumps(content, indent=2, default=str).encode() + b"\n")
     (folder / "git.diff").unlink(missing_ok=True)  # from an earlier start
     if changes := _git(ROOT, "diff", "--no-ext-diff", "HEAD"):
         (folder / "git.diff").write_bytes(changes)

@@ -4,20 +4,18 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
-from lockstep.run.run_length import run_length
+from lockstep.run.run_length import run_length, steps_per_epoch
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -48,22 +46,17 @@ class StartLines(pl.Callback):
                 LOG.info(line)
 
 
-def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """Return the learning rate of each parameter group before a schedule changes it.
-
-    For a schedule with a peak (`OneCycleLR`) it is the peak. The config's `lr` may differ from these values.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
-
-
 def peak_lr(optimizers: Sequence[Optimizer]) -> str:
     """Return the peak learning rates of the optimizers' schedules as text: `lr 0.01`, or `lr 0.01 to 0.05`.
+
+    They are the rates before a schedule changes them; for a schedule with a peak (`OneCycleLR`) the peak. The config's
+    `lr` may differ from them.
 
     Args:
         optimizers: the run's optimizers, `trainer.optimizers`, with one parameter group at least.
     """
-    peaks = set(learning_rates(optimizers))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = {float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups}
     return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
 
 
@@ -117,44 +110,28 @@ def step_parts(config: Config) -> list[str]:
 
 def length_text(config: Config, samples: int) -> str:
     """Return the length of a run, and the key that limits it, as text."""
-    epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
+    epoch = steps_per_epoch(config, samples)
     whole = run_length(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
     return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
 
 
-class ParameterCounts(NamedTuple):
-    """Numbers of a module's parameters, counted in elements.
+def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
+    """Return how many parameters a module has, and how many are frozen or newly initialised, as text.
 
-    `not_loaded` ones were not in the file that the other weights came from. They count among `trained` or `frozen` too.
-    """
-
-    trained: int
-    frozen: int
-    not_loaded: int
-
-
-def parameter_counts(module: nn.Module, not_loaded: Iterable[str] = ()) -> ParameterCounts:
-    """Return how many parameters of a module are trained, frozen and newly initialised.
+    Newly initialised ones count among the trained or frozen ones too.
 
     Args:
         not_loaded: names of the tensors that a file has not filled, see `LoadedWeights.not_loaded`. Names of buffers
             are ignored.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
-    new = set(not_loaded)
+    new_names, total = set(not_loaded), sum(size for _, size, _ in sizes)
     trained = sum(size for _, size, trains in sizes if trains)
-    total = sum(size for _, size, _ in sizes)
-    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
-
-
-def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
-    """Return the numbers of all, frozen and newly initialised parameters of a module, as text."""
-    counts = parameter_counts(module, not_loaded)
-    total = f"{counts.trained + counts.frozen:,} parameters"
-    parts = [f"{counts.trained:,} trained, {counts.frozen:,} frozen"] * bool(counts.frozen)
-    parts += [f"{counts.not_loaded:,} newly initialised"] * bool(counts.not_loaded)
-    return total + f": {', '.join(parts)}" * bool(parts)
+    new = sum(size for name, size, _ in sizes if name in new_names)
+    parts = [f"{trained:,} trained, {total - trained:,} frozen"] * (trained < total)
+    parts += [f"{new:,} newly initialised"] * bool(new)
+    return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
 
 
 def data_counts(splits: Splits) -> list[str]:

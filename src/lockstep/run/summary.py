@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.arithmetic.order import DataOrder
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
-from lockstep.files import replacing
+from lockstep.files import write
 from lockstep.launch.environment import environment
 from lockstep.run.provenance import git_info, versions
 
@@ -181,8 +181,7 @@ def write_conclusion(
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Write a summary atomically as JSON. Numbers that are not finite become null, since JSON has none."""
     text = json.dumps(_plain(summary), indent=2, allow_nan=False)
-    with replacing(path) as file:
-        file.write(text.encode() + b"\n")
+    write(path, text.encode() + b"\n")
 
 
 def _plain(value: Any) -> Any:

@@ -14,14 +14,12 @@ from lockstep.checkpoint.resume import hydra_files_of, last_checkpoint_id
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.portable import choose_kernels
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
-from lockstep.launch.outcomes import WorkerFailed
-from lockstep.launch.parent import launch
+from lockstep.launch.parent import VICTIM_SECONDS, launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
-from lockstep.launch.worker import VICTIM_SECONDS
-from lockstep.run.machine_check import check_same_on_all_ranks, machine_fingerprint
+from lockstep.run.machine_check import check_same_on_all_ranks
 from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
 
 
@@ -63,7 +61,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             file=sys.stderr,
         )
     if external_workers() > 1:
-        check_same_on_all_ranks(machine_fingerprint(config, splits))
+        check_same_on_all_ranks(config, splits)
     before, checkpoint_before = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
@@ -99,17 +97,14 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
                 left -= 1
                 print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
             elif shrinks:
-                current = _with_devices(config, current.layout.devices - 1)
+                # The shares belong to the original devices.
+                layout = replace(config.layout, devices=current.layout.devices - 1, shares=())
+                current = replace(config, layout=layout)
                 hide_gpu(failed.suspects[0] if failed.suspects else failed.local_rank)
                 workers = f"{current.layout.devices} of {config.layout.devices} workers"
                 print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:
                 raise
-
-
-def _with_devices(config: Config, devices: int) -> Config:
-    """Return the config with fewer devices and without shares, which belong to the original devices."""
-    return replace(config, layout=replace(config.layout, devices=devices, shares=()))
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
@@ -118,6 +113,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     Args:
         before: the summary that the folder had when this run started.
     """
+    from lockstep.checkpoint.io import step_of
+
     rank = environment().rank
     if rank and isinstance(error, Interrupted):  # rank zero writes it, and two ranks must not write one file at once
         return
@@ -128,15 +125,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     if isinstance(error, KeyboardInterrupt):  # it came while no worker ran
         error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
-    written, steps = summary_of(folder), getattr(error, "steps", 0) or _steps_saved(folder)
+    written, steps = summary_of(folder), getattr(error, "steps", 0) or max(0, step_of(paths.last(folder)))
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
         known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)
     write_conclusion(folder, status, str(error), known)
-
-
-def _steps_saved(folder: Path) -> int:
-    """Return the optimizer steps in a run's last checkpoint; 0 if there is none that can be read."""
-    from lockstep.checkpoint.io import step_of
-
-    return max(0, step_of(paths.last(folder)))

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -43,7 +43,7 @@ from lockstep.launch.signals import (
     unblock_signals,
 )
 from lockstep.run.cli import SweepFailed
-from lockstep.run.lock import FolderBusy, lock_folder
+from lockstep.run.lock import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path
 
@@ -103,11 +103,6 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
             raise UserError(f"{refusal} (job {job.number}: {job.label})") from None
         threads.add(0 if settings.threads else max(1, settings.worker_threads // at_once))
     return [*arguments, *([f"threads={min(threads)}"] if len(threads) > 1 and 0 not in threads else [])]
-
-
-def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
-    """Return a context manager that holds the lock of a sweep's folder."""
-    return lock_folder(Path(config.hydra.sweep.dir), environment().rank == 0)
 
 
 @contextmanager

@@ -28,19 +28,18 @@ from lockstep.checkpoint.start import ClaimFolder, load_start
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
-from lockstep.errors import UserError
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
 from lockstep.launch.rank_zero_decisions import ranks_with_folder
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
+from lockstep.run.optimizers import settings
 from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
-from lockstep.run.run_length import run_length
+from lockstep.run.run_length import run_length, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite

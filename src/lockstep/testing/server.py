@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import UserError
-from lockstep.launch.outcomes import WorkerFailed
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.process_lifetime import disable_garbage_collector
 from lockstep.launch.signals import set_parent_death_signal
 

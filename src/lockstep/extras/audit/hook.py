@@ -17,9 +17,9 @@ from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
+from lockstep.errors import WorkerFailed
 from lockstep.extras.audit.choice import Choice, choose_piece, verdict
 from lockstep.launch.environment import environment
-from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.finite import copy_buffers, restore_buffers
@@ -111,9 +111,8 @@ class AuditHook(StepHook):
         how = "twice" if permanent else "once; it was right the second time"
         good_step = min(self._right_up_to[device] for device in wrong) if permanent else step.number
         text = f"step {step.number + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
-        error = WrongGradient(f"{text}; the step was not applied, and checkpoints up to step {good_step} are good")
-        error.suspects, error.last_good_step = tuple(wrong), good_step
-        raise error
+        text += f"; the step was not applied, and checkpoints up to step {good_step} are good"
+        raise WrongGradient(text, suspects=tuple(wrong), last_good_step=good_step)
 
     def on_error(self, step: Step, error: Exception) -> None:
         """Find the rank that damaged a message.
@@ -210,9 +209,8 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
         diagnosis = f"what rank {' or '.join(map(str, odd))} sends or gets is damaged again"
     elif links:
         diagnosis = "what rank {} sends to rank {} is damaged again".format(*links[0])
-    error = WrongGradient(f"{damaged}; {diagnosis}")
-    error.suspects, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
-    return error
+    suspects = odd or (links[0] if links else tuple(range(world)))
+    return WrongGradient(f"{damaged}; {diagnosis}", suspects=suspects, last_good_step=step)
 
 
 def _gather_flat(mine: list[Any]) -> list[Any]:
