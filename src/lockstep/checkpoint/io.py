@@ -89,16 +89,6 @@ def _code(path: str | Path | IO[bytes]) -> str:
         return ""  # torch can't read the pickle: `torch.load` will raise an error
 
 
-def refuse_broken(path: Path) -> None:
-    """Refuse a file that is missing, cut off or holds code. This is fast, because it reads no weights.
-
-    Raises:
-        CheckpointError: it names the file.
-    """
-    if wrong := fault(path, checksums=False):
-        raise CheckpointError(f"{path}: {wrong}")
-
-
 class Loaded(NamedTuple):
     """A checkpoint that was read, and its path."""
 
