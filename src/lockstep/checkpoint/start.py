@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.copies import share_newest
-from lockstep.checkpoint.io import CheckpointError, Loaded
+from lockstep.checkpoint.io import CheckpointError, Loaded, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
-from lockstep.files import link_file
+from lockstep.files import link_file, write
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment
 from lockstep.launch.outcomes import WorkerFailed
-from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
+from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
 
 LOG = logging.getLogger("lockstep")
 
@@ -65,6 +65,33 @@ def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[st
     restarted = bool(environment().restarts) or slurm.restarted()
     went_back = restarted and bool(hydra_files) and _recorded_overrides(folder) == (hydra_files or {}).get(OVERRIDES)
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
+
+
+def share_newest(start: Path, ranks: Sequence[int]) -> None:
+    """Send the newest checkpoints to the machines that lack them. All ranks must call it.
+
+    The files are the newest version of the checkpoint from which a run continues, and the best checkpoint beside it.
+
+    Args:
+        start: the path of the checkpoint in this machine's folder of the run.
+        ranks: the ranks that write in the folder, from `ranks_with_folder`.
+    """
+    if len(ranks) == 1:
+        return
+    writes = dist.get_rank() in ranks
+    steps = gather_objects(step_of(start) if writes else -1)
+    newest = max(ranks, key=lambda rank: (steps[rank], -rank))
+    lacking = [rank for rank in ranks if steps[rank] != steps[newest]]
+    if not lacking:
+        return
+    for path in (paths.best(paths.run_of(start)), start):
+        content = broadcast_file(path if dist.get_rank() == newest and path.exists() else None, newest)
+        if dist.get_rank() not in lacking:
+            continue
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            write(path, content)
 
 
 class ClaimFolder(Callback):
