@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
@@ -111,23 +111,16 @@ class ClaimFolder(Callback):
         self._folder, self._hydra_files = folder, hydra_files or {}
         self._checkpoint, self._due = start, writes
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # Lightning calls callbacks that save after this
-        if self._due:
-            self._take()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._due:  # a checkpoint is saved although no step was left
-            self._take()
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._due:
-            self._take()
-
-    def _take(self) -> None:
+    def _take(self, *args: Any, **kwargs: Any) -> None:
+        if not self._due:
+            return
         self._due = False
         write_hydra_files(self._folder, self._hydra_files)
         if self._checkpoint and Path(self._checkpoint).exists():
             link_file(self._checkpoint, paths.last(self._folder))
+
+    # After a step, since Lightning calls callbacks that save later; without one, before a checkpoint or at the end.
+    on_train_batch_end = on_save_checkpoint = on_fit_end = _take
 
 
 def _recorded_overrides(folder: Path) -> str:
