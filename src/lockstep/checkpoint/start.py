@@ -63,7 +63,8 @@ def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[st
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    went_back = restarted and bool(hydra_files) and _recorded_overrides(folder) == (hydra_files or {}).get(OVERRIDES)
+    recorded, overrides = folder / ".hydra" / OVERRIDES, (hydra_files or {}).get(OVERRIDES)
+    went_back = restarted and recorded.exists() and recorded.read_text() == overrides
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
 
 
@@ -121,12 +122,6 @@ class ClaimFolder(Callback):
 
     # After a step, since Lightning calls callbacks that save later; without one, before a checkpoint or at the end.
     on_train_batch_end = on_save_checkpoint = on_fit_end = _take
-
-
-def _recorded_overrides(folder: Path) -> str:
-    """Return the text of the overrides of the run in a folder; empty without a run."""
-    file = folder / ".hydra" / OVERRIDES
-    return file.read_text() if file.exists() else ""
 
 
 def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
