@@ -17,8 +17,8 @@ from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import value_checks
 from lockstep.config.check import Config, check
+from lockstep.config.instantiate import check_targets_named
 from lockstep.config.schema import OptionalGroup, SpecRecord
-from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
