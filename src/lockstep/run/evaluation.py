@@ -153,7 +153,7 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
     """
     try:
         return Spec(**check_spec("spec", record["spec"]))
-    except UserError as refusal:
+    except (UserError, ValueError) as refusal:  # Spec raises ValueError
         raise CheckpointError(f"{path}: {str(refusal)[:200]}") from None
 
 
