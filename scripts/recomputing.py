@@ -17,8 +17,8 @@ from torch import Tensor
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
+from lockstep.config.instantiate import check_targets_named
 from lockstep.config.portable import choose_kernels
-from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError

@@ -28,9 +28,9 @@ from pydantic import Field
 from recomputing import Part, first_difference, part_of_run, recompute
 
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
+from lockstep.checkpoint.start import differences
 from lockstep.config.value_checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import (

@@ -21,10 +21,9 @@ from omegaconf import OmegaConf
 from plain import scalars
 
 from lockstep.checkpoint import resume
-from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.resume import expand_resume, write_hydra_files
 from lockstep.checkpoint.resume import expand_sweep_resume as arguments
-from lockstep.checkpoint.start import checkpoint_to_load
+from lockstep.checkpoint.start import checkpoint_to_load, differences
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run.api import compose

@@ -78,6 +78,7 @@ def test_zip_bombs_pipes_and_devices(plain: tuple[Path, dict[str, bytes]]) -> No
         ("mean", ["bright"], "spec.mean"),
         ("more", 1, "spec.more: there is no such key"),
         ("std", None, "spec.std=null: must be"),
+        ("task", "x", "task=x: must be one of classification"),
     ],
 )
 def test_images_that_no_model_is_made_for(key: str, value: Any, says: str) -> None:

@@ -20,9 +20,8 @@ from common.training import train_from, train_quietly
 from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
-from lockstep.config.instantiate import locate
+from lockstep.config.instantiate import check_targets_named, locate
 from lockstep.config.portable import choose_kernels
-from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError

@@ -9,57 +9,36 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from lockstep.arithmetic.order import hash64
-    from lockstep.callbacks.meter import find_meter
-    from lockstep.checkpoint.weights import copy_weights, load_weights, weights_message
-    from lockstep.config.value_checks import match_patterns
-    from lockstep.data.data_module import DataModule
-    from lockstep.data.datasets import ArrayDataset, Source, Spec
-    from lockstep.errors import UserError, WorkerFailed
-    from lockstep.launch.machine import available_cores
-    from lockstep.launch.process_group import gather_objects
-    from lockstep.launch.signals import Interrupted
-    from lockstep.run.api import Composed, compose, train
-    from lockstep.run.loggers import hyper_parameters
-    from lockstep.run.report_lines import peak_lr
-    from lockstep.run.summary import weights_sha256
-    from lockstep.step.batch import StepBatch
-    from lockstep.step.lightning_quirks import is_last_step
-    from lockstep.step.metrics import Count, ExactMean
-    from lockstep.step.timing import exclude_from_timing
-    from lockstep.text import join_names, plural
+if TYPE_CHECKING:  # `as` marks the names that a type checker may import from here
+    from lockstep.arithmetic.order import hash64 as hash64
+    from lockstep.callbacks.meter import find_meter as find_meter
+    from lockstep.checkpoint.weights import copy_weights as copy_weights
+    from lockstep.checkpoint.weights import load_weights as load_weights
+    from lockstep.checkpoint.weights import weights_message as weights_message
+    from lockstep.config.value_checks import match_patterns as match_patterns
+    from lockstep.data.data_module import DataModule as DataModule
+    from lockstep.data.datasets import ArrayDataset as ArrayDataset
+    from lockstep.data.datasets import Source as Source
+    from lockstep.data.datasets import Spec as Spec
+    from lockstep.errors import UserError as UserError
+    from lockstep.errors import WorkerFailed as WorkerFailed
+    from lockstep.launch.machine import available_cores as available_cores
+    from lockstep.launch.process_group import gather_objects as gather_objects
+    from lockstep.launch.signals import Interrupted as Interrupted
+    from lockstep.run.api import Composed as Composed
+    from lockstep.run.api import compose as compose
+    from lockstep.run.api import train as train
+    from lockstep.run.loggers import hyper_parameters as hyper_parameters
+    from lockstep.run.report_lines import peak_lr as peak_lr
+    from lockstep.run.summary import weights_sha256 as weights_sha256
+    from lockstep.step.batch import StepBatch as StepBatch
+    from lockstep.step.lightning_quirks import is_last_step as is_last_step
+    from lockstep.step.metrics import Count as Count
+    from lockstep.step.metrics import ExactMean as ExactMean
+    from lockstep.step.timing import exclude_from_timing as exclude_from_timing
+    from lockstep.text import join_names as join_names
+    from lockstep.text import plural as plural
 
-__all__ = [
-    "ArrayDataset",
-    "Composed",
-    "Count",
-    "DataModule",
-    "ExactMean",
-    "Interrupted",
-    "Source",
-    "Spec",
-    "StepBatch",
-    "UserError",
-    "WorkerFailed",
-    "available_cores",
-    "compose",
-    "copy_weights",
-    "exclude_from_timing",
-    "find_meter",
-    "gather_objects",
-    "hash64",
-    "hyper_parameters",
-    "is_last_step",
-    "join_names",
-    "load_weights",
-    "match_patterns",
-    "peak_lr",
-    "plural",
-    "train",
-    "weights_message",
-    "weights_sha256",
-]
 # The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
@@ -91,6 +70,7 @@ HOMES = {
     "weights_message": "lockstep.checkpoint.weights",
     "weights_sha256": "lockstep.run.summary",
 }
+__all__ = list(HOMES)
 
 began = time.time()  # when the command started: it imports this module first
 # libgomp reads this variable once, when torch is imported. Threads that wait for each other then sleep after 1,000

@@ -12,9 +12,9 @@ def plural(count: int, thing: str) -> str:
 
 
 def join_names(names: Iterable[object], most: int = 3) -> str:
-    """Return names separated by commas; of more than `most` only the first ones: `a, b, c, ...`."""
+    """Return names separated by commas; of more than `most` the first ones: `a, b, c and 2 more`."""
     words = [str(name) for name in names]
-    return ", ".join(words[:most]) + ", ..." * (len(words) > most)
+    return ", ".join(words[:most]) + f" and {len(words) - most:,} more" * (len(words) > most)
 
 
 def short_path(path: str | Path) -> str:

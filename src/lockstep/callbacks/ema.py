@@ -51,15 +51,12 @@ class EMA(EMAWeightAveraging):
         if isinstance(exception, Interrupted):  # the summary must have the weights of the last checkpoint
             self.on_train_end(trainer, pl_module)
 
-    def decay_at(self, updates: int) -> float:
-        """Return the decay of the update after `updates` earlier ones."""
-        return min(self.decay, (1 + updates) / (10 + updates))
-
     @torch.no_grad()
     def _update(self, averages: Any, values: Any, count: Tensor | int) -> None:
         if averages[0].is_floating_point():
             assert self._average_model is not None
             updates = int(self._average_model.n_averaged)  # `count` is the same number on the device
-            torch._foreach_lerp_(averages, values, 1 - self.decay_at(updates))  # lerp keeps the bits of frozen weights
+            decay = min(self.decay, (1 + updates) / (10 + updates))
+            torch._foreach_lerp_(averages, values, 1 - decay)  # lerp keeps the bits of frozen weights
         else:
             torch._foreach_copy_(averages, values)

@@ -3,7 +3,6 @@
 import difflib
 import logging
 import math
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ class Checkpoint(LightningCheckpoint):
         monitor: the argument.
         mode: the argument.
         best_score: the monitored metric of the best checkpoint; None without one.
-        seconds: time for which saving has paused training on this rank.
         saved: the step after which `last.ckpt` was last written; -1: never.
     """
 
@@ -58,7 +56,6 @@ class Checkpoint(LightningCheckpoint):
         if mode not in ("max", "min"):
             raise UserError(f"callbacks.checkpoint.mode={mode}: must be max or min")
         self.best_score: float | None = None
-        self.seconds = 0.0
         self.saved = -1
         self._last, self._best = paths.last(Path(folder)), paths.best(Path(folder))
         self._every = every
@@ -84,10 +81,8 @@ class Checkpoint(LightningCheckpoint):
 
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. All ranks must call it, between two optimizer steps."""
-        start = time.perf_counter()
         with exclude_from_timing(trainer):
             trainer.save_checkpoint(self._last, weights_only=False)
-        self.seconds += time.perf_counter() - start
         self.saved = trainer.global_step
 
     # --- hooks ---

@@ -10,8 +10,9 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
-from lockstep.files import link_file, replacing
+from lockstep.files import link_file, replacing, write
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -87,16 +88,6 @@ def _code(path: str | Path | IO[bytes]) -> str:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
     except Exception:
         return ""  # torch can't read the pickle: `torch.load` will raise an error
-
-
-def refuse_broken(path: Path) -> None:
-    """Refuse a file that is missing, cut off or holds code. This is fast, because it reads no weights.
-
-    Raises:
-        CheckpointError: it names the file.
-    """
-    if wrong := fault(path, checksums=False):
-        raise CheckpointError(f"{path}: {wrong}")
 
 
 class Loaded(NamedTuple):
@@ -189,14 +180,34 @@ def not_plain(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if not is_plain(value)]
 
 
-class Sender(Protocol):
-    """Sends rank zero's files to the ranks that keep copies. Rank zero calls `send`, the others call `receive`."""
+class Copies:
+    """Sends the files that rank zero has written to the ranks that keep copies. All ranks must create it.
 
-    keeps_copies: bool
+    A run survives the loss of any machine, because on each machine that does not see the run's folder, one rank keeps
+    last.ckpt and best.ckpt in a folder of the same name. A thread of each of these ranks sends or receives them while
+    training runs its own collectives, so it has a separate process group.
 
-    def send(self, path: Path | None) -> None: ...
+    Args:
+        ranks: rank zero and the ranks that keep copies.
+        timeout: seconds after which a transfer fails.
 
-    def receive(self, path: Path) -> None: ...
+    Attributes:
+        keeps_copies: whether this rank keeps copies.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend="gloo")
+        self.keeps_copies = dist.get_rank() in ranks[1:]
+
+    def send(self, path: Path | None) -> None:
+        """Send a file. Rank zero calls it; `path` is None if the file could not be written."""
+        broadcast_file(path, 0, self._group)
+
+    def receive(self, path: Path) -> None:
+        """Write the next file that rank zero sends."""
+        content = broadcast_file(None, 0, self._group)
+        if content is not None:
+            write(path, content)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -220,7 +231,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self,
         observers: Sequence[CheckpointObserver] = (),
         number: int = 0,
-        copies: Sender | None = None,
+        copies: Copies | None = None,
         loaded: Loaded | None = None,
     ) -> None:
         self._observers, self._number, self._copies, self._loaded = observers, number, copies, loaded

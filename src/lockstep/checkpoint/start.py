@@ -1,4 +1,4 @@
-"""The start of a worker: it reads the checkpoint from which its run continues, once.
+"""The start of a worker: it reads the checkpoint from which its run continues, once, and checks that it fits.
 
 The run's folder gets the new config after the first step, because nothing is refused after that.
 """
@@ -8,20 +8,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch.distributed as dist
+from lightning.pytorch import Callback
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.copies import share_newest
-from lockstep.checkpoint.io import CheckpointError, Loaded
+from lockstep.checkpoint.io import CheckpointError, Loaded, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
-from lockstep.errors import WorkerFailed
-from lockstep.files import link_file
+from lockstep.config.check import Config
+from lockstep.config.value_checks import show
+from lockstep.data import Splits
+from lockstep.errors import UserError, WorkerFailed
+from lockstep.files import link_file, write
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
+from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
+from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
+# Options of a data set that do not change which samples it has.
+CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
+NEW_RUN = "init_from= begins a new run with its weights"
 
 
 def load_start(
@@ -63,8 +70,175 @@ def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[st
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    went_back = restarted and bool(hydra_files) and _recorded_overrides(folder) == (hydra_files or {}).get(OVERRIDES)
+    recorded, overrides = folder / ".hydra" / OVERRIDES, (hydra_files or {}).get(OVERRIDES)
+    went_back = restarted and recorded.exists() and recorded.read_text() == overrides
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
+
+
+def share_newest(start: Path, ranks: Sequence[int]) -> None:
+    """Send the newest checkpoints to the machines that lack them. All ranks must call it.
+
+    The files are the newest version of the checkpoint from which a run continues, and the best checkpoint beside it.
+
+    Args:
+        start: the path of the checkpoint in this machine's folder of the run.
+        ranks: the ranks that write in the folder, from `ranks_with_folder`.
+    """
+    if len(ranks) == 1:
+        return
+    writes = dist.get_rank() in ranks
+    steps = gather_objects(step_of(start) if writes else -1)
+    newest = max(ranks, key=lambda rank: (steps[rank], -rank))
+    lacking = [rank for rank in ranks if steps[rank] != steps[newest]]
+    if not lacking:
+        return
+    for path in (paths.best(paths.run_of(start)), start):
+        content = broadcast_file(path if dist.get_rank() == newest and path.exists() else None, newest)
+        if dist.get_rank() not in lacking:
+            continue
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            write(path, content)
+
+
+# --- whether the checkpoint fits, and what has changed ---
+
+
+def check_checkpoint_fits(
+    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int
+) -> None:
+    """Check that a run can continue from a checkpoint.
+
+    Args:
+        path: the checkpoint's, for messages.
+        checkpoint: its content.
+        weights: the state_dict of the run's module.
+        config: the run's config.
+        steps: optimizer steps of the whole run.
+
+    Raises:
+        UserError: the checkpoint has another network, optimizer, grouping of parameters or batch size, or more steps.
+    """
+    sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
+    for name in sorted(sizes[0].keys() | sizes[1].keys()):
+        saved_size, model_size = (side.get(name, "missing") for side in sizes)
+        if saved_size != model_size:
+            difference = f"{name} is {saved_size} there and {model_size} in this model"
+            raise UserError(
+                f"{path} has the weights of another network ({difference}): give the same model=, or init_from= to "
+                "begin a new run with the weights that fit"
+            )
+    before = checkpoint.get("lockstep", {}).get("config", {})
+    made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
+    if made is not None and made != now:
+        raise UserError(f"model._target_={now}, but {path} was saved by {made}: give the same class; {NEW_RUN}")
+    optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
+    scaled, scales = (list(one.get("lr_scale") or ()) for one in (before.get("optimizer", {}), config.optimizer))
+    if optimizer is not None and scaled != scales:
+        raise UserError(
+            f"optimizer.lr_scale groups parameters by {join_names(scales) or 'no pattern'}, but {path} groups them by "
+            f"{join_names(scaled) or 'no pattern'}: keep the patterns; only their factors may change"
+        )
+    size = config.layout.batch_size
+    batch_size = before.get("batch_size", size)
+    if optimizer is not None and optimizer != chosen:
+        raise UserError(
+            f"optimizer._target_={chosen}, but {path} holds the state of {optimizer}: give the same class; {NEW_RUN}"
+        )
+    if batch_size != size:
+        raise UserError(
+            f"batch_size={size}, but {path} counts its steps in {batch_size} samples: give batch_size={batch_size}; "
+            f"{NEW_RUN}"
+        )
+    if checkpoint["global_step"] > steps:
+        limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
+        raise UserError(
+            f"{limit} ends the run after step {steps}, but {path} was saved after step {checkpoint['global_step']}: "
+            "give a larger limit"
+        )
+
+
+def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
+    """Check that the data set is the one that a checkpoint was trained on.
+
+    A checkpoint's position and schedule are counted in steps of its training set. The folder of the data may change,
+    and so may augmentation, transforms, mixing and sampling.
+
+    Args:
+        path: the checkpoint's, for messages.
+        recorded: the checkpoint's entry `lockstep`.
+        config: the run's config.
+        splits: the open data set.
+
+    Raises:
+        UserError: the function that opens the data, the classes or the number of training samples differ, or both the
+            options and the content do.
+    """
+    before = recorded.get("config", {}).get("data", {})
+    if not before:  # a run without the checkpoint callback has saved it on a signal
+        return
+    if before.get("_target_") != config.data.get("_target_"):
+        names = [group.get("name") or group.get("_target_") for group in (config.data, before)]
+        raise UserError(f"data={names[0]}, but {path} was trained on data={names[1]}: give the same data; {NEW_RUN}")
+    options = (set(before) | set(config.data)) - CHANGEABLE
+    changed = sorted(name for name in options if before.get(name) != config.data.get(name))
+    if changed and recorded["fingerprint"] != splits.fingerprint:
+        name = changed[0]
+        now_shown, shown = show(config.data.get(name)), show(before.get(name))
+        raise UserError(
+            f"data.{name}={now_shown}, but {path} was trained with {shown}: give data.{name}={shown}; {NEW_RUN}"
+        )
+    samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
+    if samples != now:
+        raise UserError(
+            f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
+            f"{NEW_RUN}"
+        )
+    if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
+        raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
+
+
+def resume_messages(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
+    """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint.
+
+    Args:
+        config: the run's config.
+        splits: the open data set.
+        resumed: the content of the checkpoint; empty for a new run.
+    """
+    if not resumed:
+        return []
+    recorded = resumed.get("lockstep")
+    messages = [f"resumes after step {resumed['global_step']}"]
+    if recorded is None:  # a run without the checkpoint callback has saved it on a signal
+        return messages
+    before = {**recorded["config"], "precision": recorded["precision"]}
+    changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
+    if changed:
+        messages.append("changed since the checkpoint: " + ", ".join(changed))
+    if recorded["fingerprint"] != splits.fingerprint:
+        messages.append("the content of the data set has changed since the checkpoint")
+    return messages
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return the changes between two plain configs, as lines `key: old -> new`.
+
+    If another file of a group was chosen, only its name and the keys that both files have are compared.
+    """
+    changes = []
+    replaced = before.get("name") != now.get("name")
+    for key in sorted(set(before) & set(now) if above and replaced else set(before) | set(now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += differences(old, new, f"{above}{key}.")
+        elif old != new:
+            changes.append(f"{above}{key}: {old} -> {new}")
+    return changes
+
+
+# --- the run's folder ---
 
 
 class ClaimFolder(Callback):
@@ -84,29 +258,16 @@ class ClaimFolder(Callback):
         self._folder, self._hydra_files = folder, hydra_files or {}
         self._checkpoint, self._due = start, writes
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # Lightning calls callbacks that save after this
-        if self._due:
-            self._take()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self._due:  # a checkpoint is saved although no step was left
-            self._take()
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._due:
-            self._take()
-
-    def _take(self) -> None:
+    def _take(self, *args: Any, **kwargs: Any) -> None:
+        if not self._due:
+            return
         self._due = False
         write_hydra_files(self._folder, self._hydra_files)
         if self._checkpoint and Path(self._checkpoint).exists():
             link_file(self._checkpoint, paths.last(self._folder))
 
-
-def _recorded_overrides(folder: Path) -> str:
-    """Return the text of the overrides of the run in a folder; empty without a run."""
-    file = folder / ".hydra" / OVERRIDES
-    return file.read_text() if file.exists() else ""
+    # After a step, since Lightning calls callbacks that save later; without one, before a checkpoint or at the end.
+    on_train_batch_end = on_save_checkpoint = on_fit_end = _take
 
 
 def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:

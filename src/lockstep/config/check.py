@@ -16,10 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
 from lockstep.config.extras import Extra
-from lockstep.config.instantiate import instantiate
+from lockstep.config.instantiate import check_target, instantiate, targets_in
 from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
-from lockstep.config.targets import check_target, targets_in
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from lockstep.arithmetic.assignment import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
-from lockstep.checkpoint.io import AtomicCheckpointIO, Loaded, Sender
+from lockstep.checkpoint.io import AtomicCheckpointIO, Copies, Loaded
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
@@ -160,7 +160,7 @@ def make_trainer(
     folder: Path,
     callbacks: list[pl.Callback],
     loaded: Loaded | None = None,
-    copies: Sender | None = None,
+    copies: Copies | None = None,
     parts: RunParts | None = None,
 ) -> StepTrainer:
     """Build Lightning's Trainer on the config's layout, with steps made of pieces.

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import value_checks
 from lockstep.config.check import Config, check
+from lockstep.config.instantiate import check_targets_named
 from lockstep.config.schema import OptionalGroup, SpecRecord
-from lockstep.config.targets import check_targets_named
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
@@ -27,10 +27,10 @@ from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.summary import RunRecord
 from lockstep.run.worker_setup import set_up_worker
+from lockstep.text import join_names
 
 FIXED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # keys whose values the checkpoint fixes
 SPLITS = ("train", "val", "test")
-MAX_NAMES = 5  # most classes or files that a message names
 SAVED_GROUPS = ("model", "data", "optimizer", "scheduler")  # config groups that come from the checkpoint
 SAVED_KEYS = ("seed", "lr", "data_dir")  # single keys that come from the checkpoint
 
@@ -144,7 +144,7 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
     """
     try:
         return Spec(**check_spec("spec", record["spec"]))
-    except UserError as refusal:
+    except (UserError, ValueError) as refusal:  # Spec raises ValueError
         raise CheckpointError(f"{path}: {str(refusal)[:200]}") from None
 
 
@@ -163,7 +163,7 @@ def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None
         )
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
-        odd = [f"only {one} has {first_names(sorted(classes))}" for one, classes in only.items() if classes]
+        odd = [f"only {one} has {join_names(sorted(classes), 5)}" for one, classes in only.items() if classes]
         raise UserError(f"data: other classes than in training: {', '.join(odd) or 'their order differs'}")
 
 
@@ -194,12 +194,6 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
     count, total = len(tested), sum(map(len, parts.values()))
     which = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
     return replace(splits, test=tested, about=f"tested: {which}")
-
-
-def first_names(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are, as text."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:

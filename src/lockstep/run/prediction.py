@@ -18,12 +18,12 @@ from lockstep.data import Spec, Splits
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
 from lockstep.run.build import make_data, make_module, make_trainer
-from lockstep.run.evaluation import config_of, find_checkpoint_and_record, first_names, spec_of, weights_must_fit
+from lockstep.run.evaluation import config_of, find_checkpoint_and_record, spec_of, weights_must_fit
 from lockstep.run.prediction_table import first_rows, write_masks, write_predictions
 from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
-from lockstep.text import plural
+from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 
@@ -115,5 +115,5 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
         print(first_rows(folder / "predictions.csv"), flush=True)
         LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
         if broken:
-            LOG.warning("images that can't be decoded have empty rows: %s", first_names(broken))
+            LOG.warning("images that can't be decoded have empty rows: %s", join_names(broken, 5))
     return summary

@@ -28,7 +28,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     config = check(raw, overridden=overridden_keys())
     choose_kernels(config.layout.exact)
 
-    from lockstep.checkpoint.io import refuse_broken
+    from lockstep.checkpoint.io import checked_source, fault
     from lockstep.checkpoint.weights import refuse_broken_weights
     from lockstep.data.build import open_data
     from lockstep.run.training import fit_and_test as work
@@ -36,7 +36,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     # A quick check before the data is opened. Workers check the whole file.
     if config.resume:
         if Path(config.resume).exists():  # it may be on another machine
-            refuse_broken(Path(config.resume))
+            checked_source(Path(config.resume), check=partial(fault, checksums=False))
     elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)

@@ -20,11 +20,9 @@ from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.compatible import check_checkpoint_fits, check_same_data, resume_messages
-from lockstep.checkpoint.copies import Copies
-from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.io import Copies, not_plain
 from lockstep.checkpoint.resume_state import ResumeState
-from lockstep.checkpoint.start import ClaimFolder, load_start
+from lockstep.checkpoint.start import ClaimFolder, check_checkpoint_fits, check_same_data, load_start, resume_messages
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits

@@ -42,7 +42,7 @@ class ModuleTests:
         """Check that two modules built with one seed have the same weights and buffers."""
         if names := runs.result("probe")["initial"]:
             fail(
-                f"built twice with one seed, the module has other weights: {few(names)}: draw them from torch's "
+                f"built twice with one seed, the module has other weights: {join_names(names)}: draw them from torch's "
                 "default generator, which `seed` seeds (torch.nn.init, torch.randn), and not from numpy's default_rng()"
             )
 
@@ -50,7 +50,8 @@ class ModuleTests:
         """Check that a run completes, that its weights are finite, and that training changes them."""
         assert (runs.result("exact_one")["status"], runs.result("exact_one")["steps"]) == ("completed", STEPS)
         if names := [name for name, value in runs.weights("exact_one").items() if not value.isfinite().all()]:
-            fail(f"after {STEPS} steps these are not finite: {few(names)}: use a smaller lr, or a loss without log(0)")
+            listed = join_names(names)
+            fail(f"after {STEPS} steps these are not finite: {listed}: use a smaller lr, or a loss without log(0)")
         if not runs.watched()["trains"]:
             fail(
                 f"{plural(STEPS, 'step')} changed no weight: training_step must return a loss that follows from the "
@@ -111,7 +112,7 @@ class ModuleTests:
         if names := [name for name, far in apart.items() if not far <= self.tolerance]:
             fail(
                 f"with {runs.layout(f'float64_{layout}')} the weights differ from those of one device by up "
-                f"to {max(apart.values()):.1e} of their size: {few(names)}{layout_hint(runs)}"
+                f"to {max(apart.values()):.1e} of their size: {join_names(names)}{layout_hint(runs)}"
             )
 
     @pytest.mark.parametrize("layout", ["ddp", "dp"])
@@ -120,7 +121,7 @@ class ModuleTests:
         if names := differing(runs, "exact_one", f"exact_{layout}"):
             fail(
                 f"with {runs.layout(f'exact_{layout}')} these have other bits than on one device: "
-                f"{few(names)}{layout_hint(runs)}"
+                f"{join_names(names)}{layout_hint(runs)}"
             )
 
     def test_a_killed_run_continues_to_the_same_bits(self, runs: Runs) -> None:
@@ -128,8 +129,8 @@ class ModuleTests:
         if names := differing(runs, "exact_one", "resumed"):
             fail(
                 f"killed after step {SAVED + 1} and continued from the checkpoint of step {SAVED}, the run has other "
-                f"weights: {few(names)}: what a later step needs must follow from self.global_step, be a parameter, or "
-                f"be saved in on_save_checkpoint and restored in on_load_checkpoint{state_hint(runs)}"
+                f"weights: {join_names(names)}: what a later step needs must follow from self.global_step, be a "
+                f"parameter, or be saved in on_save_checkpoint and restored in on_load_checkpoint{state_hint(runs)}"
             )
 
     def test_evaluation_counts_each_sample_once(self, runs: Runs) -> None:
@@ -175,11 +176,6 @@ def fail(message: str) -> NoReturn:
     pytest.fail(message, pytrace=False)
 
 
-def few(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more it has."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the norm of the difference of two runs' tensors by name, as a part of the first one's norm.
 
@@ -210,7 +206,7 @@ def measured(metrics: Mapping[str, Any], part: str) -> dict[str, float]:
 def state_hint(runs: Runs) -> str:
     """Return a line about what changes from step to step beside the parameters; "" if nothing does."""
     names = runs.watched()["state"]
-    return f"\nchanges from step to step, and is no parameter: {few(names)}" if names else ""
+    return f"\nchanges from step to step, and is no parameter: {join_names(names)}" if names else ""
 
 
 def layout_hint(runs: Runs) -> str:
@@ -220,7 +216,7 @@ def layout_hint(runs: Runs) -> str:
         reasons.append(f"training draws from {join_names(watched['generators'])}: draw from torch instead (torch.rand)")
     if watched["state"]:
         reasons.append(
-            f"each device has its own {few(watched['state'])}, which changes from step to step: compute it from "
+            f"each device has its own {join_names(watched['state'])}, which changes from step to step: compute it from "
             "self.global_step, or turn it into a parameter"
         )
     if not reasons and differing(runs, "exact_one", "again"):

@@ -1,8 +1,6 @@
 """Calls of a module outside a run: its initial weights, its forward pass, its loss, its export."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,8 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     x, y = batch
     results["mean"] = loss_ratio(outside_a_run(config, splits), x, y)
     try:
-        results["transfer"] = changes_images(outside_a_run(config, splits), x, y)
+        after = outside_a_run(config, splits).on_after_batch_transfer((x.clone(), y.clone()), 0)[0]
+        results["transfer"] = not torch.equal(after, x)
     except Exception as error:
         return {**results, "skipped": f"on_after_batch_transfer failed outside a run: {first_line(error)}"}
     if not overrides_method(module, "forward", pl.LightningModule):
@@ -86,7 +85,7 @@ def outside_a_run(config: Config, splits: Splits) -> pl.LightningModule:
     module = make_module(config, splits)
     module.load_state_dict(checkpoint_io.load(str(config.checkpoint), together=True)["state_dict"], strict=False)
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    module.log = module.log_dict = _drop  # type: ignore[method-assign]
+    module.log = module.log_dict = lambda *args, **options: None  # type: ignore[method-assign, assignment]
     return module.eval().requires_grad_(False)
 
 
@@ -116,7 +115,8 @@ def loss_ratio(module: pl.LightningModule, x: Tensor, y: Tensor) -> float | None
         twice = loss_of(module, torch.cat([x, x]), torch.cat([y, y]), 0)
     except Exception:  # the runs show whether it works
         return None
-    return twice / one if one and close(one, again) else None
+    by_rounding = abs(one - again) <= CLOSE * max(abs(one), abs(again))
+    return twice / one if one and by_rounding else None
 
 
 def loss_of(module: pl.LightningModule, x: Tensor, y: Tensor, seed: int) -> float:
@@ -125,16 +125,6 @@ def loss_of(module: pl.LightningModule, x: Tensor, y: Tensor, seed: int) -> floa
     number = (0,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
     output: Any = module.training_step((x.clone(), y.clone()), *number)
     return float(output["loss"] if isinstance(output, dict) else output)
-
-
-def close(one: float, other: float) -> bool:
-    """Return whether two numbers differ by rounding."""
-    return abs(one - other) <= CLOSE * max(abs(one), abs(other))
-
-
-def changes_images(module: pl.LightningModule, x: Tensor, y: Tensor) -> bool:
-    """Return whether the module's `on_after_batch_transfer` changes images in evaluation."""
-    return not torch.equal(module.on_after_batch_transfer((x.clone(), y.clone()), 0)[0], x)
 
 
 def find_mixing_layer(module: pl.LightningModule, x: Tensor) -> str | None:
@@ -156,14 +146,6 @@ def find_mixing_layer(module: pl.LightningModule, x: Tensor) -> str | None:
 def outputs(module: pl.LightningModule, x: Tensor) -> list[tuple[str, Tensor]]:
     """Return name and output of each part of the module, in the order in which they are computed."""
     seen: list[tuple[str, Tensor]] = []
-    with hooks(module, seen):
-        result = module(x.clone())
-    return [*seen, ("forward", result)] if isinstance(result, Tensor) else seen
-
-
-@contextmanager
-def hooks(module: nn.Module, seen: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Append to `seen` the outputs of a module's parts while the context lasts."""
 
     def see(name: str) -> Any:
         def hook(part: nn.Module, args: Any, output: Any) -> None:
@@ -174,10 +156,11 @@ def hooks(module: nn.Module, seen: list[tuple[str, Tensor]]) -> Iterator[None]:
 
     handles = [part.register_forward_hook(see(name)) for name, part in module.named_modules() if name]
     try:
-        yield
+        result = module(x.clone())
     finally:
         for handle in handles:
             handle.remove()
+    return [*seen, ("forward", result)] if isinstance(result, Tensor) else seen
 
 
 def export_error(module: pl.LightningModule, x: Tensor) -> str | None:
@@ -200,7 +183,3 @@ def first_line(error: Exception) -> str:
     """Return the type of an error and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _drop(*args: Any, **options: Any) -> None:
-    """Log nothing."""

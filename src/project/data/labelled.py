@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep import Spec, UserError, available_cores, plural
+from lockstep import Spec, UserError, available_cores, join_names, plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's modes, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
@@ -27,7 +27,6 @@ DEEP = "32-bit pixels: save it with 8"
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # names of folders and values of the column split
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
-NAMED = 5  # most files that a message names
 SKIP = "data.skip_broken=true to leave such files out"
 
 
@@ -236,7 +235,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
         if time.monotonic() > stop:
             break
     if broken:
-        which = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {first_of(broken)}"
+        which = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {join_names(broken, 5)}"
         raise UserError(f"{which}: repair or remove {'it' if len(broken) == 1 else 'them'}{parts[0].otherwise}")
 
 
@@ -251,7 +250,7 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
     with ThreadPoolExecutor(available_cores()) as pool:
         whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
     broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
-    text = f"{plural(len(broken), 'file')} that can't be decoded left out: {first_of(broken)}"
+    text = f"{plural(len(broken), 'file')} that can't be decoded left out: {join_names(broken, 5)}"
     borders = np.cumsum([len(part) for part in parts])[:-1]
     text = text if broken else f"all {plural(len(paths), 'file')} can be decoded"
     return [np.flatnonzero(part) for part in np.split(whole, borders)], text
@@ -263,8 +262,3 @@ def _can_be_decoded(path: Path, mode: str) -> bool:
     except UNDECODABLE:
         return False
     return True
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are, as text."""
-    return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)

@@ -92,7 +92,7 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
         took_part = [step for step, devices in enumerate(devices_of(layout(3))) if device in devices[:2]]
         seen, right = min(s for s in took_part if s >= 2), max([s + 1 for s in took_part if s < 2], default=0)
         error = summary_of(folder)["error"]
-        which = "net.1.weight, ... (4 of 4" if folder is runs[-1] else "net.1.weight (1 of 4"
+        which = "net.1.weight and 3 more (4 of 4" if folder is runs[-1] else "net.1.weight (1 of 4"
         begins = (
             rf"step {seen + 1}, piece \d: rank {device} \(cpu on \S+\) computed a wrong gradient of {re.escape(which)} "
         )

@@ -23,10 +23,6 @@ class Ledger(Extra):
     def __init__(self) -> None:
         self._lines: Any = None  # on rank zero only
 
-    @property
-    def setting(self) -> str:
-        return "extras=[ledger]"
-
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         if not any("Checkpoint" in str(options) for options in config.callbacks.values()):
             yield "no callbacks.checkpoint", "the ledger has a line for each checkpoint"
