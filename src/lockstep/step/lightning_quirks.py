@@ -14,9 +14,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lockstep.step.batch import StepBatch
+from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs
-from lockstep.step.protocols import data_of
 
 
 class NoSignals(_SignalConnector):

@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.text import plural
 
 if TYPE_CHECKING:
-    from lockstep.strategies.base import PieceStrategy
+    from lockstep.step.strategy import PieceStrategy
 
 
 class Strategy:
@@ -159,7 +159,7 @@ class Auto(DDP):
         """Return a `SingleDevice` strategy for one device, else that of `DDP`."""
         if layout.strategy == "ddp":
             return super().make(layout)
-        from lockstep.strategies.base import SingleDevice, torch_devices
+        from lockstep.step.strategy import SingleDevice, torch_devices
 
         return SingleDevice(device=torch_devices(layout)[0])
 
@@ -182,7 +182,7 @@ class DP(Strategy):
 
     def make(self, layout: Layout) -> "PieceStrategy":
         """Return a `DataParallel` strategy."""
-        from lockstep.strategies.base import torch_devices
+        from lockstep.step.strategy import torch_devices
         from lockstep.strategies.dp import DataParallel
 
         return DataParallel(torch_devices(layout))

@@ -7,7 +7,7 @@ from lockstep.strategies import Strategy
 
 if TYPE_CHECKING:
     from lockstep.arithmetic.layout import Layout
-    from lockstep.strategies.base import PieceStrategy
+    from lockstep.step.strategy import PieceStrategy
 
 
 class Pipeline(Strategy):

@@ -35,8 +35,7 @@ from lockstep.errors import UserError
 from lockstep.extras.pipeline.cut import balanced, stage_starts
 from lockstep.step.batch import MicroBatch
 from lockstep.step.network_parts import contents, parts_of
-from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, T, generators, proxy
+from lockstep.step.strategy import Action, PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
 TIMED_PASSES = 3  # the fastest of these counts
