@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.arithmetic.assignment import Assignment
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.data.datasets import UNLABELLED, Ids, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import (
     ChunkDataset,

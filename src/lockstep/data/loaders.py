@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
-from lockstep.arithmetic.assignment import Assignment
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset

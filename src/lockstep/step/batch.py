@@ -10,8 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.arithmetic.assignment import Assignment
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder
 
 
