@@ -37,11 +37,6 @@ def hash64(*keys: int | NDArray[np.integer]) -> Any:
     return state
 
 
-def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Convert hashes to uniform numbers in [0, 1), from their upper 53 bits."""
-    return (hashes >> 11).astype(np.float64) * 2.0**-53
-
-
 def training_step_seed(seed: int, step: int, piece: int) -> int:
     """Return the 63-bit seed of a piece's forward pass (dropout), a function of (seed, step, piece)."""
     return int(hash64(seed, 0xD409, step, piece) >> 1)
