@@ -134,15 +134,11 @@ class DataModule(pl.LightningDataModule):
         """Return the loader of this process's part of the test set, in its order; the part may be empty."""
         return self._evaluation("test", min_batches=0)
 
-    def has_no_samples(self, split: str) -> bool:
-        """Check whether this process has no sample of `val` or `test` to evaluate.
-
-        Its loader then yields one sample, so that this process joins every collective. Drop its result.
-        """
-        return not self._chunks(getattr(self.splits, split))
-
     def samples_here(self, split: str) -> int:
-        """Return the number of samples of `val` or `test` that this process evaluates."""
+        """Return the number of samples of `val` or `test` that this process evaluates.
+
+        If there is none, its loader yields one sample, so that this process joins every collective. Drop its result.
+        """
         return sum(stop - start for start, stop in self._chunks(getattr(self.splits, split)))
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
