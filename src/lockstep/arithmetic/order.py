@@ -121,8 +121,3 @@ def _ids_with_repeats(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     number = (number + epoch) % len(counts)  # with a remainder, other classes get one more sample in each epoch
     repeats, member = np.divmod(turn, counts[number])
     return by_class[starts[number] + member] + order.samples * repeats
-
-
-def chunks(samples: int, size: int) -> list[tuple[int, int]]:
-    """Cut `samples` neighbouring samples into `(start, stop)` parts of `size`. The last part may be short."""
-    return [(start, min(start + size, samples)) for start in range(0, samples, size)]

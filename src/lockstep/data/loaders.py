@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Assignment, Layout
-from lockstep.arithmetic.order import DataOrder, chunks, cuts
+from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.on_device import Resident
@@ -229,7 +229,8 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     """
     piece = max(1, layout.batch_size // layout.pieces)
     size = max(piece, min(2 * piece, 128)) if trains else piece
-    parts = chunks(samples, min(-(-samples // layout.pieces), size))
+    size = min(-(-samples // layout.pieces), size)
+    parts = [(start, min(start + size, samples)) for start in range(0, samples, size)]  # the last one may be short
     at = cuts(len(parts), layout.replicas)
     return parts[at[rank] : at[rank + 1]]
 
