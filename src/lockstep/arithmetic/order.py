@@ -86,10 +86,6 @@ class DataOrder:
         """
         return _ids_with_repeats(self, epoch)
 
-    def permutation(self, epoch: int) -> NDArray[np.int64]:
-        """Return an epoch's sample ids in order, int64 [samples]; with labels, some occur several times."""
-        return self.ids_with_repeats(epoch) % self.samples
-
     def position(self, global_step: int) -> tuple[int, int]:
         """Return `(epoch, step of the epoch)` after `global_step` optimizer steps."""
         return divmod(global_step, self.steps_per_epoch)
