@@ -153,17 +153,13 @@ class StepDataset:
         pieces, step = self.order.pieces(epoch, index), self._number(epoch, index)
         layout = self.assignment.layout_at(step)
         nonempty = sum(1 for ids in pieces if len(ids))
-
-        def has_data(micro_batches: list[tuple[int, int]]) -> bool:
-            return any(len(pieces[piece]) for _, piece in micro_batches)
-
         local_batches = [
             self._micro_batch(epoch, pieces[piece], piece, device)
             for device, piece in layout.micro_batches(self.rank)
             if len(pieces[piece])
         ]
         all_ranks_have_data = nonempty == len(pieces) or all(
-            has_data(layout.micro_batches(rank)) for rank in range(layout.replicas)
+            any(len(pieces[piece]) for _, piece in layout.micro_batches(rank)) for rank in range(layout.replicas)
         )
         return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
