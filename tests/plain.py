@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO
-from lockstep.strategies.base import SingleDevice
+from lockstep.step.strategy import SingleDevice
 
 STEPS, SIZE = 6, 4
 PATHS = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])  # for programs of their own

@@ -37,11 +37,6 @@ def hash64(*keys: int | NDArray[np.integer]) -> Any:
     return state
 
 
-def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Convert hashes to uniform numbers in [0, 1), from their upper 53 bits."""
-    return (hashes >> 11).astype(np.float64) * 2.0**-53
-
-
 def training_step_seed(seed: int, step: int, piece: int) -> int:
     """Return the 63-bit seed of a piece's forward pass (dropout), a function of (seed, step, piece)."""
     return int(hash64(seed, 0xD409, step, piece) >> 1)
@@ -91,10 +86,6 @@ class DataOrder:
         """
         return _ids_with_repeats(self, epoch)
 
-    def permutation(self, epoch: int) -> NDArray[np.int64]:
-        """Return an epoch's sample ids in order, int64 [samples]; with labels, some occur several times."""
-        return self.ids_with_repeats(epoch) % self.samples
-
     def position(self, global_step: int) -> tuple[int, int]:
         """Return `(epoch, step of the epoch)` after `global_step` optimizer steps."""
         return divmod(global_step, self.steps_per_epoch)
@@ -126,8 +117,3 @@ def _ids_with_repeats(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     number = (number + epoch) % len(counts)  # with a remainder, other classes get one more sample in each epoch
     repeats, member = np.divmod(turn, counts[number])
     return by_class[starts[number] + member] + order.samples * repeats
-
-
-def chunks(samples: int, size: int) -> list[tuple[int, int]]:
-    """Cut `samples` neighbouring samples into `(start, stop)` parts of `size`. The last part may be short."""
-    return [(start, min(start + size, samples)) for start in range(0, samples, size)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
-    from lockstep.arithmetic.assignment import Assignment
+    from lockstep.arithmetic.layout import Assignment
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
     from lockstep.step.hooks import StepHook

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.arithmetic.order import hash64, uniform
+from lockstep.arithmetic.order import hash64
 
 DRAWS = 3  # random numbers per sample: vertical shift, horizontal shift, flip
 
@@ -47,10 +47,9 @@ class Augment:
         """
         if not self:
             return None
-        numbers = uniform(hash64(seed, 0xA06, np.reshape(epoch, (-1, 1)), ids[:, None], np.arange(DRAWS)))
-        return torch.from_numpy(
-            (np.floor(numbers * 2**24) * 2**-24).astype(np.float32)
-        )  # to 24 bits first: float32's rounding could give 1.0
+        hashes = hash64(seed, 0xA06, np.reshape(epoch, (-1, 1)), ids[:, None], np.arange(DRAWS))
+        # the upper 24 bits, which float32 holds; it could round a longer number up to 1.0
+        return torch.from_numpy(((hashes >> 40) * 2.0**-24).astype(np.float32))
 
     def __call__(self, images: Tensor, draws: Tensor, outside: int = 0) -> Tensor:
         """Return augmented images, with one gather.

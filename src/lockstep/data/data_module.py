@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.arithmetic.assignment import Assignment
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.data.datasets import UNLABELLED, Ids, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import (
     ChunkDataset,
@@ -135,15 +134,11 @@ class DataModule(pl.LightningDataModule):
         """Return the loader of this process's part of the test set, in its order; the part may be empty."""
         return self._evaluation("test", min_batches=0)
 
-    def has_no_samples(self, split: str) -> bool:
-        """Check whether this process has no sample of `val` or `test` to evaluate.
-
-        Its loader then yields one sample, so that this process joins every collective. Drop its result.
-        """
-        return not self._chunks(getattr(self.splits, split))
-
     def samples_here(self, split: str) -> int:
-        """Return the number of samples of `val` or `test` that this process evaluates."""
+        """Return the number of samples of `val` or `test` that this process evaluates.
+
+        If there is none, its loader yields one sample, so that this process joins every collective. Drop its result.
+        """
         return sum(stop - start for start, stop in self._chunks(getattr(self.splits, split)))
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:

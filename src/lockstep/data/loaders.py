@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
-from lockstep.arithmetic.assignment import Assignment
-from lockstep.arithmetic.layout import Layout
-from lockstep.arithmetic.order import DataOrder, chunks, cuts
+from lockstep.arithmetic.layout import Assignment, Layout
+from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.on_device import Resident
@@ -154,17 +153,13 @@ class StepDataset:
         pieces, step = self.order.pieces(epoch, index), self._number(epoch, index)
         layout = self.assignment.layout_at(step)
         nonempty = sum(1 for ids in pieces if len(ids))
-
-        def has_data(micro_batches: list[tuple[int, int]]) -> bool:
-            return any(len(pieces[piece]) for _, piece in micro_batches)
-
         local_batches = [
             self._micro_batch(epoch, pieces[piece], piece, device)
             for device, piece in layout.micro_batches(self.rank)
             if len(pieces[piece])
         ]
         all_ranks_have_data = nonempty == len(pieces) or all(
-            has_data(layout.micro_batches(rank)) for rank in range(layout.replicas)
+            any(len(pieces[piece]) for _, piece in layout.micro_batches(rank)) for rank in range(layout.replicas)
         )
         return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
@@ -230,7 +225,8 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     """
     piece = max(1, layout.batch_size // layout.pieces)
     size = max(piece, min(2 * piece, 128)) if trains else piece
-    parts = chunks(samples, min(-(-samples // layout.pieces), size))
+    size = min(-(-samples // layout.pieces), size)
+    parts = [(start, min(start + size, samples)) for start in range(0, samples, size)]  # the last one may be short
     at = cuts(len(parts), layout.replicas)
     return parts[at[rank] : at[rank + 1]]
 

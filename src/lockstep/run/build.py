@@ -9,7 +9,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
-from lockstep.arithmetic.assignment import Assignment
+from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO, Copies, Loaded
 from lockstep.config.check import Config

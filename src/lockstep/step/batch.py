@@ -1,14 +1,17 @@
-"""The batch that a loader yields: one process's part of one optimizer step, as micro-batches."""
+"""What a loader yields, one process's part of one optimizer step, and the interface of the data module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lockstep.arithmetic.layout import Assignment, Layout
+from lockstep.arithmetic.order import DataOrder
 
 
 @dataclass(slots=True, eq=False)
@@ -79,3 +82,42 @@ class StepBatch:
         pairs = zip(self.micro_batches, moved, strict=True)
         micro_batches = [replace(each, batch=batch, draws=draws) for each, (batch, draws) in pairs]
         return replace(self, micro_batches=micro_batches)
+
+
+class StepData(Protocol):
+    """What a step needs of its data module; `lockstep.data.DataModule` implements it.
+
+    Attributes:
+        layout: the run's layout.
+        assignment: assigns the pieces of each step to devices.
+        order: the order of the training samples.
+    """
+
+    layout: Layout
+    assignment: Assignment
+    order: DataOrder
+
+    @property
+    def mixes(self) -> bool:
+        """True if a piece's samples are mixed."""
+
+    def mix(self, batch: Any) -> Any:
+        """Return a piece's batch with its samples mixed."""
+
+    def prepare(self, micro_batch: MicroBatch) -> Any:
+        """Return the batch of a micro-batch for `training_step`: augmented and normalised."""
+
+    def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
+        """Fetch one piece of a step. `device` is one of this process; devices are counted over all nodes."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to a device."""
+
+    def samples_here(self, split: str) -> int:
+        """Return the number of samples of `val` or `test` that this process evaluates."""
+
+
+def data_of(trainer: Any) -> StepData:
+    """Return a trainer's data module."""
+    data: StepData = trainer.datamodule
+    return data

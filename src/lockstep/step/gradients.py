@@ -17,12 +17,13 @@ from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.network_parts import segment_ids
-from lockstep.step.protocols import Gradients, StepStrategy
+from lockstep.step.strategy import PieceStrategy
 from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lockstep.step.passes import Step
 
+Gradients = list[Tensor | None]  # by parameter; None: it has no gradient
 # the gradients; with exact=true also the largest element of each group of tensors, to choose the next sums' grids
 Result = tuple[Gradients, list[float]]
 
@@ -86,7 +87,7 @@ class GradientSum:
 
     exact = False
 
-    def __init__(self, strategy: StepStrategy, world_size: int) -> None:
+    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
         self.strategy = strategy
         self.world_size = world_size
         self.options = SumOptions()
@@ -204,7 +205,7 @@ class ExactGradientSum(GradientSum):
 
     exact = True
 
-    def __init__(self, strategy: StepStrategy, world_size: int) -> None:
+    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
         super().__init__(strategy, world_size)
         self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
         self.sum: Any = None  # the sum of the current step
@@ -353,7 +354,7 @@ class WrappedGradientSum(GradientSum):
 
 
 def gather_exponents(
-    strategy: StepStrategy, exponents: list[int | None], exact_sum: ExactSum | None
+    strategy: PieceStrategy, exponents: list[int | None], exact_sum: ExactSum | None
 ) -> list[int | None]:
     """Gather the exponents of all groups' grids. Every process calls this.
 

@@ -7,16 +7,15 @@ tests/test_promise_5_evaluation.py fail when the private names used here change.
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lockstep.step.batch import StepBatch
+from lockstep.launch.process_group import gather_objects
+from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs
-from lockstep.step.protocols import data_of
 
 
 class NoSignals(_SignalConnector):
@@ -66,13 +65,6 @@ class StepLogs(_LoggerConnector):
         counted, loop._batches_that_stepped = loop._batches_that_stepped, loop.global_step
         super().log_metrics(metrics, step)
         loop._batches_that_stepped = counted
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return the argument of every rank, in rank order. Every rank calls this."""
-    ranks = [value] * dist.get_world_size()
-    dist.all_gather_object(ranks, value)
-    return ranks
 
 
 class StepFitLoop(_FitLoop):

@@ -20,13 +20,12 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.step.batch import StepBatch
+from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
 from lockstep.step.passes import Outputs, StepPasses, overrides_method
-from lockstep.step.protocols import data_of
 
 
 class StepTrainer(pl.Trainer):
@@ -40,8 +39,7 @@ class StepTrainer(pl.Trainer):
     """
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
-        strategy: Any = gradients.strategy  # it is also a Lightning strategy
-        super().__init__(strategy=strategy, use_distributed_sampler=False, **options)
+        super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
         self.gradients = gradients
         gradients.strategy.hooks = hooks
         self._signal_connector = NoSignals(self)

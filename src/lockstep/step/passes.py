@@ -1,6 +1,6 @@
 """The forward and backward passes of one optimizer step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -11,21 +11,14 @@ from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import UserError
-from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, gather_exponents
 from lockstep.step.hooks import StepHook
 from lockstep.step.memory import out_of_memory_advice
-from lockstep.step.protocols import Action, StepData, StepStrategy, data_of
+from lockstep.step.strategy import Action, PieceStrategy
 
 Outputs = dict[str, Tensor]
-
-
-def one_by_one(count: int) -> Iterator[tuple[Action, int]]:
-    """Yield the order of passes on one device: the backward pass of each micro-batch follows its forward pass."""
-    for index in range(count):
-        yield Action.FORWARD, index
-        yield Action.BACKWARD, index
 
 
 class StepPasses:
@@ -154,7 +147,7 @@ class Step:
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.passes, self.trainer, self.batch = passes, trainer, batch
-        self.strategy: StepStrategy = passes.gradients.strategy
+        self.strategy: PieceStrategy = passes.gradients.strategy
         self._forward, self._backward = forward, backward
         self._under_way: dict[int, tuple[Any, Tensor]] = {}  # batches and losses between a forward and a backward pass
         self._outputs: list[Outputs] = []

@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.text import plural
 
 if TYPE_CHECKING:
-    from lockstep.strategies.base import PieceStrategy
+    from lockstep.step.strategy import PieceStrategy
 
 
 class Strategy:
@@ -21,6 +21,7 @@ class Strategy:
         shares: relative number of pieces of each device, in rank order; None: equal shares.
 
     Attributes:
+        name: the layout's `strategy` name, which `layout_name` may override.
         shares: the argument; empty: equal shares.
         compression: compression of the gradients that are sent.
         staged: whether each device has a part of the network, and every piece passes all parts.
@@ -29,6 +30,7 @@ class Strategy:
         ValueError: a share is not above 0.
     """
 
+    name: str
     compression: str = "none"
     staged = False
 
@@ -39,7 +41,7 @@ class Strategy:
 
     def layout_name(self, devices: int) -> str:
         """Return the layout's `strategy` name on `devices` devices over all nodes."""
-        raise NotImplementedError
+        return self.name
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
         """Yield settings that can't be combined: two settings as a user types them, and the reason.
@@ -82,6 +84,8 @@ class DDP(Strategy):
         compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd`.
     """
 
+    name = "ddp"
+
     def __init__(
         self,
         shares: tuple[float, ...] | None = None,
@@ -91,10 +95,6 @@ class DDP(Strategy):
         super().__init__(shares)
         self.sync_batchnorm = sync_batchnorm
         self.compression = compression
-
-    def layout_name(self, devices: int) -> str:
-        """Return `ddp`."""
-        return "ddp"
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
         """Yield settings that `sync_batchnorm` or `compression` can't be combined with, and the reasons."""
@@ -159,7 +159,7 @@ class Auto(DDP):
         """Return a `SingleDevice` strategy for one device, else that of `DDP`."""
         if layout.strategy == "ddp":
             return super().make(layout)
-        from lockstep.strategies.base import SingleDevice, torch_devices
+        from lockstep.step.strategy import SingleDevice, torch_devices
 
         return SingleDevice(device=torch_devices(layout)[0])
 
@@ -171,9 +171,7 @@ class DP(Strategy):
         shares: relative number of pieces of each device; None: equal shares.
     """
 
-    def layout_name(self, devices: int) -> str:
-        """Return `dp`."""
-        return "dp"
+    name = "dp"
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
         """Yield `compile=true`."""
@@ -182,7 +180,7 @@ class DP(Strategy):
 
     def make(self, layout: Layout) -> "PieceStrategy":
         """Return a `DataParallel` strategy."""
-        from lockstep.strategies.base import torch_devices
+        from lockstep.step.strategy import torch_devices
         from lockstep.strategies.dp import DataParallel
 
         return DataParallel(torch_devices(layout))

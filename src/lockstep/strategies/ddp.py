@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
-from lockstep.strategies.base import PieceStrategy
+from lockstep.step.strategy import PieceStrategy
 from lockstep.strategies.torch_quirks import FixedBucketsDDP
 from lockstep.text import join_names
 
@@ -92,7 +92,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._reducer_active = False
         pairs = zip(self._parameters, self._grads_at_start, strict=True)
         if missing := {id(p) for p, at_start in pairs if p.requires_grad and _state(p.grad) == at_start}:
-            names = join_names(name for name, p in self._module.named_parameters() if id(p) in missing)
+            names = join_names(name for name, p in self.lightning_module.named_parameters() if id(p) in missing)
             remedy = "use them in every training_step, or freeze them by requires_grad_(False)"
             raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece: {remedy}")
 
@@ -138,10 +138,6 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             why = "since other ranks may have fewer pieces"
             instead = "return the number beside the loss, and the run logs its mean over all samples"
             raise UserError(f"strategy=ddp: training_step can't {what}, {why}: {instead}")
-
-    @property
-    def _module(self) -> Any:
-        return self.lightning_module
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:

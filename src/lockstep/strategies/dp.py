@@ -21,8 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from lockstep.step.batch import MicroBatch
-from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, proxy, seed_device
+from lockstep.step.strategy import Action, PieceStrategy, proxy, seed_device
 
 
 class DataParallel(PieceStrategy, SingleDeviceStrategy):

@@ -70,7 +70,7 @@ class Pictures(Callback):
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        is_this_batch = seen_images is x and not trainer.datamodule.has_no_samples(_split(trainer))
+        is_this_batch = seen_images is x and trainer.datamodule.samples_here(_split(trainer)) > 0
         if is_this_batch and _classified(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)

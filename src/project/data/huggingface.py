@@ -27,12 +27,8 @@ class RowImages(LabelledFiles):
     rows: Any  # a datasets.Dataset whose column of images is not decoded
     image: str  # the name of this column
 
-    streams = True
     draws = False
     otherwise = ""
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
         return str(index)

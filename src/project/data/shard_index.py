@@ -43,7 +43,6 @@ class ShardImages(LabelledFiles):
     stamps: Sequence[Stamp]
     sha256: str
 
-    streams = True
     draws = False
     otherwise = ""
 
@@ -131,9 +130,7 @@ def open_index(
             about = json.loads((folder / "index.json").read_text("utf-8"))
             parts = {}
             for part, sha256 in about["fingerprints"].items():
-                names, labels, places = (
-                    column(folder / part / f"{each}.npy") for each in ("names", "labels", "places")
-                )
+                names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
                 of_part = (root, names, labels, image_size, channels, places, [*files, *packed], all_stamps, sha256)
                 parts[part] = ShardImages(*of_part)
             return Index(folder, parts, about["classes"])

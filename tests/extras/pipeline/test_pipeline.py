@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.extras.pipeline.cut import balanced, stage_starts
+from lockstep.extras.pipeline.strategy import balanced, stage_starts
 from lockstep.step.network_parts import parts_of
 
 # 69 samples to train on: in each epoch's last step, 5 for 8 pieces.

@@ -7,7 +7,7 @@ from lockstep.strategies import Strategy
 
 if TYPE_CHECKING:
     from lockstep.arithmetic.layout import Layout
-    from lockstep.strategies.base import PieceStrategy
+    from lockstep.step.strategy import PieceStrategy
 
 
 class Pipeline(Strategy):
@@ -17,14 +17,12 @@ class Pipeline(Strategy):
         split: the first part of the second and of each later stage, by number or name; None: cut by measured time.
     """
 
+    name = "pipeline"
     staged = True
 
     def __init__(self, split: tuple[int | str, ...] | None = None) -> None:
         super().__init__()
         self.split = split
-
-    def layout_name(self, devices: int) -> str:
-        return "pipeline"
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
         if config.layout.num_devices == 1:

@@ -8,7 +8,7 @@ from lockstep.launch.environment import external_workers
 from lockstep.text import plural
 
 if TYPE_CHECKING:
-    from lockstep.arithmetic.assignment import Assignment
+    from lockstep.arithmetic.layout import Assignment
     from lockstep.config.check import Config
     from lockstep.step.hooks import StepHook
 

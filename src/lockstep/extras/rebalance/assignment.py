@@ -5,8 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import RawArray
 
-from lockstep.arithmetic.assignment import Assignment
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Assignment, Layout
 
 NEVER = (1 << 63) - 1  # a step that no run reaches
 

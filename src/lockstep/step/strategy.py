@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache
 from typing import Any, TypeVar
 
@@ -12,10 +13,15 @@ from torch import Tensor, nn
 from lockstep.arithmetic.layout import Layout
 from lockstep.step.batch import MicroBatch
 from lockstep.step.hooks import StepHook
-from lockstep.step.passes import one_by_one
-from lockstep.step.protocols import Action
 
 T = TypeVar("T")
+
+
+class Action(Enum):
+    """A pass of a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -33,11 +39,13 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 class PieceStrategy(Strategy):
-    """A Lightning strategy that runs a step's pieces; see `lockstep.step.protocols.StepStrategy`.
+    """A Lightning strategy that runs the micro-batches of a step and gives the order of their passes.
 
     Attributes:
         staged: whether each process has another part of the network and sees all samples.
-        repeats_training_step: whether `training_step` runs once more before the backward pass; see `StepStrategy`.
+        repeats_training_step: whether `training_step` runs once more before the backward pass, without gradients. In a
+            process with an earlier stage of the network, the first call ends with the stage's output, and the second
+            one gets the network's output and returns the loss.
         hooks: the hooks of the trainer's steps.
         substitute: the object that computes in the module's place; see `computing_with`.
     """
@@ -47,9 +55,19 @@ class PieceStrategy(Strategy):
     hooks: Sequence[StepHook] = ()
     substitute: Any = None
 
+    @property
+    def lightning_module(self) -> Any:
+        """The module that is trained."""
+        return super().lightning_module
+
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch."""
-        return one_by_one(len(micro_batches))
+        """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch.
+
+        Here the backward pass of each micro-batch follows its forward pass.
+        """
+        for index in range(len(micro_batches)):
+            yield Action.FORWARD, index
+            yield Action.BACKWARD, index
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
