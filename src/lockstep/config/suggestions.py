@@ -69,10 +69,8 @@ def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str
     group, _, last = key.rpartition(".")
     siblings: Any = config  # the config that should have the key
     for part in group.split(".") if group else ():
-        siblings = siblings.get(part, {}) if isinstance(siblings, Mapping) else siblings
+        siblings = siblings.get(part) if isinstance(siblings, Mapping) else siblings
     refused = f"{key}: there is no such key"
-    if siblings is None:
-        return f"{refused}: {group} is null here"
     if hint := _suggestion(key, config):
         return f"{refused}; {hint}"
     if not siblings and not known:

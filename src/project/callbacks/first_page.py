@@ -36,18 +36,18 @@ OTHERS = {
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's TensorBoardLogger, with two curves of all runs on the first page: val/loss and `monitor`.
+    """Lightning's TensorBoardLogger, with two curves of all runs on the first page: val/loss and another.
 
     It leaves out curves without information: the epoch, which is a straight line, and counts, which accuracies show.
 
     Args:
-        monitor: the metric by which the best checkpoint is chosen.
+        first_page: the other one, the metric by which the best checkpoint is chosen.
         options: as for TensorBoardLogger.
     """
 
-    def __init__(self, *, monitor: str, **options: Any) -> None:
+    def __init__(self, *, first_page: str, **options: Any) -> None:
         super().__init__(**options)
-        self._first = {tag: FIRST + tag.replace("/", "_") for tag in ("val/loss", monitor)}
+        self._first = {tag: FIRST + tag.replace("/", "_") for tag in ("val/loss", first_page)}
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         shown = {tag: value for tag, value in metrics.items() if tag != "epoch" and not tag.endswith(COUNTS)}
