@@ -61,6 +61,30 @@ def test_a_sweep_that_runs_is_not_resumed(run_train: Program, tmp_path: Path) ->
     assert run_train.finish(first).returncode == 143
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failed_worker_of_an_engine_keeps_the_lock_until_its_end(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still have files of the folder open. Without an engine, the parent runs the next job of a sweep."""
+    monkeypatch.setattr(lock, "external_workers", lambda: workers)
+    monkeypatch.setattr(lock, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.1)
+
+    def fail() -> None:
+        with lock_folder(tmp_path / "run"):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    if (pid := os.fork()) == 0:
+        try:
+            with lock_folder(tmp_path / "run"):
+                os._exit(0)
+        except FolderBusy:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (3 if workers else 0)
+
+
 def hold(folder: Path, forks: Any, told: Any) -> None:
     """A parent with the lock, and a worker that closes what it has inherited and outlives it."""
     with lock_folder(folder):

@@ -97,7 +97,7 @@ def groups_of(events: Sequence[dict[str, Any]]) -> list[Group]:
             of_worker[pid].reached("begins", moment)
         elif what == "step":
             of_worker[pid].steps.setdefault(event["step"], moment)
-        else:
+        elif pid in of_worker:  # otherwise the worker ended before it had started
             of_worker[pid].ends.append(moment)
     return sorted((group for group in groups.values() if group.steps), key=lambda group: group.first)
 

@@ -69,6 +69,10 @@ def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
         take()
     try:
         yield
+    except BaseException:
+        if external_workers():  # this process ends soon, but still has files of the folder open: it keeps the lock
+            descriptors.clear()
+        raise
     finally:
         for descriptor in descriptors:
             _locked.discard(os.path.realpath(folder))
