@@ -63,8 +63,8 @@ def charts(metric: str) -> dict[str, list[str]]:
     """
     name = "accuracy" if metric == "acc" else metric
     splits = {"training": "train", "validation": "val"}
-    own = {f"{split} {name}": [f"^{tag}/{re.escape(metric)}{FORKED}$"] for split, tag in splits.items()}
-    return LOSSES | own | OTHERS
+    of_metric = {f"{split} {name}": [f"^{tag}/{re.escape(metric)}{FORKED}$"] for split, tag in splits.items()}
+    return LOSSES | of_metric | OTHERS
 
 
 def figure(height: float, title: str) -> Any:
