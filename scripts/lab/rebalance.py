@@ -52,10 +52,8 @@ PERIOD = 20_000  # microseconds in which a control group may use its quota
 ANSWER = 20  # steps after a change within which pieces must have moved
 PIECES = {2: 40, 3: 36, 4: 52}  # by workers; both the even and the ideal shares are whole numbers
 SAMPLES = 32  # samples of a piece
-CONTROL, SETTLED = (
-    12,
-    2,
-)  # steps of the control's phases, each four times as long when throttled; the first do not count
+CONTROL = 12  # steps of the control's phases; a throttled one takes four times as long
+SETTLED = 2  # steps of these phases that do not count
 # Few weights, because a throttled rank's optimizer step takes four times as long, and cannot move.
 TASK = (
     *("model=resnet9", "model.width=[8,8,8,8]", "data=synthetic", "data.val_fraction=0", "optimizer=sgd", "exact=true"),

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import Run, summary_of, wait_for
@@ -18,23 +20,29 @@ def restarted(cluster: Cluster, job: str) -> bool:
     return cluster.state(job).get("Restarts") == "1"
 
 
+def start_sweep(
+    cluster: Cluster, site: Site, *options: str, count: int
+) -> tuple["subprocess.Popen[str]", list[Path], list[Path]]:
+    """Starts a sweep of slow jobs; waits until each has saved. Returns the command, the jobs' folders and logs."""
+    site.placed = lambda command: cluster.command(*command)
+    command = ["python", "src/train.py", "-m", *JOB, SLOW, "hydra/launcher=submitit_slurm", *options, "name=sweep"]
+    sweep = site.start(*command, env=cluster.variables)
+    wait_for(lambda: len(list(site.outputs.rglob("last.ckpt"))) == count, sweep, SECONDS)
+    folders = sorted(file.parents[1] for file in site.outputs.rglob("last.ckpt"))
+    logs = sorted(folders[0].parent.glob(".submitit/*/*_0_log.err"))
+    cluster.jobs.update((log.parent.name, log) for log in logs)
+    return sweep, folders, logs
+
+
 @pytest.mark.parametrize(("tasks", "seeds"), [(1, "0,0"), (2, "0")])
 def test_jobs_are_preempted_and_continue(cluster: Cluster, site: Site, one_device: Run, tasks: int, seeds: str) -> None:
     """Two jobs, which are the same, on a node each, and one job of two tasks. The first gets SIGUSR2, as submitit has
     SLURM send it before the job's time is up; the second makes room for a job of a higher partition, which is SIGCONT,
     SIGTERM and a while later SIGKILL. One task starts two workers; two tasks are two workers."""
-    site.placed = lambda command: cluster.command(*command)
     layout = ["strategy=ddp", *(["devices=2"] if tasks == 1 else [])]
-    launcher = ["hydra/launcher=submitit_slurm", f"hydra.launcher.cpus_per_task={2 // tasks}"]
-    overrides = [*JOB, SLOW, *layout, *launcher, f"hydra.launcher.tasks_per_node={tasks}"]
-    command = ["python", "src/train.py", "-m", *overrides, f"seed={seeds}", "name=sweep"]
-    sweep = site.start(*command, env=cluster.variables)
-    count = len(seeds.split(","))
-    wait_for(lambda: len(list(site.outputs.rglob("last.ckpt"))) == count, sweep, SECONDS)
-    folders = sorted(file.parents[1] for file in site.outputs.rglob("last.ckpt"))
-    logs = sorted(folders[0].parent.glob(".submitit/*/*_0_log.err"))
+    options = [*layout, f"hydra.launcher.cpus_per_task={2 // tasks}", f"hydra.launcher.tasks_per_node={tasks}"]
+    sweep, folders, logs = start_sweep(cluster, site, *options, f"seed={seeds}", count=len(seeds.split(",")))
     jobs = [log.parent.name for log in logs]
-    cluster.jobs.update(zip(jobs, logs, strict=True))
 
     cluster.ask("scancel", "--signal=USR2", jobs[0])
     for job in jobs[1:]:
@@ -61,15 +69,9 @@ def test_jobs_are_preempted_and_continue(cluster: Cluster, site: Site, one_devic
 def test_a_sweep_that_lost_a_job_is_resumed(cluster: Cluster, site: Site, one_device: Run) -> None:
     """One of two jobs is cancelled, and the command is interrupted. The other job goes on without the command, and
     `sweep.resume=` queues what is missing: the cancelled job continues, the completed one is not run again."""
-    site.placed = lambda command: cluster.command(*command)
-    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=2"]
-    command = ["python", "src/train.py", "-m", *JOB, SLOW, "strategy=ddp", "devices=2", *launcher, "name=cut"]
-    sweep = site.start(*command, "seed=0,0", env=cluster.variables)
-    wait_for(lambda: len(list(site.outputs.rglob("last.ckpt"))) == 2, sweep, SECONDS)
-    folders = sorted(file.parents[1] for file in site.outputs.rglob("last.ckpt"))
-    logs = sorted(folders[0].parent.glob(".submitit/*/*_0_log.err"))
+    options = ["strategy=ddp", "devices=2", "hydra.launcher.cpus_per_task=2", "seed=0,0"]
+    sweep, folders, logs = start_sweep(cluster, site, *options, count=2)
     jobs = [log.parent.name for log in logs]
-    cluster.jobs.update(zip(jobs, logs, strict=True))
 
     cluster.ask("scancel", jobs[1])
     cluster.wait(jobs[1], "CANCELLED")
