@@ -201,9 +201,7 @@ def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None
     curves = scalars(tmp_path / "tensorboard")
     assert curves["train/loss"][:3] == [(1, 2.0), (3, 5.0), (6, 10.0)]  # rank one's loss is three times rank zero's
     assert curves["train/acc"][:3] == [(1, 0.25), (3, 0.25), (6, 0.25)]
-    waits, took = ([value for _, value in curves[f"workers/{name}"]] for name in ("data_wait", "step_seconds"))
-    assert min(waits) > 0.02  # rank one's loader; rank zero has none to wait for
-    assert all(wait < step for wait, step in zip(waits, took, strict=True))
+    assert min(value for _, value in curves["workers/data_wait"]) > 0.02  # rank one's loader; rank zero need not wait
     assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
     assert (tmp_path / "log").read_text().count("INFO:lockstep:epoch") == 3
     assert step_of(tmp_path / "checkpoints" / "last.ckpt") == 3 * STEPS
