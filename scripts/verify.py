@@ -31,7 +31,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.checkpoint.start import differences
-from lockstep.config.value_checks import Whole, as_text, checker, show
+from lockstep.config.value_checks import PositiveInt, as_text, checker, show
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import (
     LEDGER_FILE,
@@ -51,7 +51,7 @@ Line = dict[str, Any]
 HASHES = {"weights_sha256": "weights", "optimizer_sha256": "optimizer"}
 MOST_STEPS = 10_000_000  # between two lines; more would take minutes to hash
 
-check_steps = checker(Whole | Annotated[list[Whole], Field(min_length=1)])
+check_steps = checker(PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)])
 check_seed = checker(Annotated[int, Field(strict=True, ge=0)])
 
 

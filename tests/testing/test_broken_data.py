@@ -52,7 +52,7 @@ FAULTS = [
     (LABELS_TEST, splits(broken_code.FloatLabels()), r"is torch.float32 \[16\]: .*set test_labels_are_in_range = None"),
     (ORDER, splits(broken_code.OtherLabels(), balanced=True), "of a step differ when .*must always return the same"),
     (KEYED, splits(broken_code.Unseeded()), r"another one when it is fetched again: .*numpy.random.default_rng\(\)"),
-    (KEYED, splits(broken_code.DrawsNothing()), "another one when it is fetched again: .*leave out draws = False"),
+    (KEYED, splits(broken_code.DrawsNothing()), "another one when it is fetched again: .*uses_random_numbers = False"),
     (KEYED, splits(broken_code.Counted()), "another one when it is fetched again: .*keep no state between calls"),
     (KEYED, splits(broken_code.DrawnTogether()), "in another batch: .*let __getitems__ return a list of samples"),
     (PLAIN, splits(Items(), broken_code.Augmented()), "of val is random: give the Source val= .*or val_candidates="),

@@ -60,7 +60,7 @@ class Config(RunKeys):
         return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
 
     @property
-    def peak_lr(self) -> float:
+    def scaled_lr(self) -> float:
         """The peak learning rate after `lr_scaling`. It depends on the batch size, never on the number of devices."""
         ratio = self.layout.batch_size / self.reference_batch_size
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]

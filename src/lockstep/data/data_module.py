@@ -203,7 +203,7 @@ class DataModule(pl.LightningDataModule):
             `x` [n, C, H, W], augmented and normalised, in the module's floating dtype, and the rest of what the data
             set returns (`y`, int64 [n]).
         """
-        return self._prepared(micro_batch.batch, micro_batch.draws)
+        return self._prepared(micro_batch.batch, micro_batch.augmentation_numbers)
 
     @property
     def mixes(self) -> bool:
@@ -216,15 +216,15 @@ class DataModule(pl.LightningDataModule):
         x, y = self.splits.mix(x, y)
         return (x, y.to(x.dtype), *rest)
 
-    def _prepared(self, batch: Any, draws: Tensor | None = None) -> Any:
-        """Return a batch with its images augmented, if there are `draws`, and normalised."""
+    def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
+        """Return a batch with its images augmented, if there are `augmentation_numbers`, and normalised."""
         if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
             return batch  # a dict, for example: the module prepares it
         x, *rest = batch
-        if draws is not None:
-            x = self.splits.augment(x, draws)
+        if augmentation_numbers is not None:
+            x = self.splits.augment(x, augmentation_numbers)
             if self.splits.spec.task == "segmentation":
-                rest[0] = self.splits.augment(rest[0][:, None], draws, UNLABELLED)[:, 0]
+                rest[0] = self.splits.augment(rest[0][:, None], augmentation_numbers, UNLABELLED)[:, 0]
         dtype = torch.get_default_dtype() if self._like is None else self._like.dtype
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)

@@ -200,7 +200,7 @@ class Step:
 
         The sample ids, and what `training_step` returned, stay.
         """
-        micro_batches = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
+        micro_batches = [replace(each, batch=None, augmentation_numbers=None) for each in self.batch.micro_batches]
         step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=micro_batches))
         step._outputs = self._outputs
         return step

@@ -117,8 +117,8 @@ class DataTests:
         if wrong := unequal(ids, first, again):
             fail(
                 f"sample {wrong[0]} of train is another one when it is fetched again: {SEEDED}, and not from a "
-                "generator that you make (random.Random(), numpy.random.default_rng()); leave out draws = False, and "
-                "keep no state between calls"
+                "generator that you make (random.Random(), numpy.random.default_rng()); leave out uses_random_numbers "
+                "= False, and keep no state between calls"
             )
         turned = parts(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
         alone = [part for each in ids for part in parts(fetch(splits.train, np.array([each]), seed=0, epoch=1))]

@@ -27,7 +27,7 @@ class RowImages(LabelledFiles):
     rows: Any  # a datasets.Dataset whose column of images is not decoded
     image: str  # the name of this column
 
-    draws = False
+    uses_random_numbers = False
     otherwise = ""
 
     def name(self, index: int) -> str:
@@ -101,7 +101,7 @@ def huggingface(
     ids = split_ids(parts["train"], val_fraction, test_fraction, split_seed)
     of_ids = subsets(parts["train"], ids)
     about = f"huggingface: {path}; {split_text(val_fraction)}"
-    return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, divided=True)
+    return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, split_by_opener=True)
 
 
 def load(path: str, subset: str | None) -> dict[str, Any]:

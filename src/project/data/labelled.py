@@ -43,8 +43,8 @@ class LabelledFiles:
     image_size: int  # pixels
     channels: int  # 1 or 3
 
-    streams = True
-    draws = False
+    wants_workers = True
+    uses_random_numbers = False
     otherwise = f", or {SKIP}"  # the end of a message on an image that can't be decoded
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ class ShardImages(LabelledFiles):
     stamps: Sequence[Stamp]
     sha256: str
 
-    draws = False
+    uses_random_numbers = False
     otherwise = ""
 
     def name(self, index: int) -> str:
