@@ -26,15 +26,15 @@ class Loader(DataLoader[Any]):
     """torch's DataLoader, but with a plain loop if there are no loader processes, which saves 0.1 ms per batch.
 
     Attributes:
-        checking: a function that returns whether Lightning's sanity check runs. The check needs only the first batch
-            and gets it from a separate loader, so that this loader's processes and random state do not change.
+        in_sanity_check: a function that returns whether Lightning's sanity check runs. The check needs only the first
+            batch and gets it from a separate loader, so that this loader's processes and random state do not change.
     """
 
-    checking: Callable[[], bool] | None = None
+    in_sanity_check: Callable[[], bool] | None = None
 
     def __iter__(self) -> Any:
         sampler: Any = self.batch_sampler
-        if self.checking is not None and self.checking():
+        if self.in_sanity_check is not None and self.in_sanity_check():
             loader_of_first_batch = Loader(
                 self.dataset,
                 batch_sampler=list(islice(sampler, 1)),

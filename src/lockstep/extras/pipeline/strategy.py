@@ -78,7 +78,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
             self._cut(model)
-            self.repeats_training_step = self.global_rank > 0
+            self.has_last_stage = self.is_global_zero
             self._first = self.global_rank == self.world_size - 1
             self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
