@@ -15,7 +15,7 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import link_file
-from lockstep.step.lightning_quirks import validates
+from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
@@ -100,7 +100,7 @@ class Checkpoint(LightningCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._due = self._every is not None and trainer.global_step % self._every == 0
-        if self._due and not validates(trainer):
+        if self._due and not validation_or_epoch_end_follows(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
