@@ -182,7 +182,8 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
 
     The files of each class are sorted by a hash of their names and `seed`; without classes, all files are. The first
     ones are for the test, so that `val_fraction` does not change it, and the next ones for validation. A class with
-    three files or more has at least one in each part. A file that is added later hardly moves any other.
+    three files or more has at least one in each part whose fraction is not 0. A file that is added later hardly moves
+    any other.
 
     Raises:
         ValueError: A fraction is out of range.
@@ -196,10 +197,11 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
     classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
     for label in np.unique(classes):
         members = by_hash[classes[by_hash] == label]
+        minimum = 1 if len(members) >= 3 else 0
         start = 0
-        for part, fraction in ((2, test_fraction), (1, val_fraction)):
-            least = fraction > 0 and len(members) >= 3
-            stop = min(start + max(round(fraction * len(members)), int(least)), len(members) - 1)
+        for part, fraction, later_parts in ((2, test_fraction, 1 + minimum), (1, val_fraction, 1)):
+            size = max(round(fraction * len(members)), minimum if fraction > 0 else 0)
+            stop = min(start + size, len(members) - later_parts)  # a file remains for each later part
             part_of[members[start:stop]] = part
             start = stop
     return [np.flatnonzero(part_of == part) for part in range(3)]
