@@ -367,7 +367,7 @@ def gather_exponents(
         On rank zero, the exponents of all groups, each from the process that sums the group.
     """
     mine = exact_sum.local_groups if exact_sum is not None else []
-    gathered = strategy.gather_parts({group: exponents[group] for group in mine})
+    gathered = strategy.gather_dicts({group: exponents[group] for group in mine})
     return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
 
 
