@@ -21,7 +21,7 @@ from lockstep.testing.runs import check_overrides
 from lockstep.testing.server import server
 
 SAMPLES = 16  # evenly spaced samples of each split that are compared
-HANGING = 60.0  # seconds until a process that fetches them counts as hanging
+HANGING = 60.0  # seconds until a process that fetches samples counts as hanging
 EPOCHS = 2  # epochs whose first steps are compared
 SEEDED = "draw from the global generators of torch, Python or numpy, which are seeded for each sample"
 
@@ -89,13 +89,13 @@ class DataTests:
         self, splits: Splits, request: pytest.FixtureRequest
     ) -> None:
         """Check that another process that opens the data set gets the same samples, labels and classes."""
-        before, helper_process = digests(splits), server(request.session)
+        expected, helper_process = digests(splits), server(request.session)
         try:
-            after = helper_process.call("lockstep.testing.data_tests.reopened", overrides=list(self.overrides))
+            results = helper_process.call("lockstep.testing.data_tests.reopened", overrides=list(self.overrides))
         except UserError as error:
             fail(f"another process could not open the data set: {error}")
-        for what, value in before.items():
-            if after[what] != value:
+        for what, value in expected.items():
+            if results[what] != value:
                 fail(
                     f"opened again, {what} differ: a data set must be the same in every process and every run: sort "
                     "what comes from a set or from listing a folder, and seed what is drawn "
@@ -113,8 +113,8 @@ class DataTests:
     def test_a_sample_follows_from_seed_epoch_and_number(self, splits: Splits) -> None:
         """Check that a training sample with its transforms is the same alone, in a batch, and fetched again."""
         ids = chosen(splits.train)
-        first, again = (samples_as_bytes(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
-        if wrong := unequal(ids, first, again):
+        first, second = (samples_as_bytes(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
+        if wrong := unequal(ids, first, second):
             fail(
                 f"sample {wrong[0]} of train is another one when it is fetched again: {SEEDED}, and not from a "
                 "generator that you make (random.Random(), numpy.random.default_rng()); leave out draws = False, and "
@@ -122,8 +122,8 @@ class DataTests:
             )
         reversed_batch = samples_as_bytes(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
         batches = (fetch(splits.train, np.array([each]), seed=0, epoch=1) for each in ids)
-        alone = [sample for batch in batches for sample in samples_as_bytes(batch)]
-        if wrong := unequal(ids, first, reversed_batch) or unequal(ids, first, alone):
+        single_samples = [sample for batch in batches for sample in samples_as_bytes(batch)]
+        if wrong := unequal(ids, first, reversed_batch) or unequal(ids, first, single_samples):
             fail(
                 f"sample {wrong[0]} of train is another one in another batch: other layouts have other batches: let "
                 "__getitems__ return a list of samples, each drawn by itself, or leave it out and define __getitem__"
@@ -177,9 +177,9 @@ def check_range(name: str, ids: Ids, labels: Any, splits: Splits) -> None:
     last = splits.spec.num_classes - 1
     outside = np.flatnonzero((labels < 0) | (labels > last))
     if len(outside):
-        at = outside[0]
+        index = outside[0]
         fail(
-            f"sample {ids[at]} of {name} has the label {labels[at]}, and the Spec has {last + 1} classes: "
+            f"sample {ids[index]} of {name} has the label {labels[index]}, and the Spec has {last + 1} classes: "
             f"labels must be 0 to {last}, in the order of Spec(classes=...)"
         )
 

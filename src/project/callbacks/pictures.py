@@ -86,9 +86,9 @@ class Pictures(Callback):
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
         with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
-            last = split == "test" or (data.splits.test is None and is_last_step(trainer))
-            drawn = last or trainer.strategy.broadcast(time.monotonic() >= self._next)
-            if drawn and data.layout.replicas > 1:
+            is_last = split == "test" or (data.splits.test is None and is_last_step(trainer))
+            must_draw = is_last or trainer.strategy.broadcast(time.monotonic() >= self._next)
+            if must_draw and data.layout.replicas > 1:
                 self._mistakes.gather()
             if not trainer.is_global_zero or not confusion.any():
                 return
@@ -99,7 +99,7 @@ class Pictures(Callback):
                 accuracies = {f"val_class/{name}": hit / count for name, hit, count in rows if count}
                 for board in boards(trainer):
                     board.log_metrics(accuracies, step)
-            if drawn:
+            if must_draw:
                 right, count = int(hits.sum()), int(counts.sum())
                 title = f"{split}, step {step}: "
                 figures = {"mistakes": self._mistakes.draw(f"{title}the worst of {count - right:,} mistakes")}

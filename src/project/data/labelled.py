@@ -199,8 +199,8 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
     if type(test_fraction) not in (int, float) or not 0 <= test_fraction < 1 - val_fraction:
         raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and together with val_fraction below 1")
     names = map(files.name, range(len(files)))
-    keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
-    by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
+    keys = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
+    by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keys], dtype=np.uint64), kind="stable")
     part_of = np.zeros(len(files), dtype=np.int64)
     classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
     for label in np.unique(classes):

@@ -74,7 +74,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     # --- the cut ---
 
     def setup(self, trainer: pl.Trainer) -> None:
-        Strategy.setup(self, trainer)  # without DDP
+        Strategy.setup(self, trainer)  # that of DDPStrategy would wrap the module for DDP
 
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
@@ -131,24 +131,24 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         """
         modes = [(layer, layer.training) for layer in model.modules()]
         model.eval()
-        seconds, why = [math.inf] * len(parts), ""
+        seconds, reason = [math.inf] * len(parts), ""
         with torch.no_grad(), self.precision_plugin.forward_context():
             x = y = self._example(model)
             wanted = model.forward(x.clone())
             try:
                 for _ in range(TIMED_PASSES):
                     y = x.clone()
-                    for at, part in enumerate(parts):
+                    for index, part in enumerate(parts):
                         start = time.perf_counter()
                         y = part(y)
                         if x.is_cuda:
                             torch.cuda.synchronize()
-                        seconds[at] = min(seconds[at], time.perf_counter() - start)
+                        seconds[index] = min(seconds[index], time.perf_counter() - start)
             except Exception as error:
-                why = f" (part {at}: {str(error).splitlines()[0]})"
+                reason = f" (part {index}: {str(error).splitlines()[0]})"
         same = isinstance(wanted, Tensor) and wanted.shape == y.shape
-        if why or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
-            what = f"the parts of {type(model).__name__} in order don't give the result of its forward(){why}"
+        if reason or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
+            what = f"the parts of {type(model).__name__} in order don't give the result of its forward(){reason}"
             raise UserError(f"strategy=pipeline: {what}: stages() must return all parts, in order")
         for layer, training in modes:
             layer.training = training
@@ -162,6 +162,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         return self.call(name, *args[: len(signature(getattr(model, name)).parameters)])
 
     def _owner(self, thing: Any) -> int:
+        """Return the rank whose stage has a parameter, buffer or layer; 0 if no stage has it."""
         return self._rank_of.get(id(thing), 0)
 
     def holds(self, thing: Any) -> bool:
@@ -170,14 +171,14 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     # --- passes ---
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of 1F1B: a stage with r stages after it is r pieces ahead."""
+        """Yield the passes of 1F1B: a stage with r stages after it runs r forward passes ahead."""
         count = len(micro_batches)
-        ahead = min(self.global_rank, count)
+        pieces_ahead = min(self.global_rank, count)
         for index in range(count):
             yield Action.FORWARD, index
-            if index >= ahead:
-                yield Action.BACKWARD, index - ahead
-        for index in range(count - ahead, count):
+            if index >= pieces_ahead:
+                yield Action.BACKWARD, index - pieces_ahead
+        for index in range(count - pieces_ahead, count):
             yield Action.BACKWARD, index
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -232,15 +233,15 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     def send(self, tensor: Tensor, receiver: int) -> None:
         """Send a tensor, its memory layout and the states of the random generators to the rank `receiver`.
 
-        The memory layout affects the rounding of kernels. The next stage's layers draw on from these states.
+        The memory layout affects the rounding of kernels. The next stage's layers continue the random numbers.
         """
         if not tensor.is_floating_point():
             raise UserError(
                 f"strategy=pipeline: {tensor.dtype} from a stage has no gradient: use another strategy.split=[...]"
             )
-        # Of an expanded dimension (stride 0), one element is sent.
-        first = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-        stored = first if dense(first) else first.contiguous()
+        # of an expanded dimension (stride 0), one element is sent
+        unexpanded = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+        stored = unexpanded if dense(unexpanded) else unexpanded.contiguous()
         strides = [new if old else 0 for old, new in zip(tensor.stride(), stored.stride(), strict=True)]
         states = [generator.get_state().numpy() for generator in generators(self.root_device)]
         header = bytearray(pickle.dumps((tensor.dtype, tensor.shape, strides, states)).ljust(HEADER))
