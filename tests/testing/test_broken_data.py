@@ -97,7 +97,7 @@ def test_what_cant_be_opened_is_said() -> None:
 
 def test_samples_of_a_batch_are_told_apart() -> None:
     ids = np.arange(4)
-    one = data_tests.parts([ARRAYS.images[:4], ARRAYS.labels[:4]])
-    other = data_tests.parts([ARRAYS.images[:4], ARRAYS.labels[:4] + torch.tensor([0, 0, 1, 0])])
+    one = data_tests.samples_as_bytes([ARRAYS.images[:4], ARRAYS.labels[:4]])
+    other = data_tests.samples_as_bytes([ARRAYS.images[:4], ARRAYS.labels[:4] + torch.tensor([0, 0, 1, 0])])
     assert data_tests.unequal(ids, one, one) == []
     assert data_tests.unequal(ids, one, other) == [2]

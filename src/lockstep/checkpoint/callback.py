@@ -43,7 +43,7 @@ class Checkpoint(LightningCheckpoint):
         saved: the step after which `last.ckpt` was last written; -1: never.
     """
 
-    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
+    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(
         self,

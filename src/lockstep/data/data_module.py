@@ -135,7 +135,7 @@ class DataModule(pl.LightningDataModule):
         """Return the loader of this process's part of the test set, in its order; the part may be empty."""
         return self._evaluation("test", min_batches=0)
 
-    def samples_here(self, split: str) -> int:
+    def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates.
 
         If there is none, its loader yields one sample, so that this process joins every collective. Drop its result.

@@ -32,12 +32,12 @@ class ParameterGroups(Protocol):
     """The class that `optimizer.param_groups` names. It is built, with `lr_scale`, if the config gives `lr_scale`."""
 
     def divide(
-        self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
+        self, groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, Any]]:
         """Return an optimizer's new groups, made from its groups and the module's `named_parameters()`."""
 
-    def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the options of a schedule that differ between these groups, each as a list."""
+    def scaled_options(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return those of a schedule's `options` that differ between these groups, each as a list."""
 
 
 class Factory:
@@ -81,7 +81,7 @@ class Factory:
             return made
         if self.groups:
             optimizer = kwargs.get("optimizer", *args[:1])
-            kwargs = self.groups.schedule(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
+            kwargs = self.groups.scaled_options(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
         return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.lightning_keys}
 
 

@@ -114,7 +114,7 @@ class StepData(Protocol):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to a device."""
 
-    def samples_here(self, split: str) -> int:
+    def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates."""
 
 

@@ -376,7 +376,7 @@ def gather_exponents(
         On rank zero, the exponents of all groups, each from the process that sums the group.
     """
     local_groups = exact_sum.local_groups if exact_sum is not None else []
-    gathered = strategy.gather_parts({group: exponents[group] for group in local_groups})
+    gathered = strategy.gather_dicts({group: exponents[group] for group in local_groups})
     return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
 
 

@@ -49,7 +49,7 @@ class StepLogs(_LoggerConnector):
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
-        samples = data_of(trainer).samples_here("test" if trainer.testing else "val") if several else 1
+        samples = data_of(trainer).num_local_samples("test" if trainer.testing else "val") if several else 1
         results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)
         return super().update_eval_epoch_metrics()
 

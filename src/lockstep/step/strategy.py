@@ -98,8 +98,8 @@ class PieceStrategy(Strategy):
         """Check whether this process has a parameter or layer and computes with it."""
         return True
 
-    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
-        """Gather the values of processes with different parts of the network on rank zero. Every process calls this."""
+    def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
+        """Merge the dicts of processes that have different stages, on rank zero. Every process calls this."""
         return local_values
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:

@@ -33,13 +33,13 @@ class RowImages(LabelledFiles):
     def name(self, index: int) -> str:
         return str(index)
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.names[0]}: image of row {index}"
 
     def encoded(self, index: int) -> Path | io.BytesIO:
         value = self.rows[int(index)][self.image] or {}
         if value.get("bytes") is None and not value.get("path"):
-            raise UserError(f"{self.where(index)} is missing: each row must have one")
+            raise UserError(f"{self.location(index)} is missing: each row must have one")
         return Path(value["path"]) if value.get("bytes") is None else io.BytesIO(value["bytes"])
 
     def fingerprint(self) -> str:
