@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +27,14 @@ def short_path(path: str | Path) -> str:
 def shell_override(key: str, path: str | Path) -> str:
     """Return the command-line override `key=path`, quoted for a shell in the current directory."""
     return shlex.quote(f"{key}={short_path(path)}")
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name: `SIGKILL`; `signal 40` for a real-time signal, which has no name in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def duration(seconds: float) -> str:

@@ -59,9 +59,9 @@ def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
         launch(refused_in_a_loader, layout=ALONE)
 
 
-def killed(seconds: float) -> str:
+def killed(seconds: float, number: int = signal.SIGKILL) -> str:
     """Is killed `seconds` after its result is there."""
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
     if not seconds:
         time.sleep(60)
     return "done"
@@ -70,6 +70,8 @@ def killed(seconds: float) -> str:
 def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL \(out of memory\?\)$"):
         launch(killed, 0, layout=ALONE)
+    with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by signal 40$"):  # a real-time signal
+        launch(killed, 0, 40, layout=ALONE)
     for milliseconds in range(100, 150, 10):
         assert launch(killed, milliseconds / 1000, layout=ALONE) == "done"
 

@@ -54,6 +54,7 @@ from lockstep.launch.signals import (
     signal_children,
     unblock_signals,
 )
+from lockstep.text import signal_name
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
@@ -156,7 +157,7 @@ class _Worker:
         if alive or self.answered:
             return
         code = self.process.exitcode
-        text = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
+        text = f"was killed by {signal_name(-code)}" if code < 0 else f"failed: exit code {code}"
         text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
         self.answered, self.error = True, WorkerFailed(text, signum=max(0, -code))
 

@@ -24,6 +24,7 @@ from lockstep.launch.environment import PARENT, environment, external_workers
 from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.run import cli, supervisor
 from lockstep.run.summary import summary_of
+from lockstep.text import signal_name
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # `cli.run_command` sets this variable
 
@@ -134,7 +135,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
             if line.startswith(("error: ", "interrupted by ")):
                 ending = line.rstrip()
     if process.returncode < 0:
-        raise WorkerFailed(f"the run's process was killed by {signal.Signals(-process.returncode).name}")
+        raise WorkerFailed(f"the run's process was killed by {signal_name(-process.returncode)}")
     _raise_for(process.returncode, ending)
     return {**summary_of(Path(folder)), "folder": folder}
 

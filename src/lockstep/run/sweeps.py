@@ -45,7 +45,7 @@ from lockstep.launch.signals import (
 from lockstep.run.cli import SweepFailed
 from lockstep.run.lock import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
-from lockstep.text import duration, plural, shell_override, short_path
+from lockstep.text import duration, plural, shell_override, short_path, signal_name
 
 
 @dataclass
@@ -315,7 +315,7 @@ def _result(job: Job, code: int) -> dict[str, Any]:
     if code == 0 and (summary := summary_of(job.folder)):
         return summary
     if code < 0:
-        write_conclusion(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
+        write_conclusion(job.folder, "failed", f"the job was killed by {signal_name(-code)}")
     return {"status": "failed", "error": f"exit code {code}, and no summary"} | summary_of(job.folder)
 
 
