@@ -77,14 +77,14 @@ def test_the_position_follows_from_the_steps_taken(order: DataOrder, step: int) 
 
 
 def test_seed_and_epoch_change_the_order_and_pieces_do_not() -> None:
-    order = DataOrder(1000, layout(10, 1), 0).ids_with_repeats(0)
-    assert np.array_equal(order, DataOrder(1000, layout(100, 5), 0).ids_with_repeats(0))
-    assert not np.array_equal(order, DataOrder(1000, layout(10, 1), 0).ids_with_repeats(1))
-    assert not np.array_equal(order, DataOrder(1000, layout(10, 1), 1).ids_with_repeats(0))
+    order = DataOrder(1000, layout(10, 1), 0).encoded_ids(0)
+    assert np.array_equal(order, DataOrder(1000, layout(100, 5), 0).encoded_ids(0))
+    assert not np.array_equal(order, DataOrder(1000, layout(10, 1), 0).encoded_ids(1))
+    assert not np.array_equal(order, DataOrder(1000, layout(10, 1), 1).encoded_ids(0))
 
 
 def test_the_order_is_the_same_in_every_release() -> None:
-    assert DataOrder(10, layout(2, 1), 0).ids_with_repeats(0).tolist() == GOLDEN
+    assert DataOrder(10, layout(2, 1), 0).encoded_ids(0).tolist() == GOLDEN
     assert int(hash64(1, 2, 3)) == GOLDEN_HASH
 
 

@@ -195,7 +195,7 @@ def test_a_balanced_epoch() -> None:
     for epoch in range(3):
         taken = np.concatenate([piece for step in range(order.steps_per_epoch) for piece in order.pieces(epoch, step)])
         assert len(taken) == len(set(taken.tolist())) == 100, "no sample is taken twice with the same number"
-        ids = order.ids_with_repeats(epoch) % 100
+        ids = order.encoded_ids(epoch) % 100
         assert np.array_equal(ids, taken % 100)
         steps = [order.step(epoch, step) for step in range(order.steps_per_epoch)]
         assert np.array_equal(ids, np.concatenate(steps)), "of samples, whose labels may be asked for"
@@ -204,9 +204,9 @@ def test_a_balanced_epoch() -> None:
         times = np.bincount(ids, minlength=100)
         for label, often in ((4, {0, 1}), (0, {1, 2}), (9, {6, 7})):
             assert set(times[labels == label].tolist()) <= often
-    first, second = (set((order.ids_with_repeats(epoch) % 100).tolist()) for epoch in (0, 1))
+    first, second = (set((order.encoded_ids(epoch) % 100).tolist()) for epoch in (0, 1))
     assert len(first ^ second) > 20, "of a large class, every epoch takes others"
-    halves = labels[order.ids_with_repeats(0) % 100].reshape(2, 50)
+    halves = labels[order.encoded_ids(0) % 100].reshape(2, 50)
     assert all(8 <= count <= 26 for half in halves for count in np.bincount(half)[[0, 4, 9]])
 
 
@@ -217,7 +217,7 @@ def test_overfitting_takes_the_batch_that_the_run_begins_with(balanced: bool, co
     on = layout(1, 24, 1)
     found = first_batch(replace(splits(dataset), balanced=balanced), on, 3)
     for epoch in range(2):
-        labels = labels_of(found.train)[found.order(on, 3).ids_with_repeats(epoch) % 24]
+        labels = labels_of(found.train)[found.order(on, 3).encoded_ids(epoch) % 24]
         assert np.bincount(labels).tolist() == counts
 
 
@@ -232,7 +232,7 @@ def test_a_repeated_sample_is_augmented_anew() -> None:
     images = found.prepare(micro_batch)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 8
     erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
-    images = fetch(erasing, micro_batch.ids, 3, micro_batch.epoch_keys)[0][torch.from_numpy(repeated)]
+    images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs_and_repeats)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 15
     control = fetch(erasing, micro_batch.ids, 3, 0)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in control}) == 1

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,7 +44,7 @@ def test_a_run_says_what_it_is_and_what_it_leaves(run_train: Program) -> None:
     metrics, step = run.summary["metrics"], run.summary["tested_step"]
     early = "ended early, after step 18 of 36: val/acc has not improved in the last 1 validations, its best is "
     assert f"{early}{metrics['val/acc']:.4f}" in said
-    chance = f"test/acc {metrics['test/acc']:.4f} is chance level (always the most common class has "
+    chance = f"test/acc {metrics['test/acc']:.4f} is chance level (always guessing the most common class gives "
     (line,) = [line for line in said if line.startswith(chance)]
     assert line.endswith("): the usual cause is the learning rate, lr 1e-30")
     assert said[-4:] == [
@@ -62,10 +63,12 @@ def log(tmp_path: Path) -> Iterator[Path]:
     """The file of a process that is set up as rank zero; all is put back afterwards."""
     root, ours = logging.root, logging.getLogger("lockstep")
     kept = root.handlers, root.level, ours.handlers, logging.raiseExceptions
+    thread_hook = threading.excepthook
     logs.configure_logging(tmp_path, 0)
     yield tmp_path / "train.log"
     root.handlers, ours.handlers, logging.raiseExceptions = kept[0], kept[2], kept[3]
     root.setLevel(kept[1])
+    threading.excepthook = thread_hook
     logging.captureWarnings(False)
 
 
@@ -78,6 +81,20 @@ def test_known_noise_is_left_out_of_a_log_and_everything_else_stays(log: Path) -
     (kept, own) = log.read_text().splitlines()
     assert "It is recommended" in kept
     assert own.endswith("lockstep: does not have many workers which may be a bottleneck")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no more room"), OSError("disk full"), SystemExit()])
+def test_an_error_of_a_thread_is_logged(error: BaseException, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An OSError is not printed, because TensorBoard's writer raises it again. SystemExit is no error."""
+
+    def fail() -> None:
+        raise error
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    assert (f"{type(error).__name__}: {error}" in log.read_text()) == (not isinstance(error, SystemExit))
+    assert ("RuntimeError: no more room" in capsys.readouterr().err) == isinstance(error, RuntimeError)
 
 
 def test_a_program_without_a_log_hides_the_same_warnings() -> None:
@@ -136,7 +153,7 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
 @pytest.mark.parametrize(
     ("metrics", "says"),
     [
-        ({"test/acc": 0.61}, "test/acc 0.6100 is chance level (always the most common class has 0.7000)"),
+        ({"test/acc": 0.61}, "test/acc 0.6100 is chance level (always guessing the most common class gives 0.7000)"),
         ({"val/acc": 0.1, "test/acc": 0.7}, "test/acc 0.7000"),
         ({"test/acc": 0.72}, None),
         ({"val/acc": 0.1}, None),  # there is no such set

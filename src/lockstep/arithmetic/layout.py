@@ -60,7 +60,10 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Processes that have a whole copy of the network each and share the pieces of a step."""
+        """Processes that have a whole network each and share the pieces of a step. Without ddp there is one.
+
+        With dp, one process has the network and copies its weights to the other devices.
+        """
         return self.num_devices if self.strategy == "ddp" else 1
 
     @property

@@ -79,12 +79,13 @@ class DataOrder:
         """Optimizer steps of an epoch. The last one may be short."""
         return -(-self.samples // self.layout.batch_size)
 
-    def ids_with_repeats(self, epoch: int) -> NDArray[np.int64]:
-        """Return what an epoch takes, in order: sample ids, int64 [samples].
+    def encoded_ids(self, epoch: int) -> NDArray[np.int64]:
+        """Return the samples of an epoch in order, int64 [samples].
 
-        With labels, an element is `id + samples * n` if the epoch has taken this sample `n` times before.
+        An element is `id + samples * n`, where `n` is how often the epoch has used the sample `id` before. Without
+        labels an epoch uses each sample once, so the elements are the ids.
         """
-        return _ids_with_repeats(self, epoch)
+        return _encoded_ids(self, epoch)
 
     def position(self, global_step: int) -> tuple[int, int]:
         """Return `(epoch, step of the epoch)` after `global_step` optimizer steps."""
@@ -93,21 +94,21 @@ class DataOrder:
     def step(self, epoch: int, index: int) -> NDArray[np.int64]:
         """Return the sample ids of step `index` of an epoch, in order."""
         size = self.layout.batch_size
-        return self.ids_with_repeats(epoch)[index * size : (index + 1) * size] % self.samples
+        return self.encoded_ids(epoch)[index * size : (index + 1) * size] % self.samples
 
     def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
-        """Return the part of `ids_with_repeats` of each piece of step `index`.
+        """Return the part of `encoded_ids` of each piece of step `index`.
 
         Some parts are empty if a short last step has fewer samples than pieces.
         """
         start = index * self.layout.batch_size
-        step_samples = self.ids_with_repeats(epoch)[start : start + self.layout.batch_size]
+        step_samples = self.encoded_ids(epoch)[start : start + self.layout.batch_size]
         at = cuts(len(step_samples), self.layout.pieces)
         return [step_samples[start:stop] for start, stop in pairwise(at)]
 
 
 @lru_cache(maxsize=2)
-def _ids_with_repeats(order: DataOrder, epoch: int) -> NDArray[np.int64]:
+def _encoded_ids(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
     if order.labels is None:
         return shuffled

@@ -43,7 +43,7 @@ def load_start(
         folder: the run's folder on this machine.
         resume: the checkpoint that the user has named; at least one machine has it in the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
-        ranks: the ranks that write in the folder, from `ranks_with_folder`.
+        ranks: the ranks that write in the folder, from `ranks_writing_in`.
 
     Raises:
         CheckpointError: the checkpoint can't be used.
@@ -82,7 +82,7 @@ def share_newest(start: Path, ranks: Sequence[int]) -> None:
 
     Args:
         start: the path of the checkpoint in this machine's folder of the run.
-        ranks: the ranks that write in the folder, from `ranks_with_folder`.
+        ranks: the ranks that write in the folder, from `ranks_writing_in`.
     """
     if len(ranks) == 1:
         return

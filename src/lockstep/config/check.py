@@ -47,10 +47,9 @@ class Config(RunKeys):
     overridden: tuple[str, ...]  # dotted keys that the user has set on the command line
 
     @property
-    def length(self) -> tuple[int | None, int | None]:
-        """The limits on epochs and on steps. Training ends at the first one; None: no limit."""
-        epochs = EPOCHS if self.max_epochs is None and self.max_steps is None else self.max_epochs
-        return epochs, self.max_steps
+    def epoch_limit(self) -> int | None:
+        """The number of epochs after which training ends, unless it reaches `max_steps` first; None: no limit."""
+        return EPOCHS if self.max_epochs is None and self.max_steps is None else self.max_epochs
 
     @property
     def worker_threads(self) -> int:

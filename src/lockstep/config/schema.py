@@ -26,8 +26,8 @@ from lockstep.config.value_checks import (
 )
 from lockstep.errors import UserError
 
-# Other keys are refused. `defer_build`: pydantic builds the checks when they are first used. `--help` uses none, so it
-# does not wait for them.
+# `forbid`: keys that a class does not list are refused. `defer_build`: pydantic builds the checks when they are first
+# used, so `--help`, which uses none, does not wait for them.
 STRICT = ConfigDict(extra="forbid", defer_build=True)
 
 
@@ -43,7 +43,7 @@ def device_count(value: Any) -> Any:
     return "auto" if value == -1 and not isinstance(value, bool) else value
 
 
-def no_file(value: Any) -> Any:
+def refuse_file_name(value: Any) -> Any:
     """Refuse `data.transforms=<name>`: a file of the group is chosen by `data/transforms=<name>`."""
     if isinstance(value, str):
         known = ", ".join(options("data/transforms"))
@@ -84,7 +84,7 @@ class Data(TypedDict, total=False):
     folds: Annotated[int, Field(strict=True, ge=2)] | None
     fold: NonNegativeInt | None
     augment: Augment | None
-    transforms: Annotated[Transforms | None, BeforeValidator(no_file)]
+    transforms: Annotated[Transforms | None, BeforeValidator(refuse_file_name)]
     mix: Literal["mixup", "cutmix"] | None
     mix_alpha: PositiveFloat | None
     sampling: Literal["balanced"] | None
@@ -115,7 +115,7 @@ class Optimizer(TypedDict, total=False):
 
     lr: PositiveFloat
     # Factors of `lr` for groups of parameters. (The key `lr_scaling` of a run is another thing: the rule by which `lr`
-    # follows from the batch size.) Checkpoints have the name.
+    # follows from the batch size.) Checkpoints contain the name, so it can't be changed.
     lr_scale: dict[str, PositiveFloat] | None
     param_groups: dict[str, Any] | None
 
@@ -139,10 +139,10 @@ class SpecRecord(TypedDict):
     classes: list[str] | tuple[str, ...]
     mean: list[float] | tuple[float, ...]
     std: list[float] | tuple[float, ...]
-    task: NotRequired[str]  # a checkpoint that lacks it is of a classification
+    task: NotRequired[str]  # a checkpoint that lacks it was trained for classification
 
 
-# Arguments of Lightning's Trainer that a user may set here. The others are refused: most follow from other keys.
+# Arguments of Lightning's Trainer that `debug.trainer` may have. It may have no others: most follow from other keys.
 TRAINER_OPTIONS: TypeAlias = Literal[
     "benchmark",
     "deterministic",
@@ -184,11 +184,11 @@ class Sweep:
     mode: Literal["max", "min"] = "max"
 
 
-# A dataclass of the standard library, which checks nothing: `Keys` checks the values, and `Config` (config/check.py),
-# which is also derived from this class, gets them from there.
+# Two classes are derived from this one: `Keys` checks the values, and `Config` (config/check.py) gets the checked ones.
+# It is a dataclass of the standard library, not of pydantic, so that `Config` does not check them again.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
-    """The keys that a run uses unchanged."""
+    """The keys that `Keys` and `Config` share, with the same values, except that `Config` has no precision `auto`."""
 
     name: Name
     outputs: Folder

@@ -39,7 +39,7 @@ class Augment:
 
         Args:
             seed: the run's seed.
-            epoch: one epoch for all samples, or a key for each, [n], see `MicroBatch.epoch_keys`.
+            epoch: one epoch for all samples, or a number for each, [n], see `MicroBatch.epochs_and_repeats`.
             ids: the samples' ids, [n].
 
         Returns:

@@ -156,8 +156,8 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     return replace(splits, **sets, spec=spec)
 
 
-def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's `data` group for an evaluation, without the settings that only training uses."""
+def without_training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `data` group without the settings that only training uses, for an evaluation."""
     options = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
     listed = (config.get("transforms") or {}).get("eval")
     return {**options, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else options

@@ -128,11 +128,11 @@ class Splits:
     @property
     def sizes(self) -> dict[str, int | None]:
         """The number of samples of train, val and test; None if there is no such split."""
-        parts = {"train": self.train, "val": self.val, "test": self.test}
-        return {name: None if part is None else len(part) for name, part in parts.items()}
+        datasets = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: None if dataset is None else len(dataset) for name, dataset in datasets.items()}
 
     def classes_of(self, dataset: Any) -> Ids | None:
-        """Return the class of each sample of one of the splits, int64 [n]; None if samples have not one class each."""
+        """Return the class of each sample of one of the splits, int64 [n]; None if a sample has no class or several."""
         try:
             labels = labels_of(dataset)
         except UserError:
@@ -144,7 +144,7 @@ class Splits:
         """Return the number of training samples of each class, by name, in the order of the labels.
 
         Returns:
-            The counts; None if the data set has no attribute with its labels, or a label is no number of a class.
+            The counts; None if the data set has no attribute with its labels, or a label is not the number of a class.
         """
         labels = self.classes_of(self.train)
         if labels is None:
@@ -154,7 +154,7 @@ class Splits:
 
 
 class ArrayDataset:
-    """A data set in memory. A batch is one gather, without a Python call per sample.
+    """A data set in memory. One `index_select` copies a batch, without a Python call per sample.
 
     Args:
         images: uint8 [N, C, H, W].
@@ -175,8 +175,8 @@ class ArrayDataset:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         self.images = torch.from_numpy(np.ascontiguousarray(images))
-        dtype_of_several = np.float32 if labels.dtype.kind == "f" else labels.dtype
-        self.labels = torch.from_numpy(labels.astype(np.int64 if labels.ndim == 1 else dtype_of_several))
+        dtype_of_multi_target = np.float32 if labels.dtype.kind == "f" else labels.dtype
+        self.labels = torch.from_numpy(labels.astype(np.int64 if labels.ndim == 1 else dtype_of_multi_target))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -242,10 +242,10 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
 
     Args:
         dataset: it has `__getitem__`, or `__getitems__`, which returns a list of samples or a whole batch. For a whole
-            batch, the generators are seeded once, by its first sample.
+            batch, the generators are seeded by its first sample only.
         ids: the samples' numbers, [n].
         seed: the run's seed. An evaluation gives neither seed nor epoch, so all evaluations get the same samples.
-        epoch: one epoch for all samples, or a key for each, [n], see `MicroBatch.epoch_keys`.
+        epoch: one epoch for all samples, or a number for each, [n], see `MicroBatch.epochs_and_repeats`.
 
     Returns:
         The samples, collated by the data set's `collate_fn` if it has one, else by torch's.
@@ -266,7 +266,9 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms draw from it
             torch.random.default_generator.manual_seed(key >> 1)
             samples = dataset.__getitems__(ids[index : index + 1]) if has_getitems else [dataset[int(ids[index])]]
-            if not isinstance(samples, list):  # a whole batch: the generators are seeded by its first sample
+            if not isinstance(samples, list):
+                # `__getitems__` returns whole batches, so this batch of one sample was a trial. Fetch all samples, with
+                # the generators as the trial has left them.
                 return dataset.__getitems__(ids)
             items += samples
     return _collated(dataset, items)

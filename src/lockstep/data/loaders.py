@@ -19,7 +19,9 @@ from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
-GATHER_BYTES = 1 << 20  # images of one gather from a data set in memory, in bytes; a gather has one step at least
+# From a data set in memory, the images of several steps are fetched together: as many steps as fit into so many bytes,
+# and at least one.
+FETCH_BYTES = 1 << 20
 
 
 class Loader(DataLoader[Any]):
@@ -75,8 +77,8 @@ class StepSampler(Sampler[Any]):
 class StepDataset:
     """A training set whose items are `StepBatch`es: one process's parts of optimizer steps.
 
-    From a data set in memory, one gather fetches the samples of several steps. A gather for each step would be slower:
-    a call takes longer than the copy, and starts with cold caches.
+    From a data set in memory, one call of `fetch` gets the samples of several steps. A call for each step would be
+    slower: the call takes longer than its copy, and starts with cold caches.
 
     Args:
         dataset: the training set, map-style.
@@ -94,21 +96,21 @@ class StepDataset:
         self.augment = augment
         self.assignment = assignment or Assignment(order.layout)
         self.rank = rank
-        self._gathered: dict[StepPosition, StepBatch] = {}
-        self._gathered_layout: Layout | None = None  # the layout of the gathered steps
+        self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
+        self._fetched_layout: Layout | None = None  # the layout of these steps
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, position: StepPosition) -> StepBatch:
-        # No gathers in loader processes: the steps are divided among them, so each would gather steps of the others.
+        # A loader process fetches one step at a time: the next steps belong to other loader processes.
         in_loader_process = get_worker_info() is not None
         if in_loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*position))
         layout = self.assignment.layout_at(self._step_since_start(*position))
-        if position not in self._gathered or layout is not self._gathered_layout:
-            self._gathered, self._gathered_layout = self._gather(*position), layout
-        return self._gathered.pop(position)
+        if position not in self._fetched_steps or layout is not self._fetched_layout:
+            self._fetched_steps, self._fetched_layout = self._fetch_steps(*position), layout
+        return self._fetched_steps.pop(position)
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
         """Fetch one piece of a step for a device that need not own it."""
@@ -120,18 +122,18 @@ class StepDataset:
         """Fetch the samples of a step's micro-batches, one micro-batch at a time."""
         seed = self.order.seed
         for micro_batch in step_batch.micro_batches:
-            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epoch_keys)
-            numbers = self.augment.random_numbers(seed, micro_batch.epoch_keys, micro_batch.ids)
+            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs_and_repeats)
+            numbers = self.augment.random_numbers(seed, micro_batch.epochs_and_repeats, micro_batch.ids)
             micro_batch.augmentation_numbers = numbers
         return step_batch
 
-    def _gather(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
-        """Fetch step `index` of an epoch and the next steps with one gather. Return them by their position."""
+    def _fetch_steps(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
+        """Fetch step `index` of an epoch and the next steps by one call of `fetch`. Return them by their position."""
         order, image = self.order, innermost_dataset(self.dataset).images[0]
         samples_per_step = -(-order.layout.batch_size // order.layout.replicas)  # of this process
-        steps_per_gather = max(1, GATHER_BYTES // (image.nbytes * samples_per_step))
-        last = min(index + steps_per_gather, order.steps_per_epoch)
-        step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
+        num_steps = max(1, FETCH_BYTES // (image.nbytes * samples_per_step))
+        stop = min(index + num_steps, order.steps_per_epoch)
+        step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, stop)}
         micro_batches = [
             micro_batch for step_batch in step_batches.values() for micro_batch in step_batch.micro_batches
         ]
@@ -142,8 +144,8 @@ class StepDataset:
         parts = (part.split(sizes) for part in fetch(self.dataset, ids))
         for micro_batch, batch in zip(micro_batches, zip(*parts, strict=True), strict=True):
             micro_batch.batch = batch
-        epoch_keys = np.concatenate([micro_batch.epoch_keys for micro_batch in micro_batches])
-        numbers = self.augment.random_numbers(order.seed, epoch_keys, ids)
+        epochs_and_repeats = np.concatenate([micro_batch.epochs_and_repeats for micro_batch in micro_batches])
+        numbers = self.augment.random_numbers(order.seed, epochs_and_repeats, ids)
         if numbers is not None:
             for micro_batch, its_numbers in zip(micro_batches, numbers.split(sizes), strict=True):
                 micro_batch.augmentation_numbers = its_numbers
@@ -153,26 +155,32 @@ class StepDataset:
         """Return a process's part of a step, without its samples. Pieces without a sample are left out."""
         pieces, step = self.order.pieces(epoch, index), self._step_since_start(epoch, index)
         layout = self.assignment.layout_at(step)
-        nonempty = sum(1 for ids in pieces if len(ids))
+        num_nonempty = sum(1 for ids in pieces if len(ids))
         local_batches = [
             self._micro_batch(epoch, pieces[piece], piece, device)
             for device, piece in layout.micro_batches(self.rank)
             if len(pieces[piece])
         ]
-        all_ranks_have_data = nonempty == len(pieces) or all(
+        all_ranks_have_data = num_nonempty == len(pieces) or all(
             any(len(pieces[piece]) for _, piece in layout.micro_batches(rank)) for rank in range(layout.replicas)
         )
-        return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
+        return StepBatch(local_batches, sum(map(len, pieces)), num_nonempty, epoch, step, all_ranks_have_data)
 
     def _step_since_start(self, epoch: int, index: int) -> int:
         """Return the number of a step since the run began, 0-based."""
         return epoch * self.order.steps_per_epoch + index
 
-    def _micro_batch(self, epoch: int, ids_with_repeats: Ids, piece: int, device: int) -> MicroBatch:
-        """Return a micro-batch without its samples; `DataOrder.ids_with_repeats` describes the ids."""
-        repeats, ids = np.divmod(ids_with_repeats, self.order.samples)
-        # With balanced sampling, a sample may occur several times in an epoch. The key makes random numbers differ.
-        return MicroBatch(ids, device, piece, epoch + (repeats << 32))
+    def _micro_batch(self, epoch: int, encoded_ids: Ids, piece: int, device: int) -> MicroBatch:
+        """Return a micro-batch without its samples.
+
+        Args:
+            epoch: 0-based.
+            encoded_ids: for each sample, its id + samples * (number of its earlier uses in the epoch), int64 [n].
+            piece: the number of the piece in its step.
+            device: the number of the device that computes it.
+        """
+        repeats, ids = np.divmod(encoded_ids, self.order.samples)
+        return MicroBatch(ids, device, piece, epochs_and_repeats=epoch + (repeats << 32))
 
 
 class ChunkSampler(Sampler[range]):
@@ -211,9 +219,10 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
     same `batch_size` and `pieces`, because kernels may round differently for another size.
 
-    A chunk has the size of a piece. In a training run, a chunk smaller than 128 samples is enlarged to at most two
-    pieces, since small chunks waste time. Evaluating two pieces takes 0.5 (resnet18) to 1.05 times (mnist_cnn) the peak
-    memory of training one. A small set is cut into smaller chunks, about `pieces` of them, to give every process work.
+    A chunk has the size of a piece. In a training run, a chunk smaller than 128 samples is enlarged to 128, or to two
+    pieces if that is less, since small chunks waste time. Evaluating two pieces takes 0.5 (resnet18) to 1.05 times
+    (mnist_cnn) the peak memory of training one. A small set is cut into smaller chunks, about `pieces` of them, to give
+    every process work.
 
     Args:
         samples: samples of the evaluation set.

@@ -52,7 +52,7 @@ START_IDS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_ba
 class Environment:
     """A process's place in a run. A process that is not a worker has rank 0 and world size 1."""
 
-    launcher: str | None  # a name of the table above; None: this process is not one of several workers
+    launcher: str | None  # a name of the table above: what started this process as a worker; None: nothing did
     rank: int
     local_rank: int
     world_size: int
@@ -73,22 +73,22 @@ class Environment:
 
     @property
     def started_by(self) -> str:
-        """The engine's name for messages."""
+        """The launcher's name in messages."""
         names = {"mpi": "mpirun", "slurm": "srun", "env": "the launcher", "group": "the process group's owner"}
         return names.get(self.launcher or "", self.launcher or "nobody")
 
     @property
     def num_nodes(self) -> int:
         """The number of machines; 1 if they have unequal numbers of workers."""
-        even = self.local_world_size and self.world_size % self.local_world_size == 0
-        return self.world_size // self.local_world_size if even else 1
+        divisible = self.local_world_size and self.world_size % self.local_world_size == 0
+        return self.world_size // self.local_world_size if divisible else 1
 
 
 @cache
 def environment() -> Environment:
     """Return this process's environment as it was at the first call."""
     variables = os.environ
-    launcher, names = _engine(variables)
+    launcher, names = _launcher_and_names(variables)
 
     def number(index: int, default: int) -> int:  # `index` is a position in `names`
         return int(variables.get(names[index], default)) if names else default
@@ -128,12 +128,13 @@ def _slurm_job(variables: Mapping[str, str]) -> str | None:
     return variables.get("SLURM_JOB_ID")
 
 
-def _engine(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the engine that started this process as one of several, and the names of its variables.
+def _launcher_and_names(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the launcher whose variables are set, and their names in the order of TORCH_NAMES.
 
-    torch's own variables come first, because a user may set them. Open MPI comes before SLURM: it starts its daemons
-    with srun, and its processes inherit srun's variables. A single process of MPI or SLURM counts as started by no
-    engine, so that our own parent may start workers in it.
+    Without such a launcher return None and (). Torch's own variables come first, because a user may set them. A worker
+    of our own parent has them all, so it counts as torchrun's here. Open MPI comes before SLURM: it starts its daemons
+    with srun, and its processes inherit srun's variables. A single process of MPI or SLURM counts as having no
+    launcher, so that it may start workers as our own parent does.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         return "torchrun", TORCH_NAMES
@@ -151,8 +152,8 @@ def _ranks_of_group() -> tuple[int, int] | None:
         return None
     import torch.distributed as dist
 
-    started = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if started and dist.get_world_size() > 1 else None
+    exists = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if exists and dist.get_world_size() > 1 else None
 
 
 def _port(variables: Mapping[str, str]) -> int:
@@ -175,18 +176,19 @@ def refuse_unknown_rank(variables: Mapping[str, str]) -> None:
     Raises:
         UserError: it names the variable that is wrong or lacks its counterpart, and what to do.
     """
-    launcher, names = _engine(variables)
+    launcher, names = _launcher_and_names(variables)
     rank, world_size = (variables.get(name, "") for name in TORCH_NAMES[:2])
     if launcher == "env" and not (rank.isdecimal() and int(rank) < int(world_size)):
         raise UserError(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
     if launcher is None:
-        with_world_size = {marker for (_, marker), its_names in ENGINE_NAMES.items() if its_names[1] in variables}
-        suspicious = [name for name in RANK_VARIABLES if name in variables and name not in with_world_size]
-        suspicious += ["WORLD_SIZE"] * (world_size not in ("", "1"))
+        # An engine's rank is known only if its variable for the world size is set too.
+        complete_markers = {marker for (_, marker), its_names in ENGINE_NAMES.items() if its_names[1] in variables}
+        suspicious_names = [name for name in RANK_VARIABLES if name in variables and name not in complete_markers]
+        suspicious_names += ["WORLD_SIZE"] * (world_size not in ("", "1"))
         # If srun had started several tasks, `launcher` would be slurm.
         is_single_task = "SLURM_STEP_NUM_TASKS" in variables
-        if suspicious and world_size != "1" and not is_single_task:
-            name = suspicious[0]
+        if suspicious_names and world_size != "1" and not is_single_task:
+            name = suspicious_names[0]
             raise UserError(
                 f"{name}={variables[name]} suggests that this is one of several processes, but its rank or "
                 "world size is unknown: start it with torchrun, srun or mpirun, or set RANK, WORLD_SIZE, MASTER_ADDR "
@@ -205,7 +207,10 @@ def refuse_unknown_rank(variables: Mapping[str, str]) -> None:
 
 
 def external_workers() -> int:
-    """Return the world size if an engine has started the workers, else 0."""
+    """Return the world size if another process has started this one as a worker, else 0.
+
+    The other process is an engine or, in a worker on one machine, our own parent. In the parent itself return 0.
+    """
     return environment().world_size if environment().launcher else 0
 
 

@@ -80,13 +80,14 @@ def _is_harmless(message: str) -> bool:
 
 
 def _log_thread_failure(args: threading.ExceptHookArgs) -> None:
-    """Log the error of a thread; print it to the console too unless it is an OSError.
+    """Write the error of a thread to the log, and print it to the console too unless it is an OSError.
 
     TensorBoard's writer thread raises an OSError on a full disk. The next call of the writer raises it again.
     """
-    if isinstance(args.exc_value, OSError):
-        logging.root.error("a thread failed", exc_info=args.exc_value)
-    else:
+    if args.exc_type is SystemExit:  # the thread has ended on purpose
+        return
+    logging.root.error("a thread failed", exc_info=args.exc_value)
+    if not issubclass(args.exc_type, OSError):
         threading.__excepthook__(args)
 
 
@@ -125,10 +126,10 @@ def read_stack(scratch: str, rank: int, seconds: float) -> str:
         rank: the worker's rank.
         seconds: the time to wait. Return "" if there is no stack then.
     """
-    file, until = Path(scratch, f"stack_{rank}"), time.monotonic() + seconds
+    file, deadline = Path(scratch, f"stack_{rank}"), time.monotonic() + seconds
     stack = ""
     with suppress(OSError):
-        while not (stack := file.read_text(errors="replace")) and time.monotonic() < until:
+        while not (stack := file.read_text(errors="replace")) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.2)  # wait until the file is complete
         stack = file.read_text(errors="replace")
@@ -171,8 +172,8 @@ def last_frame(stack: str) -> str:
             comes last.
     """
     threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]
-    without_start = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
-    frames = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in without_start]
+    stacks = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
+    frames = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in stacks]
     user_frames = [frame for thread in frames for frame in thread if _is_user_code(frame[0])]
     candidates = user_frames or (frames[-1] if frames else [])
     return f"at {_format_frame(*candidates[0])}" if candidates else ""
@@ -186,5 +187,5 @@ def _is_user_code(file: str) -> bool:
 
 def _format_frame(file: str, line: str, function: str) -> str:
     """Return a frame as text. The path is relative to the working folder if the file lies in it."""
-    relative = os.path.relpath(file)
-    return f"{file if relative.startswith('..') else relative}:{line} in {function}"
+    relative_path = os.path.relpath(file)
+    return f"{file if relative_path.startswith('..') else relative_path}:{line} in {function}"

@@ -77,8 +77,8 @@ def _start_time(pid: int) -> int:
     return 0
 
 
-def ranks_with_folder(folder: Path) -> list[int]:
-    """Return the ranks that write in the run's folder. All ranks must call it.
+def ranks_writing_in(folder: Path) -> list[int]:
+    """Return the ranks that write into the run's folder. All ranks must call it.
 
     These are rank zero and the first rank of each machine that does not see rank zero's folder. The latter keep copies
     of the checkpoints.

@@ -66,13 +66,13 @@ def signal_handler(handler: Callable[[int, FrameType | None], None], *signals: i
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
-    _earlier_handlers.update(before)
+    earlier_handlers = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
+    _earlier_handlers.update(earlier_handlers)
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, earlier_handler in earlier_handlers.items():
+            signal.signal(number, earlier_handler)
 
 
 def ending_signals() -> tuple[int, ...]:
@@ -103,19 +103,19 @@ def forward_signals() -> Iterator[list[int]]:
     workers save a checkpoint and continue. A second Ctrl-C kills them. Yield a list of the ending signals received.
     """
     received: list[int] = []
-    ending = ending_signals()
+    signals = ending_signals()
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if signum in ending:
+        if signum in signals:
             if signal.SIGINT in received and signum == signal.SIGINT:
                 signal_children(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
             if signum == signal.SIGINT:
                 print_ending()
-        signal_children(signal.SIGTERM if signum in ending else signal.SIGUSR1)
+        signal_children(signal.SIGTERM if signum in signals else signal.SIGUSR1)
 
-    with signal_handler(handler, *{*ending, signal.SIGUSR1}):
+    with signal_handler(handler, *{*signals, signal.SIGUSR1}):
         yield received
 
 

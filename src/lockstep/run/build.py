@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, refuse_unused, training_arguments
+from lockstep.run.optimizers import OptimizerCheck, refuse_keys_without_effect, training_arguments
 from lockstep.run.provenance import versions
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
@@ -32,7 +32,7 @@ from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 
-# Hooks of a LightningModule that can't work where a step is cut into pieces, with what they would get instead.
+# Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
 REFUSED_HOOKS = {
     **dict.fromkeys(
         ("on_before_batch_transfer", "transfer_batch_to_device"),
@@ -45,7 +45,7 @@ REFUSED_HOOKS = {
 # Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
 # They are not passed to a model that takes no such argument.
 KEYS_FOR_CALLBACKS = ("monitor", "mode")
-# Keys of the `model` group that load pretrained weights, each with its value for loading none.
+# Keys of the `model` group that load pretrained weights, each with the value that loads none.
 PRETRAINED = {"pretrained": False, "weights": None}
 
 
@@ -67,9 +67,9 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     """Build the module from `options`, check that its steps can be cut into pieces, and set its memory format."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
-    takes = parameters(locate("model._target_", options["_target_"]))
-    options = {key: value for key, value in options.items() if key not in KEYS_FOR_CALLBACKS or key in takes}
-    refuse_unused(config)
+    argument_names = parameters(locate("model._target_", options["_target_"]))
+    options = {key: value for key, value in options.items() if key not in KEYS_FOR_CALLBACKS or key in argument_names}
+    refuse_keys_without_effect(config)
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
     arguments = training_arguments(config, len(splits.train)) | sizes
     arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
@@ -85,9 +85,9 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
             "use a model and data of the same task (docs/use/tasks.md)"
         )
-    for hook, why in REFUSED_HOOKS.items():
+    for hook, message_end in REFUSED_HOOKS.items():
         if overrides_method(module, hook, pl.LightningModule):
-            raise UserError(f"{setting}: its {hook} {why}")
+            raise UserError(f"{setting}: its {hook} {message_end}")
     if not module.automatic_optimization:
         raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
     module.configure_model()  # its layers must exist before their weights are loaded
@@ -145,9 +145,11 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which the layout fixes: "
                 "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
             )
-        separate = [extra.setting for extra in config.extras.values() if extra.separate_weights]
-        if isinstance(callback, WeightAveraging) and separate:
-            raise UserError(f"{name}: with {separate[0]} each device would have its own average: leave one of them out")
+        separate_weights = [extra.setting for extra in config.extras.values() if extra.separate_weights]
+        if isinstance(callback, WeightAveraging) and separate_weights:
+            raise UserError(
+                f"{name}: with {separate_weights[0]} each device would have its own average: leave one of them out"
+            )
         if isinstance(callback, WeightAveraging) and config.layout.staged:  # each process has a part of the network
             kind = type(callback).__name__
             raise UserError(f"{name}: {kind} needs the whole network on each device: use strategy=ddp")
@@ -157,9 +159,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     all_callbacks = config_callbacks | {
         f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks
     }
-    takes_scheduler = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
+    # If the metric that the schedule monitors is missing, the error names the setting that the user can change.
+    monitor_is_in_config = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
     monitor_setting = (
-        "scheduler.monitor" if takes_scheduler else "configure_optimizers: the monitor of its lr_scheduler"
+        "scheduler.monitor" if monitor_is_in_config else "configure_optimizers: the monitor of its lr_scheduler"
     )
     return [*config_callbacks.values(), OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
 
@@ -178,12 +181,13 @@ def make_trainer(
         folder: the run folder.
         loaded: the checkpoint that a resumed run continues from.
         copies: sends each checkpoint to the other machines; None: no copies.
-        parts: what extras are made from; None: the run has no extras, as in an evaluation.
+        parts: the run's config, data, module and checkpoint, from which extras make their hooks and callbacks; None:
+            the run has no extras, as in an evaluation.
     """
     layout = config.layout
     # With one piece nothing is added, so an ordinary sum is exact.
     sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
-    gradients = sum_class(config.strategy.make(layout), layout.replicas)
+    gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas)
     hooks: list[StepHook] = [
         FiniteGradientCheck(
             config.nonfinite,
@@ -195,7 +199,7 @@ def make_trainer(
     extra_callbacks: list[pl.Callback] = []
     for extra in config.extras.values():
         assert parts is not None, "extras take part in training only: see config.check"
-        gradients = extra.wrap_gradients(gradients)
+        gradient_sum = extra.wrap_gradients(gradient_sum)
         hooks += extra.step_hooks(parts)
         extra_callbacks += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
@@ -207,14 +211,14 @@ def make_trainer(
         debug_options["profiler"] = instantiate("debug.trainer.profiler", profiler, dirpath=folder / "profile")
     make_step_trainer = partial(
         StepTrainer,
-        gradients,
+        gradient_sum,  # it contains the strategy, which StepTrainer passes to Lightning
         hooks,
         config.seed,
         accelerator=layout.accelerator,
         devices=1 if one_gpu or layout.world_size == 1 else layout.devices,
         num_nodes=layout.world_size if one_gpu else layout.num_nodes,
         precision=cast(Any, config.precision),
-        max_epochs=config.length[0],
+        max_epochs=config.epoch_limit,
         max_steps=config.max_steps or -1,
         gradient_clip_val=config.gradient_clip_val,
         gradient_clip_algorithm=config.gradient_clip_algorithm,
@@ -224,7 +228,7 @@ def make_trainer(
         logger=make_loggers(config, folder, loaded.content.get("global_step", 0) if loaded else 0),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
         plugins=[AtomicCheckpointIO(observers, config.checkpoint_keep, copies, loaded)],
-        num_sanity_val_steps=0,  # see MonitorCheck
+        num_sanity_val_steps=0,  # MonitorCheck sets it to 1 if something monitors a metric of validation
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,6 +1,6 @@
-"""Run a program's job under Hydra: print errors in one line, and exit with a code that means how the run ended.
+"""Run a program's job under Hydra: print errors in one line, and exit with a code that shows how the run ended.
 
-`src/train.py`, `src/evaluate.py`, `src/predict.py` and the programs in `scripts/` share it.
+`src/train.py`, `src/evaluate.py`, `src/predict.py` and the programs in `scripts/` use this module.
 """
 
 import os
@@ -35,7 +35,7 @@ from lockstep.launch.environment import PARENT, STARTED, environment, export, ex
 from lockstep.launch.logs import user_code_location
 from lockstep.launch.process_group import is_printed_by_another_rank, join_external
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_with_folder, remove_decisions
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_writing_in, remove_decisions
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.machine_check import MACHINE_KEYS
@@ -64,8 +64,8 @@ def command(job: Job, config_name: str, config_folder: Path = arguments.CONF) ->
     Args:
         job: the program's work. It gets the composed config.
         config_name: the program's config, such as `train`.
-        config_folder: the folder of that config's yaml file, which `--help` prints. A folder other than conf/ must be
-            on Hydra's search path.
+        config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra itself looks
+            in conf/, so it must have any other folder on its search path.
     """
     if parent := os.environ.pop(PARENT, None):
         set_parent_death_signal(int(parent))
@@ -103,8 +103,8 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
             return  # an earlier start of the sweep completed this job
         if sweeping:
             export(**{STARTED: str(time.time())})
-        # True on rank zero, and on the first rank of each machine that does not see rank zero's folder.
-        writes_in_folder = environment().rank in ranks_with_folder(folder)
+        # One rank writes into each copy of the folder: rank zero, or the first rank of a machine that has another copy.
+        writes_in_folder = environment().rank in ranks_writing_in(folder)
         try:
             with lock.lock_folder(folder, writes_in_folder):
                 raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -142,7 +142,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
                 if shows_tracebacks:
                     traceback.print_exception(error)
 
-    hydra_returned = False
+    failure_code = FAILED  # the exit code if the job raises an error that is not of BAD_INPUT
     try:
         # The imports are done: remove the handlers that lockstep.exit_on_signal has installed for their time.
         if has_import_handler(signal.SIGINT):
@@ -168,22 +168,21 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
         return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", how_to_continue]))
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
-    except Exception as refused:  # Hydra, or the check of a sweep, refused before any job
+    except Exception as refused:  # of Hydra or of the check of a sweep, before any job; or a job's folder is busy
         raised[:] = [refused]
+        failure_code = REFUSED
         sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
         is_bad_input = isinstance(refused, BAD_INPUT)
         belongs_to_another = isinstance(refused, lock.FolderBusy)
         if sweeping and is_bad_input and not belongs_to_another and environment().rank == 0:
             remove_refused_folder(Path(HydraConfig.get().sweep.dir))
-    else:
-        hydra_returned = True
     if not raised:
         return 0, ""
     (error,) = raised
     if shows_tracebacks:
         traceback.print_exception(error)
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to continue")]
-    code = FAILED if hydra_returned and not isinstance(error, BAD_INPUT) else REFUSED
+    code = REFUSED if isinstance(error, BAD_INPUT) else failure_code
     return code, "\n".join([f"error: {error_line(error)}", *notes])
 
 

@@ -21,7 +21,7 @@ from lockstep.config.instantiate import check_targets_named
 from lockstep.config.schema import OptionalGroup, SpecRecord
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
-from lockstep.data.build import for_evaluation
+from lockstep.data.build import without_training_settings
 from lockstep.errors import UserError
 from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
@@ -57,8 +57,8 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
     location = Path(path).expanduser()
     if not location.is_dir():
         return location
-    if inside := paths.best_in(location):
-        return inside
+    if checkpoint := paths.best_in(location):
+        return checkpoint
     raise CheckpointError(f"{path}: this folder has no checkpoint: it must hold checkpoints/best.ckpt or last.ckpt")
 
 
@@ -97,7 +97,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
 
     Args:
         path: the checkpoint.
-        record: the checkpoint's, see `find_checkpoint_and_record`.
+        record: the checkpoint's record, see `find_checkpoint_and_record`.
         raw: the config that the user has composed.
 
     Raises:
@@ -109,17 +109,17 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         # `model._target_` may be given: it allows the checkpoint's class if no file of conf/ names it.
         if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):
             raise UserError(f"{key} comes from the checkpoint: leave it out")
-    trained = record["config"] if isinstance(record["config"], Mapping) else {}
-    if missing := sorted({*SAVED_GROUPS, *SAVED_KEYS} - trained.keys()):
+    trained_config = record["config"] if isinstance(record["config"], Mapping) else {}
+    if missing := sorted({*SAVED_GROUPS, *SAVED_KEYS} - trained_config.keys()):
         raise CheckpointError(f"{path}: its config lacks {', '.join(missing)}: use a checkpoint of this version")
     raw = {key: value for key, value in raw.items() if key != "split"}  # `split` chooses images, not the model
-    merged = {key: trained[key] for key in SAVED_KEYS}
+    merged = {key: trained_config[key] for key in SAVED_KEYS}
     if raw.get("data_dir") is not None:
         merged["data_dir"] = raw["data_dir"]
     for group in SAVED_GROUPS:
-        saved, requested = (check_group(group, source.get(group)) for source in (trained, raw))
+        saved, requested = (check_group(group, source.get(group)) for source in (trained_config, raw))
         if group == "data":
-            saved, requested = for_evaluation(saved), for_evaluation(requested)
+            saved, requested = without_training_settings(saved), without_training_settings(requested)
         # The options of the checkpoint are for its own target; another target has other options.
         if requested.get("_target_") in (None, saved.get("_target_")):
             check_targets_named(path, group, saved, requested)
@@ -160,15 +160,18 @@ def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None
     Raises:
         UserError: The channels, the task, the classes or the order of the classes differ.
     """
-    trained = spec_of(path, record)
-    if trained.channels != spec.channels:
-        raise UserError(f"data: images have channels={spec.channels}, but {path} was trained on {trained.channels}")
-    if trained.task != spec.task:
+    trained_spec = spec_of(path, record)
+    if trained_spec.channels != spec.channels:
         raise UserError(
-            f"data: this data set is for {spec.task}, but {path} was trained for {trained.task}: use its data"
+            f"data: images have channels={spec.channels}, but {path} was trained on {trained_spec.channels}"
         )
-    if list(trained.classes) != list(spec.classes):
-        data_classes, trained_classes = set(spec.classes), set(trained.classes)
+    if trained_spec.task != spec.task:
+        raise UserError(
+            f"data: this data set is for {spec.task}, but {path} was trained for {trained_spec.task}: "
+            f"use a data set for {trained_spec.task}"
+        )
+    if list(trained_spec.classes) != list(spec.classes):
+        data_classes, trained_classes = set(spec.classes), set(trained_spec.classes)
         only_in = {"the data set": data_classes - trained_classes, path: trained_classes - data_classes}
         differences = [f"only {one} has {join_names(sorted(names), 5)}" for one, names in only_in.items() if names]
         raise UserError(f"data: other classes than in training: {', '.join(differences) or 'their order differs'}")
@@ -177,32 +180,32 @@ def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None
 def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
     """Return the splits with the images to be tested in place of the test set, and a line about them in `about`.
 
-    By default the test set is tested. But if `raw` names other images than those of the training, and their test set is
-    only a random part of them, all are tested: the model was trained on none of them.
+    By default the test set is tested. But if the user chose a data set on which the model was not trained, and its test
+    set is only a random part of it (`split_by_opener`), all of its images are tested.
 
     Args:
         splits: the opened data set.
         split: train, val, test or all; None: the default.
         raw: the config that the user has composed.
-        record: the checkpoint's, with the fingerprint of the training's data.
+        record: the checkpoint's record, with the fingerprint of the data set of the training.
 
     Raises:
         UserError: `split` has another value, or the data set has no such split.
     """
-    parts = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
-    names_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
+    datasets = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
+    user_chose_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
     if split is None:
-        other_images = names_data and splits.fingerprint != record.get("fingerprint")
+        other_images = user_chose_data and splits.fingerprint != record.get("fingerprint")
         split = "all" if other_images and splits.split_by_opener else "test"
     if split not in (*SPLITS, "all"):
         raise UserError(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
-    if split != "all" and split not in parts:
-        others = " or ".join(f"split={name}" for name in parts)
+    if split != "all" and split not in datasets:
+        others = " or ".join(f"split={name}" for name in datasets)
         raise UserError(f"split={split}: this data set has no such images: use {others}")
-    tested = ConcatDataset(parts.values()) if split == "all" else parts[split]
-    count, total = len(tested), sum(map(len, parts.values()))
+    test_set = ConcatDataset(datasets.values()) if split == "all" else datasets[split]
+    count, total = len(test_set), sum(map(len, datasets.values()))
     tested_images = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
-    return replace(splits, test=tested, about=f"tested: {tested_images}")
+    return replace(splits, test=test_set, about=f"tested: {tested_images}")
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -227,7 +230,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     run = RunRecord(config, splits, folder, trainer, started)
     with weights_must_fit(config):
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
-    run.record_fit()
+    run.record_weights()  # those that were loaded from the checkpoint
     run.record_test()
     if rank == 0 and splits.about:
         LOG.info("%s", splits.about)

@@ -153,7 +153,7 @@ def settings(config: Config, samples: int) -> dict[str, Any]:
     return {name: value.settings if isinstance(value, Factory) else value for name, value in taken.items()}
 
 
-def refuse_unused(config: Config) -> None:
+def refuse_keys_without_effect(config: Config) -> None:
     """Refuse keys on the command line that have no effect.
 
     Raises:

@@ -21,14 +21,14 @@ from lockstep.text import plural, short_path
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; only paths are longer
 CLASSES_WIDTH = 60  # columns for the names and counts of the classes
-CHANCE_DEVIATIONS = 3.0  # an accuracy at most so many standard deviations above a guess is chance level
+CHANCE_DEVIATIONS = 3.0  # up to so many standard deviations above random guessing, an accuracy is chance level
 
 
 class StartLines(pl.Callback):
     """Prints a run's first lines. It waits until the optimizer exists, since the lines name its learning rate.
 
     Args:
-        lines: makes the lines from the learning rate, `lr 0.01`.
+        make_lines: returns the lines. It gets the learning rate as text, such as `lr 0.01`.
 
     Attributes:
         lr: the optimizer's peak learning rate, as text.
@@ -36,13 +36,13 @@ class StartLines(pl.Callback):
 
     lr = ""
 
-    def __init__(self, lines: Callable[[str], Iterable[str]]) -> None:
-        self._lines = lines
+    def __init__(self, make_lines: Callable[[str], Iterable[str]]) -> None:
+        self._make_lines = make_lines
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.lr = peak_lr(trainer.optimizers)
         if trainer.is_global_zero:
-            for line in self._lines(self.lr):
+            for line in self._make_lines(self.lr):
                 LOG.info(line)
 
 
@@ -127,10 +127,10 @@ def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
     new_names, total = set(not_loaded), sum(size for _, size, _ in sizes)
-    trained = sum(size for _, size, trains in sizes if trains)
-    new = sum(size for name, size, _ in sizes if name in new_names)
-    parts = [f"{trained:,} trained, {total - trained:,} frozen"] * (trained < total)
-    parts += [f"{new:,} newly initialised"] * bool(new)
+    num_trained = sum(size for _, size, trains in sizes if trains)
+    num_new = sum(size for name, size, _ in sizes if name in new_names)
+    parts = [f"{num_trained:,} trained, {total - num_trained:,} frozen"] * (num_trained < total)
+    parts += [f"{num_new:,} newly initialised"] * bool(num_new)
     return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
 
 
@@ -142,9 +142,9 @@ def data_counts(splits: Splits) -> list[str]:
         return [sizes]
     classes = f"{len(names)} {TASKS[splits.spec.task]}"
     counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None  # a class takes 4 columns at least
-    if counts is not None and not all(name.isdecimal() for name in names):  # numbers are no names worth a line
-        each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        classes += f": {each}" * (len(each) <= CLASSES_WIDTH)
+    if counts is not None and not all(name.isdecimal() for name in names):  # names that are numbers add nothing
+        counts_text = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        classes += f": {counts_text}" * (len(counts_text) <= CLASSES_WIDTH)
     return [sizes, classes]
 
 
@@ -166,9 +166,9 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
 def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
     """Return a warning for a run whose accuracy is at chance level; None for any other run.
 
-    Chance level is the accuracy of always guessing the most common class, or of guessing at random: 1 / classes, and a
-    few standard deviations more. The accuracy is that of the test, or of validation if there is no test. There is no
-    warning for samples without a class.
+    Chance level reaches up to the larger of two accuracies: that of always guessing the most common class, and that of
+    random guessing (1 / classes) plus CHANCE_DEVIATIONS standard deviations. The run's accuracy is that of the test, or
+    of validation if there is no test. There is no warning for samples without a class.
 
     Args:
         metrics: the run's metrics, such as `test/acc`.
@@ -185,5 +185,5 @@ def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> 
     deviation = math.sqrt(random_guess * (1 - random_guess) / len(labels))
     if accuracy > max(most_common, random_guess + CHANCE_DEVIATIONS * deviation):
         return None
-    guessed = f"always the most common class has {most_common:.4f}"
-    return f"{split}/acc {accuracy:.4f} is chance level ({guessed}): the usual cause is the learning rate, {lr}"
+    guessing = f"always guessing the most common class gives {most_common:.4f}"
+    return f"{split}/acc {accuracy:.4f} is chance level ({guessing}): the usual cause is the learning rate, {lr}"

@@ -20,7 +20,7 @@ class RunLength:
 def run_length(config: Config, samples: int) -> RunLength:
     """Return how long a run on `samples` training samples is."""
     per_epoch = steps_per_epoch(config, samples)
-    epochs, steps = config.length
+    epochs, steps = config.epoch_limit, config.max_steps
     if epochs is not None and (steps is None or steps > epochs * per_epoch):
         return RunLength(epochs * per_epoch, epochs, "max_epochs")
     assert steps is not None

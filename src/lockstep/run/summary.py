@@ -35,7 +35,7 @@ class RunRecord:
 
     Attributes:
         started: `time.perf_counter()` when the run began.
-        fitted_sha256: SHA-256 of the weights after training.
+        weights_hash: SHA-256 of the weights after training; in an evaluation, of the loaded weights.
         tested_step: the optimizer step at which the tested weights were saved.
     """
 
@@ -45,13 +45,13 @@ class RunRecord:
     trainer: "pl.Trainer"
     started: float
     metrics: dict[str, float] = field(default_factory=dict)
-    fitted_sha256: str | None = None
+    weights_hash: str | None = None
     tested_step: int | None = None
 
-    def record_fit(self) -> None:
-        """Store the metrics and the hash of the weights after training. The test would overwrite them."""
+    def record_weights(self) -> None:
+        """Store the logged metrics and the hash of the weights. In a run that trains, the test then overwrites both."""
         self.metrics.update(logged_metrics(self.trainer))
-        self.fitted_sha256 = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
+        self.weights_hash = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
 
     def record_test(self) -> None:
         """Store the metrics of the test, and the step of the tested weights."""
@@ -86,7 +86,7 @@ class RunRecord:
                 "seconds_saving": getattr(checkpoint, "seconds", None),
                 "seconds": time.perf_counter() - self.started,
             },
-            "weights_sha256": self.fitted_sha256,
+            "weights_sha256": self.weights_hash,
             "tested_step": self.tested_step,
         }
         if trainer.is_global_zero:

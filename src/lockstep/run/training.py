@@ -36,7 +36,7 @@ from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
-from lockstep.launch.rank_zero_decisions import ranks_with_folder
+from lockstep.launch.rank_zero_decisions import ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
@@ -72,7 +72,7 @@ def fit_and_test(
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 
-    ranks = ranks_with_folder(folder)  # rank zero, and the ranks that keep copies of its checkpoints
+    ranks = ranks_writing_in(folder)  # rank zero, and the ranks that keep copies of its checkpoints
     loaded = load_start(folder, config.resume, hydra_files, ranks)
     path, checkpoint = loaded or (None, {})  # the checkpoint's path and content
     first_step = checkpoint.get("global_step", 0)
@@ -125,7 +125,7 @@ def fit_and_test(
     del loaded, checkpoint, parts  # free the memory: the trainer's CheckpointIO has the checkpoint until it is restored
     try:
         trainer.fit(module, datamodule=data, ckpt_path=path)
-        run.record_fit()
+        run.record_weights()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
@@ -139,7 +139,7 @@ def fit_and_test(
             trainer.test(module, datamodule=data, ckpt_path=_best_path(callbacks), verbose=False)
             run.record_test()
     except Interrupted as interrupted:
-        run.record_fit()
+        run.record_weights()
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:

@@ -22,9 +22,9 @@ class MicroBatch:
         ids: the samples' ids in the training set, int64 [n], at least one. They stay on the host.
         device: number of the device that computes it, over all nodes.
         piece: its number in the step.
-        epoch_keys: for each sample, the key that makes its random numbers differ between epochs, int64 [n]. It is the
-            epoch. With balanced sampling, which may take a sample several times in an epoch, the upper 32 bits count
-            how often the epoch has taken it before.
+        epochs_and_repeats: the number for each sample that makes its random numbers differ between its uses, int64 [n]:
+            in the lower 32 bits the epoch, in the upper how often this epoch has used the sample before (0, except with
+            balanced sampling).
         batch: the collated samples as the data set returns them; of images `(uint8 [n, C, H, W], int64 [n])`.
         augmentation_numbers: random numbers in [0, 1) for `Augment`, float32 [n, k]; None without augmentation.
     """
@@ -32,7 +32,7 @@ class MicroBatch:
     ids: NDArray[np.int64]
     device: int
     piece: int
-    epoch_keys: NDArray[np.int64]
+    epochs_and_repeats: NDArray[np.int64]
     batch: Any = None
     augmentation_numbers: Tensor | None = None
 

@@ -70,7 +70,7 @@ class Strategy:
         """
         return ()
 
-    def make(self, layout: Layout) -> "PieceStrategy":
+    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
         """Return a Lightning strategy for a layout."""
         raise NotImplementedError
 
@@ -141,7 +141,7 @@ class DDP(Strategy):
                 "differ from those of an uninterrupted run"
             )
 
-    def make(self, layout: Layout) -> "PieceStrategy":
+    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
         """Return a `DistributedDataParallel` strategy."""
         from lockstep.strategies.ddp import DistributedDataParallel
 
@@ -155,10 +155,10 @@ class Auto(DDP):
         """Return `single` for one device, else `ddp`."""
         return "ddp" if devices > 1 else "single"
 
-    def make(self, layout: Layout) -> "PieceStrategy":
+    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
         """Return a `SingleDevice` strategy for one device, else that of `DDP`."""
         if layout.strategy == "ddp":
-            return super().make(layout)
+            return super().make_lightning_strategy(layout)
         from lockstep.step.strategy import SingleDevice, torch_devices
 
         return SingleDevice(device=torch_devices(layout)[0])
@@ -178,7 +178,7 @@ class DP(Strategy):
         if config.compile:
             yield "compile=true", "strategy=dp", "dp runs the network with copies of its weights; use strategy=ddp"
 
-    def make(self, layout: Layout) -> "PieceStrategy":
+    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
         """Return a `DataParallel` strategy."""
         from lockstep.step.strategy import torch_devices
         from lockstep.strategies.dp import DataParallel

@@ -127,7 +127,7 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     """Four steps as rank zero of so many makes them: whoever asks for the others' sums gets its own."""
     on: dict[str, Any] = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1}
     layout = resolve(**on, batch_size=BATCH, pieces=2, exact=kind is ExactGradientSum)
-    strategy = Auto().make(layout)
+    strategy = Auto().make_lightning_strategy(layout)
     options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
     gradients: GradientSum = kind(strategy, world_size)
     gradients.options.uses_reducer = False  # so that DDP has no part in a synchronous step, either

@@ -36,7 +36,7 @@ class Pipeline(Strategy):
                 "the devices do not share a loss scale; bf16-mixed",
             )
 
-    def make(self, layout: "Layout") -> "PieceStrategy":
+    def make_lightning_strategy(self, layout: "Layout") -> "PieceStrategy":
         from lockstep.extras.pipeline.strategy import StagedStrategy
 
         return StagedStrategy(self.split or ())
