@@ -28,6 +28,7 @@ from lockstep import began
 from lockstep.checkpoint import paths, resume
 from lockstep.config import arguments, portable, value_checks
 from lockstep.config.arguments import check_arguments
+from lockstep.config.hydra_versions import VERSION_BASE, register_resolver
 from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
@@ -152,7 +153,7 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
             portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
+        hydra.main(**VERSION_BASE, config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         requeue_line = slurm.requeue() if code == 143 else None
@@ -236,7 +237,7 @@ def remove_refused_folder(folder: Path) -> None:
 
 def register_folder() -> None:
     """Register the resolver `folder` of conf/hydra/default.yaml, which names the folder of a new run."""
-    OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)
+    register_resolver("folder", _folder)
 
 
 def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
