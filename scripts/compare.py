@@ -7,16 +7,20 @@ Runs that differ only in the seed or the fold share a row. Rows are sorted by va
 shown but does not affect the order. If all models name another metric as `monitor`, it takes the place of accuracy.
 Notes below the table name the rows that took the same steps on different layouts.
 
-For runs with data.folds a table has the mean over the folds, their standard deviation, and the score of all validation
-samples as one set. Folds that do not belong together are refused.
+For runs with data.folds a second table has the mean over the folds, their standard deviation, and the score of all
+validation samples as one set. Folds that do not belong together are refused.
 
-If rows have several seeds, a table has the difference of each row from the first one, and whether it is larger than the
-noise. Rows with the same seeds are compared seed by seed.
+If rows have several seeds, another table has the difference of each row from the first one, and whether the difference
+is larger than the noise. Rows with the same seeds are compared seed by seed.
 
-The tables are printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
-plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
-other keys is a column of the table and a line of the plot. Two runs are compared in detail, down to the bits of their
-weights; `--why` finds the first step and the first layer at which they differ, and the cause.
+The tables are printed. They are also written, with plots of loss, accuracy and speed, as compare.md and compare.json.
+The folder for these files is `compare` in the given folder, or in the parent of several; `--to` names another.
+
+`--by lr` adds a table and a plot of test accuracy by the values of lr. Each combination of values of the other keys is
+a column of the table and a line of the plot; combinations with a single value of lr are left out.
+
+Two run folders are compared in detail instead, down to the bits of their weights; `--why` finds the first step and the
+first layer at which they differ, and the cause.
 
 Exit codes: 0 compared, 2 bad input.
 """
@@ -38,23 +42,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from common.showing import markdown
 from comparison import noise, pair
 from comparison.folds import CrossValidation, cross_validations
-from comparison.runs import Group, Lines, Run, against, brief, find_runs, followed_metric, grouped, is_run, same_steps
+from comparison.runs import (
+    Group,
+    Lines,
+    Run,
+    brief,
+    find_runs,
+    followed_metric,
+    group_runs,
+    is_run,
+    same_steps,
+    scores_by_key,
+)
 
 from lockstep.errors import UserError
 from lockstep.text import plural
 
 CAPTION = (
     "+-: standard deviation of test {} over {}",
-    "efficiency: samples/s of a device against the fastest run on one; GiB: largest process",
+    "efficiency: samples/s per device, relative to the fastest run on one device",
+    "GiB: peak memory of the largest process",
 )
-FORMATS = {"samples/s": ",.0f", "efficiency": ".0%"}
-FORMATS |= {"GiB": ".2f", "seconds": ".1f"}
+FORMATS = {"samples/s": ",.0f", "efficiency": ".0%", "GiB": ".2f", "seconds": ".1f"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
-    parser.add_argument("--by", metavar="key", help="a key with numbers in which the runs differ")
+    parser.add_argument("--by", metavar="key", help="a key in which the runs differ, and whose values are numbers")
     parser.add_argument("--to", type=Path, metavar="folder", help="folder for the table and the plots")
     parser.add_argument("--why", action="store_true", help="find the first difference of two runs, and its cause")
     arguments = parser.parse_args()
@@ -69,8 +84,8 @@ def main() -> int:
             print(pair.report(*arguments.runs))
         else:
             compare(arguments.runs, arguments.by, arguments.to)
-    except UserError as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -79,57 +94,67 @@ def main() -> int:
 
 
 def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
-    """Print and write the table, best rows first, and draw the plots.
+    """Print and write the tables, best rows first, and draw the plots.
+
+    Args:
+        folders: folders with runs.
+        key: the key of `--by`.
+        to: the folder to write to; None: `compare` in the folder that has all `folders`.
 
     Raises:
         UserError: there is nothing to compare.
     """
-    groups = grouped(runs := find_runs(folders))
+    groups = group_runs(runs := find_runs(folders))
     metric, mode = followed_metric(groups)
-    groups.sort(key=partial(result, metric=metric, mode=mode), reverse=True)
-    validations, differences = cross_validations(groups), noise.against_first(groups_to_test(groups), metric)
-    lines = against(groups, key) if key else {}
-    root = Path(os.path.commonpath([run.absolute() for run in folders]))
-    rows = [{"folder": places(group, root), **group.row(metric)} for group in groups]
-    remarks = [best(groups, root, metric, mode), *roundings(groups, root), *oddities(groups, len(runs))]
+    groups.sort(key=partial(sort_key, metric=metric, mode=mode), reverse=True)
+    validations = cross_validations(groups)
+    differences = noise.differences_from_first(without_same_steps(groups), metric)
+    lines = scores_by_key(groups, key) if key else {}
+    root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
+    rows = [{"folder": folder_names(group, root), **group.row(metric)} for group in groups]
+    notes = [best_note(groups, root, metric, mode), *same_steps_notes(groups, root), *left_out_notes(groups, len(runs))]
     text = table(rows)
     caption = "\n".join(CAPTION).format(metric, "seeds and folds" if validations else "seeds")
-    text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}", caption, *filter(None, remarks)]) + "\n"
+    text += "\n\n" + "\n".join([f"folder: relative to {os.path.relpath(root)}", caption, *filter(None, notes)]) + "\n"
     text += folds_text(validations, metric) + noise_text(groups, differences)
     if key:
-        text += f"\n{by_key(lines, key)}\n"
+        text += f"\n{table_by_key(lines, key)}\n"
     print(text)
 
     folder = to or root / "compare"
     folder.mkdir(parents=True, exist_ok=True)
-    from comparison.charts import draw, draw_against  # matplotlib takes a second
+    from comparison.charts import draw_by_key, draw_plots  # matplotlib takes a second
 
-    plots = draw(groups, folder) + ([draw_against(lines, key, folder)] if key else [])
+    plots = draw_plots(groups, folder) + ([draw_by_key(lines, key, folder)] if key else [])
     (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
         row["cross_validation"] = [each.row(metric) for each in validations if each.runs[0] in group.runs]
-        row["noise"] = {name: asdict(difference) for other, name, difference in differences if other is group}
+        row["noise"] = {name: asdict(difference) for differing, name, difference in differences if differing is group}
     (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
 
-def result(group: Group, metric: str, mode: str) -> tuple[float, float]:
-    """Return the sort key: validation accuracy, or another `metric`, else the loss. Runs without either come last."""
+def sort_key(group: Group, metric: str, mode: str) -> tuple[float, float]:
+    """Return the sort key: larger is better.
+
+    It is `metric` in validation, then the validation loss, for ties and for runs without the metric. Runs without
+    either come last.
+    """
     value, loss = (group.mean(f"metrics.val/{name}") for name in (metric, "loss"))
     sign = 1 if mode == "max" else -1
     return -math.inf if value is None else sign * value, -math.inf if loss is None else -loss
 
 
-def places(group: Group, root: Path) -> str:
+def folder_names(group: Group, root: Path) -> str:
     """Return the group's folders relative to `root`. For the jobs of a sweep these are numbers."""
     by_parent = runs_by_parent(group.runs, root)
-    names = [", ".join(each) if parent == root else braced(parent, each) for parent, each in by_parent.items()]
+    names = [", ".join(each) if parent == root else shell_path(parent, each) for parent, each in by_parent.items()]
     return ", ".join(os.path.relpath(name, root) if "/" in name else name for name in names)
 
 
 def runs_by_parent(runs: Sequence[Run], root: Path) -> dict[Path, list[str]]:
-    """Return the names of run folders, by the folder that they are in; of `root` itself, its name."""
+    """Return the names of run folders by their parent folder. If `root` itself is a run, it stands under `root`."""
     by_parent: dict[Path, list[str]] = {}
     for run in runs:
         folder = run.folder.absolute()
@@ -137,27 +162,27 @@ def runs_by_parent(runs: Sequence[Run], root: Path) -> dict[Path, list[str]]:
     return by_parent
 
 
-def braced(parent: Path, names: Sequence[str]) -> str:
+def shell_path(parent: Path, names: Sequence[str]) -> str:
     """Return the paths of folders as a shell understands them: `sweep/0`, or `sweep/{0,2}`."""
     return f"{parent}/{names[0] if len(names) == 1 else '{' + ','.join(names) + '}'}"
 
 
-def best(groups: Sequence[Group], root: Path, metric: str, mode: str) -> str:
-    """Return a line with the folders of the best runs, or nothing if there is no choice or no validation."""
+def best_note(groups: Sequence[Group], root: Path, metric: str, mode: str) -> str:
+    """Return a line with the folders of the best runs. It is empty if there is only one group or no validation."""
     first = groups[0]
-    if len(groups) == 1 or max(result(first, metric, mode)) == -math.inf:
+    if len(groups) == 1 or max(sort_key(first, metric, mode)) == -math.inf:
         return ""
-    folders = [braced(*each) for each in runs_by_parent(first.completed, root).items()]
+    folders = [shell_path(*each) for each in runs_by_parent(first.completed, root).items()]
     return f"best by validation: {', '.join(map(os.path.relpath, folders))}"
 
 
-def roundings(groups: Sequence[Group], root: Path) -> list[str]:
+def same_steps_notes(groups: Sequence[Group], root: Path) -> list[str]:
     """Return a sentence for each set of rows that took the same steps on different layouts."""
     sentences = []
     for members in same_steps(groups):
-        rows = " and ".join(f"{places(group, root)} ({group.layout_name})" for group in members)
-        exact, digests = members[0].layout("exact"), {group.digests for group in members}
-        if len(digests) == 1:
+        rows = " and ".join(f"{folder_names(group, root)} ({group.layout_name})" for group in members)
+        exact = members[0].layout("exact")
+        if len({group.weights_sha256 for group in members}) == 1:
             sentences.append(f"{rows} took the same steps, to the same bits of the weights.")
         elif exact:
             sentences.append(
@@ -172,19 +197,19 @@ def roundings(groups: Sequence[Group], root: Path) -> list[str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows with the same columns as a Markdown table."""
-    return markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
+    """Return a Markdown table of rows, which all have the same columns."""
+    return markdown([*rows[0]], [[format_cell(column, value) for column, value in row.items()] for row in rows])
 
 
-def shown(column: str, value: Any) -> str:
+def format_cell(column: str, value: Any) -> str:
     score = column.startswith(("val ", "test ", "out-of-fold ")) or column.endswith("+-")
     form = ".4f" if score else FORMATS.get(column, "")
     return pair.ABSENT if value is None else f"{value:{form}}"
 
 
-def oddities(groups: Sequence[Group], runs: int) -> list[str]:
-    """Return lines about the runs that the averages leave out, and why."""
-    left_out = runs - sum(len(group.runs) for group in groups)
+def left_out_notes(groups: Sequence[Group], total: int) -> list[str]:
+    """Return lines about the runs that the averages leave out, and why; `total` is the number of all runs."""
+    left_out = total - sum(len(group.runs) for group in groups)
     lines = [f"left out: {plural(left_out, 'folder')} of runs that did not train"] if left_out else []
     for group in groups:
         for run in group.runs:
@@ -195,58 +220,64 @@ def oddities(groups: Sequence[Group], runs: int) -> list[str]:
 
 
 def folds_text(validations: Sequence[CrossValidation], metric: str) -> str:
-    """Return the table of the cross-validations and what it means, or nothing."""
+    """Return the table of the cross-validations and what it means. It is empty if there are none."""
     if not validations:
         return ""
-    lines = [f"\nCross-validation with {validations[0].folds} folds, by the weights at the end of training:\n"]
+    lines = [f"\nCross-validation with {validations[0].folds} folds: scores of the weights at the end of training\n"]
     lines += [table([each.row(metric) for each in validations]), ""]
-    lines += ["val {metric}, val loss: means over the folds; +-: their standard deviations over the folds"]
+    lines += [f"val {metric}, val loss: means over the folds; +-: their standard deviations over the folds"]
     samples = {f"{sum(each.sizes):,}" for each in validations if each.sizes and not each.missing}
     for count in samples:
         lines += [f"out-of-fold: all {count} samples as one set, each predicted by the run that was not trained on it"]
     for each in validations:
         if each.missing:
-            which = f"{'folds' if len(each.missing) > 1 else 'fold'} {', '.join(map(str, each.missing))}"
-            lines += [f"{each.name}: no completed run of {which}, so there is no out-of-fold score"]
+            missing = f"{'folds' if len(each.missing) > 1 else 'fold'} {', '.join(map(str, each.missing))}"
+            lines += [f"{each.name}: no completed run of {missing}, so there is no out-of-fold score"]
     return "\n".join(lines) + "\n"
 
 
-def groups_to_test(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups without those that took the same steps as the first one: their results are the same."""
+def without_same_steps(groups: Sequence[Group]) -> list[Group]:
+    """Return the first group and those that took other steps. The same steps have the same results up to rounding."""
     same = next((members for members in same_steps(groups) if groups[0] in members), [])
     return [group for group in groups if group is groups[0] or group not in same]
 
 
 def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, noise.Difference]]) -> str:
-    """Return the table of the differences from the first row, or what is missing for it."""
+    """Return the table of the differences from the first row, or which runs it needs. It is empty for a single row."""
     if not differences:
-        several = sum(bool(group.completed) for group in groups_to_test(groups)) > 1
-        lacks = "one run of a row does not show whether a difference is larger than the noise: -m seed=0,1,2,3,4 does"
-        return f"{lacks}\n" * several
+        if sum(bool(group.completed) for group in without_same_steps(groups)) < 2:
+            return ""
+        return (
+            "one run of a row does not show whether a difference is larger than the noise: train several seeds "
+            "(-m seed=0,1,2,3,4)\n"
+        )
     rows: list[dict[str, Any]] = []
     for group, name, each in differences:
-        ends = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
+        interval = f"{each.mean - each.margin:+.4f} to {each.mean + each.margin:+.4f}"
         row = {"": group.label, "score": name, "runs": each.compared, "difference": f"{each.mean:+.4f}"}
-        further = f"{noise.MOST} or more" if each.further == noise.MOST else each.further
-        rows.append(row | {"95% interval": ends, "more than noise": each.verdict, "further seeds": further})
-    folds = any(run.draw[1] is not None for run in groups[0].runs)
-    pairs = f"the same {'seed and fold' if folds else 'seed'}"
+        further = f"{each.further} or more" if each.further == noise.MAX_FURTHER_SEEDS else each.further
+        rows.append(row | {"95% interval": interval, "more than noise": each.verdict, "further seeds": further})
+    folds = any(run.seed_and_fold[1] is not None for run in groups[0].runs)
     lines = [f"\nIs a difference larger than the noise? Each row minus the first one, {groups[0].label}:\n"]
     lines += [table(rows), "", "yes: 0 is outside the 95% interval (Student's t)"]
-    lines += [f"pairs: runs with {pairs}, which share order, augmentation and, in the same network, initial weights"]
+    same = "seed and fold" if folds else "seed"
+    lines += [
+        f"pairs: runs with the same {same}, which share order, augmentation and, in the same network, initial weights"
+    ]
     if folds:
         lines += ["folds share training samples, so the interval is wider than usual (Nadeau and Bengio, 2003)"]
     if any(each.further for _, _, each in differences):
-        lines += [f"further seeds: of each row, to find such a difference {noise.POWER:.0%} of the time, if it is real"]
+        power = f"{noise.POWER:.0%} of the time"
+        lines += [f"further seeds: how many each row needs to find such a difference {power}, if it is real"]
     return "\n".join(lines) + "\n"
 
 
-def by_key(lines: Lines, key: str) -> str:
+def table_by_key(lines: Lines, key: str) -> str:
     """Return a table with a row for each value of the key and a column for each line."""
 
-    def cell(accuracy: Sequence[float]) -> str:
-        spread = f" +- {stdev(accuracy):.4f}" if len(accuracy) > 1 else ""
-        return f"{fmean(accuracy):.4f}{spread}" if accuracy else ""
+    def cell(scores: Sequence[float]) -> str:
+        spread = f" +- {stdev(scores):.4f}" if len(scores) > 1 else ""
+        return f"{fmean(scores):.4f}{spread}" if scores else ""
 
     values = sorted({value for points in lines.values() for value in points})
     rows = ([brief(value), *(cell(points.get(value, [])) for points in lines.values())] for value in values)

@@ -3,9 +3,9 @@
     python scripts/export.py checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
 
 The file includes normalisation. Its input is decoded images, uint8 [n, channels, size, size] for any n. Its output is
-float32, by the task of the data: probabilities of the classes or labels, [n, classes]; values, [n, values]; or
-probabilities of the classes of each pixel, [n, classes, size, size]. The program reads the file again and compares its
-output with that of the model. It also writes model.json: class names, shape, and the largest difference.
+float32 and depends on the task of the data: probabilities of the classes or labels, [n, classes]; values, [n, values];
+or probabilities of the classes of each pixel, [n, classes, size, size]. The program reads the file again and compares
+its output with that of the model. It also writes model.json: class names, shape, and the largest difference.
 """
 
 import importlib.util
@@ -30,24 +30,24 @@ from lockstep.launch import logs
 from lockstep.run import cli
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
-TOLERANCE = 1e-5  # largest allowed difference of a probability; of a larger value, relative
-# What makes the file's output of that of `forward`, by the task of the data.
+TOLERANCE = 1e-5  # largest allowed difference: absolute for outputs up to 1, relative above
+# The function that turns what the model's `forward` returns into the output of the file, by the task of the data.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "classification": partial(torch.softmax, dim=1),
     "multi_label": torch.sigmoid,
     "regression": lambda values: values,
     "segmentation": partial(torch.softmax, dim=1),
 }
-BATCHES = (1, 2, 7)  # batch sizes to compare
-NEEDED = ("onnx", "onnxscript")
+BATCH_SIZES = (1, 2, 7)  # of the comparison
+ONNX_PACKAGES = ("onnx", "onnxscript")
 
 
 class Different(Exception):
-    """The file gives another output than the model."""
+    """The output of the file differs from that of the model."""
 
 
 class Deployed(nn.Module):
-    """A network that maps raw images to probabilities or values."""
+    """The network of the file: it maps uint8 images to probabilities or values."""
 
     scale: Tensor
     shift: Tensor
@@ -64,10 +64,19 @@ class Deployed(nn.Module):
 
 
 def export(raw: dict[str, Any], folder: Path) -> None:
-    """Write the file, read it again, and compare it with the model."""
-    form = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
-    if missing:
+    """Write the file, read it again, and compare it with the model.
+
+    Args:
+        raw: the composed config of this command.
+        folder: the folder for the file.
+
+    Raises:
+        Different: the output of the file differs from that of the model.
+        UserError: the model can't be exported.
+    """
+    file_format = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
+    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing and file_format == "onnx":
         raise UserError(f"format=onnx needs {' and '.join(missing)}: pip install -e .[export]; format=torch does not")
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true"}
     fixed["speed"] = {"memory_format": "contiguous"}
@@ -75,35 +84,37 @@ def export(raw: dict[str, Any], folder: Path) -> None:
         if key in raw:
             raise UserError(f"{key}: an export always uses {key}={value}: leave it out")
     config, spec = config_and_spec({**raw, **fixed})
-    module = load_module(config, as_splits(spec, range(1))).float()
-    if changes(module, spec):
+    splits = as_splits(spec, images=range(1))  # no image is read: the module only needs the spec
+    module = load_module(config, splits).float()
+    if changes_images(module, spec):
         raise UserError(
             f"model._target_={config.model['_target_']}: its on_after_batch_transfer changes images in evaluation, "
             "and the file would not: move this into forward"
         )
     model = Deployed(module, spec).eval()
     example = torch.zeros(2, spec.channels, spec.image_size, spec.image_size, dtype=torch.uint8)
-    path = folder / f"model.{'pt2' if form == 'torch' else 'onnx'}"
-    run = (write_torch if form == "torch" else write_onnx)(model, example, path)
-    worst = difference(model, run, spec)
-    if not worst <= TOLERANCE:
+    path = folder / f"model.{'pt2' if file_format == 'torch' else 'onnx'}"
+    exported = (write_torch if file_format == "torch" else write_onnx)(model, example, path)
+    largest = largest_difference(model, exported, spec)
+    if not largest <= TOLERANCE:  # also if it is NaN
         path.unlink()
-        more = f"by {worst:.1e}, more than {TOLERANCE:.0e}"
-        raise Different(f"{path} was deleted: its output differs from the model's {more}")
-    about: dict[str, Any] = {
+        raise Different(
+            f"{path} was deleted: its output differs from the model's by {largest:.1e}, more than {TOLERANCE:.0e}"
+        )
+    description: dict[str, Any] = {
         "task": spec.task,
         "input": ["n", *example.shape[1:]],
         "dtype": "uint8",
         "classes": list(spec.classes),
     }
-    about |= {"difference": worst, "checkpoint": config.checkpoint}
-    path.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-    print(f"{path}: agrees with the checkpoint to {worst:.1e} on batches of {', '.join(map(str, BATCHES))}")
+    description |= {"difference": largest, "checkpoint": config.checkpoint}
+    path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
+    print(f"{path}: agrees with the checkpoint to {largest:.1e} on batches of {', '.join(map(str, BATCH_SIZES))}")
 
 
-def changes(module: pl.LightningModule, spec: Spec) -> bool:
+def changes_images(module: pl.LightningModule, spec: Spec) -> bool:
     """Check whether the module's own `on_after_batch_transfer` changes images outside training."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide the list of devices
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide the devices that a Trainer logs
     logs.hide_harmless_warnings()
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
@@ -143,16 +154,16 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tenso
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def difference(model: nn.Module, run: Callable[[Tensor], Tensor], spec: Spec) -> float:
-    """Return the largest difference of an output over batches of random images; of values above 1 it is relative."""
+def largest_difference(model: nn.Module, exported: Callable[[Tensor], Tensor], spec: Spec) -> float:
+    """Return the largest difference of the outputs for batches of random images; it is relative for outputs above 1."""
     generator = torch.Generator().manual_seed(0)
     differences = []
-    for size in BATCHES:
+    for size in BATCH_SIZES:
         shape = size, spec.channels, spec.image_size, spec.image_size
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         with torch.no_grad():
             expected = model(images)
-            differences.append(((expected - run(images)).abs() / expected.abs().clamp(min=1)).max())
+            differences.append(((expected - exported(images)).abs() / expected.abs().clamp(min=1)).max())
     return float(torch.stack(differences).max())
 
 

@@ -2,9 +2,10 @@
 
     python scripts/new_project.py dogs ../dogs
 
-src/project becomes src/dogs. The tests, measurements and pages of Lockstep itself stay here. The new folder is a git
-repository. Its branch `lockstep` has what this program wrote, so with --upgrade, from a newer checkout, it writes that
-again, and `git merge lockstep` in the project combines it with your changes.
+src/project becomes src/dogs. The tests, measurements and pages of Lockstep itself are left out. The new folder is a git
+repository. Its branch `lockstep` has only the files that this program wrote. To upgrade the project, run this program
+with --upgrade in a newer checkout: it commits the new files to that branch. Then `git merge lockstep` in the project
+combines them with your changes.
 """
 
 import argparse
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BRANCH = "lockstep"
 COPIED = ("conf", "src", "scripts", "Makefile", "pyproject.toml", "requirements.lock", ".gitignore")
 LEFT_OUT = ("scripts/lab", "scripts/new_project.py")
-TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # of the Makefile: they need what is left out
+TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # targets of the Makefile that need what is left out
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
 
 import pytest
@@ -41,19 +42,19 @@ class TestDigits(DataTests):
 '''
 README = """# {name}
 
-    make train                                              # digits; no download
+    make train                                              # trains on digits, which need no download
     make train ARGS="model=resnet18 strategy=ddp devices=2"
     make test
 
 The first command builds `.venv`. `python src/train.py --help` lists all settings.
 
-    conf/          every choice; train.yaml is the front page
+    conf/          every setting; train.yaml is the front page
     src/{name}/    nets, one LightningModule, data sets
     src/lockstep/  Lockstep, which computes the same steps on any number of devices
     tests/         tests of src/{name}/
 
-The branch `lockstep` has the files as Lockstep's `make project` wrote them. For a newer Lockstep: in its checkout
-`make project NAME={name} DIR=<this folder> ARGS=--upgrade`, then here `git merge lockstep`.
+The branch `lockstep` has the files as Lockstep's `make project` wrote them. To upgrade to a newer Lockstep, run
+`make project NAME={name} DIR=<this folder> ARGS=--upgrade` in its checkout, then `git merge lockstep` here.
 """
 
 
@@ -62,10 +63,10 @@ class Refused(Exception):
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that src/ can't have, or that a module has already.
+    """Check that src/ can have a module of this name.
 
     Raises:
-        Refused: the name is such a one.
+        Refused: it is no module's name, or a module has it already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise Refused(f"{name or 'NAME'}: must be a module's name: lower-case letters, digits and _, such as dogs")
@@ -77,14 +78,14 @@ def check_name(name: str) -> None:
 def write(name: str, folder: Path) -> None:
     """Write the files of a project into an empty folder."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
-    for part in COPIED:
-        source = ROOT / part
+    for copied in COPIED:
+        source = ROOT / copied
         if source.is_dir():
-            shutil.copytree(source, folder / part, ignore=ignored)
+            shutil.copytree(source, folder / copied, ignore=ignored)
         else:
-            shutil.copy(source, folder / part)
-    for part in LEFT_OUT:
-        path = folder / part
+            shutil.copy(source, folder / copied)
+    for left_out in LEFT_OUT:
+        path = folder / left_out
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copy(ROOT / "LICENSE", folder / "src" / "lockstep" / "LICENSE")
     (folder / "src" / "project").rename(folder / "src" / name)
@@ -107,16 +108,15 @@ def write(name: str, folder: Path) -> None:
         (r'"project(?=[*".])', f'"{name}'),
         (r'"scripts/lab[^"]*", ', ""),
     )
-    if (ruff := Path(sys.executable).with_name("ruff")).exists():  # another name is sorted elsewhere among imports
+    if (ruff := Path(sys.executable).with_name("ruff")).exists():  # sort the imports again by the new name
         for command in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
             subprocess.run([ruff, *command, "--no-cache", "src"], cwd=folder, check=True)
-    blocks = "|".join(TARGETS_LEFT_OUT)
+    targets = "|".join(TARGETS_LEFT_OUT)
     _replace(
         folder / "Makefile",
-        (rf"(?m)^(?:{blocks}):.*\n(?:\t.*\n)*\n?", ""),
-        (r"(?m)^\.PHONY:.*$", lambda line: re.sub(rf" (?:{blocks})(?= |$)", "", line[0])),
-        (r"(?m)^\t.*extras_of_the_core.*\n", ""),
-        (r", and that the core names no extra", ""),
+        (rf"(?m)^(?:{targets}):.*\n(?:\t.*\n)*\n?", ""),
+        (r"(?m)^\.PHONY:.*$", lambda line: re.sub(rf" (?:{targets})(?= |$)", "", line[0])),
+        (r"(?m)^\t.*extras_of_the_core.*\n", ""),  # a check of `make lint` that is a file of tests/
     )
 
 
@@ -134,36 +134,36 @@ def git(folder: Path, *arguments: str, **environment: str) -> str:
     Raises:
         Refused: git failed.
     """
-    named = {f"GIT_{who}_{what}": "lockstep" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    outside = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # as in a hook of git
-    done = subprocess.run(
-        ["git", *arguments], cwd=folder, env=outside | named | environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise Refused(f"git {arguments[0]} in {folder}: {done.stderr.strip().partition(chr(10))[0]}")
-    return done.stdout.strip()
+    author = {f"GIT_{role}_{field}": "lockstep" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
+    # Without git's own variables, which are set if this program runs in a hook and name another repository.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    variables = inherited | author | environment
+    result = subprocess.run(["git", *arguments], cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise Refused(f"git {arguments[0]} in {folder}: {result.stderr.strip().partition(chr(10))[0]}")
+    return result.stdout.strip()
 
 
 def commit(name: str, folder: Path) -> bool:
-    """Write the project's files as a commit to the branch, whatever is checked out. Return False if nothing is new."""
+    """Commit the project's files to BRANCH without touching the checked-out files. Return False if nothing is new."""
     with tempfile.TemporaryDirectory() as temporary:
         files, index = Path(temporary) / "files", str(Path(temporary) / "index")
         files.mkdir()
         write(name, files)
-        places = {"GIT_DIR": git(folder, "rev-parse", "--absolute-git-dir"), "GIT_INDEX_FILE": index}
-        git(files, "add", "--all", GIT_WORK_TREE=str(files), **places)
-        tree = git(files, "write-tree", **places)
-    before = git(folder, "for-each-ref", "--format=%(objectname)", f"refs/heads/{BRANCH}")
-    if before and git(folder, "rev-parse", f"{before}^{{tree}}") == tree:
+        variables = {"GIT_DIR": git(folder, "rev-parse", "--absolute-git-dir"), "GIT_INDEX_FILE": index}
+        git(files, "add", "--all", GIT_WORK_TREE=str(files), **variables)
+        tree = git(files, "write-tree", **variables)
+    previous = git(folder, "for-each-ref", "--format=%(objectname)", f"refs/heads/{BRANCH}")
+    if previous and git(folder, "rev-parse", f"{previous}^{{tree}}") == tree:
         return False
-    parent = ["-p", before] if before else []
+    parent = ["-p", previous] if previous else []
     new = git(folder, "commit-tree", tree, *parent, "-m", "Lockstep, as its make project writes it")
     git(folder, "update-ref", f"refs/heads/{BRANCH}", new)
     return True
 
 
 def begin(name: str, folder: Path) -> str:
-    """Make the folder and its first commit. Return what to do next."""
+    """Make the project's folder and its first commit. Return what to do next, as text for the user."""
     check_name(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"{folder}: exists already: name a new folder, or give --upgrade")
@@ -175,9 +175,9 @@ def begin(name: str, folder: Path) -> str:
 
 
 def upgrade(name: str, folder: Path) -> str:
-    """Write this checkout's files to the branch of a project. Return what to do next."""
+    """Commit this checkout's files to BRANCH of a project. Return what to do next, as text for the user."""
     if not (folder / ".git").exists() or not git(folder, "branch", "--list", BRANCH):
-        raise Refused(f"{folder}: has no branch {BRANCH}: --upgrade is for a project that make project has made")
+        raise Refused(f"{folder}: has no branch {BRANCH}: --upgrade is for a project that `make project` made")
     if not git(folder, "ls-tree", BRANCH, f"src/{name}/"):
         raise Refused(f"{name}: branch {BRANCH} has no src/{name}: give the name that the project was made with")
     if not commit(name, folder):
@@ -193,12 +193,14 @@ def main() -> None:
     )
     parser.add_argument("name", help="name of the module with your code, such as dogs")
     parser.add_argument("folder", help="the project's folder", type=Path)
-    parser.add_argument("--upgrade", action="store_true", help="write a newer Lockstep to the branch of a project")
-    chosen = parser.parse_args()
+    parser.add_argument(
+        "--upgrade", action="store_true", help="commit this Lockstep to the branch `lockstep` of a project"
+    )
+    options = parser.parse_args()
     if shutil.which("git") is None:
         sys.exit("error: git is not installed: a project is a git repository")
     try:
-        print((upgrade if chosen.upgrade else begin)(chosen.name, Path(os.path.abspath(chosen.folder))))
+        print((upgrade if options.upgrade else begin)(options.name, Path(os.path.abspath(options.folder))))
     except (Refused, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -41,7 +41,7 @@ from torch.utils.data import Subset
 from trials import differences, features
 from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
 from trials.record import YARDSTICKS, roundoff
-from trials.trial import Outcome, Trial, counted, run, shorten
+from trials.trial import Outcome, Trial, run, shorten, with_counter
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
@@ -93,7 +93,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
             raw: Any = OmegaConf.to_container(composed, resolve=True)
             raw = {key: value for key, value in raw.items() if key not in PARITY_KEYS}
             config, splits = opened(raw, test_samples)
-            return raw, shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
+            return raw, shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
 
         judge_features(features.measure(rows, prepared, steps, folder / "trials"), folder, report)
         return
@@ -104,7 +104,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
         (folder / "differences.md").write_text(text + "\n")
         write_summary(folder / "differences.json", report | {"test_samples": test_samples, "rows": effects})
         return
-    splits = shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
+    splits = shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
     judge_layouts(config, raw, steps, splits, folder, report)
 
 
@@ -206,7 +206,7 @@ def compare(
     usual = steps_late(raw)
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []
-    for number, (kind, trial) in enumerate(counted(trials(config, raw), "trial")):
+    for number, (kind, trial) in enumerate(with_counter(trials(config, raw), "trial")):
         names = trial.name, ""
         try:
             tried = check({**raw, **trial.changes})

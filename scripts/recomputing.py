@@ -1,7 +1,4 @@
-"""Compute a part of a run again from what its ledger records.
-
-The project's own training does it, in a folder that is deleted afterwards.
-"""
+"""Compute a part of a run again from what its ledger records, by the same training as any run (train.py)."""
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,20 +21,18 @@ from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, STATE, config_sha256, decisive_config, parse_line, read
 from lockstep.launch.signals import Interrupted
-from lockstep.step.lightning_quirks import validates
+from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 
-GROUPS = (
-    "model",
-    "data",
-    "optimizer",
-    "scheduler",
-    "callbacks",
-    "extras",
-)  # config groups whose files name classes to build
+# Config groups whose files name classes to build.
+GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")
+# Options of a strategy that affect the bits of the weights. They come from the ledger, the others from this command.
+DECISIVE_STRATEGY_OPTIONS = ("sync_batchnorm", "compression")
+# The ledger records only callbacks that change the weights, and this one does not.
+CHECKPOINT = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
 
 
-class Until(Preemption):
-    """Save after given steps, as a run does on a signal, and end the run after the last of them.
+class SaveAtSteps(Preemption):
+    """Saves after given steps, as a run does on a signal, and ends the run after the last of them.
 
     Args:
         steps: optimizer steps since the run began, in ascending order.
@@ -51,8 +46,9 @@ class Until(Preemption):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step in self._steps:
+            # As if all ranks had received the signal: SIGTERM saves and ends the run, SIGUSR1 only saves.
             self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
-            if not validates(trainer):
+            if not validation_or_epoch_end_follows(trainer):  # otherwise Preemption saves after that
                 self._save_for_signal(trainer)
 
 
@@ -79,7 +75,7 @@ class Part:
 
 
 def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Part:
-    """Return a part of a run from its ledger, to be computed on the layout of `raw`.
+    """Return the part of a run that a ledger's record describes, on the layout of `raw`.
 
     Args:
         about: the ledger's record of the run.
@@ -95,41 +91,40 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
         raise UserError(f"{path}: its record of the run has no config: it was changed")
     for group in GROUPS:
         check_targets_named(path, group, recorded.get(group), raw.get(group))
-    before = about.get("data_dir")
-    exists = isinstance(before, str) and Path(before).is_dir()
-    local = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
+    data_dir = about.get("data_dir")
+    data_dir_exists = isinstance(data_dir, str) and Path(data_dir).is_dir()
+    local_keys = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
     speed = {**(recorded.get("speed") or {}), "resident": raw["speed"]["resident"]}
-    strategy = {key: recorded["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
+    recorded_strategy = recorded["strategy"]
+    decisive = {
+        key: recorded_strategy.get(key, value)
+        for key, value in raw["strategy"].items()
+        if key in DECISIVE_STRATEGY_OPTIONS
+    }
     config = check(
         {
             **recorded,
-            **local,
+            **local_keys,
             "num_nodes": 1,
             "speed": speed,
-            "strategy": {**raw["strategy"], **strategy},
+            "strategy": {**raw["strategy"], **decisive},
             "extras": {**(recorded.get("extras") or {}), **group_file("extras", "ledger")},
-            "data_dir": raw["data_dir"] or (before if exists else "data"),
-            "callbacks": {**(recorded.get("callbacks") or {}), "saving": SAVING},
+            "data_dir": raw["data_dir"] or (data_dir if data_dir_exists else "data"),
+            "callbacks": {**(recorded.get("callbacks") or {}), "ledger_checkpoint": CHECKPOINT},
         }
     )
     choose_kernels(config.layout.exact)
     if not recorded.get("exact") and config_sha256(decisive_config(config)) != config_sha256(recorded):
-        original = recorded["strategy"]
-        layout = (
-            f"strategy={original.get('name')} devices={original.get('devices')} num_nodes={original.get('num_nodes')}"[
-                :80
-            ]
+        layout = " ".join(
+            f"{word}={recorded_strategy.get(key)}"
+            for word, key in (("strategy", "name"), ("devices", "devices"), ("num_nodes", "num_nodes"))
         )
-        raise UserError(f"{path}: without exact=true a run has the same bits only on its own layout: use {layout}")
+        raise UserError(f"{path}: without exact=true a run has the same bits only on its own layout: use {layout[:80]}")
     return Part(about, config)
 
 
-SENDING = ("sync_batchnorm", "compression")  # options of a strategy that change the weights
-SAVING = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
-
-
 def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
-    """Train from a checkpoint, or from the seed, up to the last of `steps`.
+    """Train from the checkpoint `start`, or from the seed if it is None, up to the last of `steps`.
 
     The last checkpoint stays in `folder`.
 
@@ -139,22 +134,22 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
     Raises:
         Interrupted: the run was interrupted before its last step.
     """
-    until = {"_target_": "recomputing.Until", "steps": list(steps)}
-    config = replace(part.config, callbacks={**part.config.callbacks, "until": until})
+    save = {"_target_": "recomputing.SaveAtSteps", "steps": list(steps)}
+    config = replace(part.config, callbacks={**part.config.callbacks, "save_at_steps": save})
     try:
         train_from(start, config, part.splits, folder)
-    except Interrupted:
-        if not (folder / LEDGER_FILE).exists() or steps[-1] not in _lines(folder):
+    except Interrupted:  # SaveAtSteps raises it after the last step; before that, the user interrupted the run
+        if not (folder / LEDGER_FILE).exists() or steps[-1] not in _lines_by_step(folder):
             raise
-    return _lines(folder)
+    return _lines_by_step(folder)
 
 
-def _lines(folder: Path) -> dict[int, dict[str, Any]]:
+def _lines_by_step(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in map(parse_line, read(folder / LEDGER_FILE))}
 
 
 def first_difference(computed: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Return the first tensor or number that differs between two checkpoints, and by how much.
+    """Return the name of the first tensor or number that differs between two checkpoints, and by how much.
 
     Return an empty string if all are the same.
     """
@@ -164,19 +159,20 @@ def first_difference(computed: Mapping[str, Any], expected: Mapping[str, Any]) -
     return ""
 
 
-def _differences(name: str, one: Any, other: Any) -> Iterator[str]:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            yield f"{name} is {one.dtype} {list(one.shape)}, and was {other.dtype} {list(other.shape)}"
-        elif not one.equal(other):
-            apart = (one.double() - other.double()).abs()
-            count, most = f"{int((apart > 0).sum())} of {one.numel()}", f"{apart.max():.1e}"
-            yield f"{name} in {count} elements, by {most} at most, of {other.double().abs().max():.1e}"
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in dict.fromkeys([*other, *one]):
-            yield from _differences(f"{name}.{key}", one.get(key), other.get(key))
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        for number, pair in enumerate(zip(one, other, strict=True)):
+def _differences(name: str, new: Any, old: Any) -> Iterator[str]:
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            yield f"{name} is {new.dtype} {list(new.shape)}, and was {old.dtype} {list(old.shape)}"
+        elif not new.equal(old):
+            distances = (new.double() - old.double()).abs()
+            count, most = f"{int((distances > 0).sum())} of {new.numel()}", f"{distances.max():.1e}"
+            largest = f"{old.double().abs().max():.1e}"
+            yield f"{name} in {count} elements, by at most {most} (largest element: {largest})"
+    elif isinstance(new, Mapping) and isinstance(old, Mapping):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(f"{name}.{key}", new.get(key), old.get(key))
+    elif isinstance(new, list | tuple) and isinstance(old, list | tuple) and len(new) == len(old):
+        for number, pair in enumerate(zip(new, old, strict=True)):
             yield from _differences(f"{name}.{number}", *pair)
-    elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
-        yield f"{name} is {str(one)[:40]}, and was {str(other)[:40]}"
+    elif isinstance(new, Tensor) or isinstance(old, Tensor) or new != old:
+        yield f"{name} is {str(new)[:40]}, and was {str(old)[:40]}"

@@ -1,9 +1,10 @@
-"""Write the JSON Schemas with which editors complete and check the keys of conf/, and name them in its files:
+"""Write the JSON Schemas with which editors complete and check the keys of conf/:
 
     python scripts/schema.py
 
-conf/schema/ has one for the front page, experiments and debug, and one for each other group. Types are those of
-src/lockstep/config/schema.py, descriptions are the comments of the yaml files. Run it again after a change of keys.
+conf/schema/ has one schema for the front page (train.yaml), experiment/ and debug/, and one for each other group. Types
+are those of src/lockstep/config/schema.py, descriptions are the comments of the yaml files. The program also writes
+into each yaml file the line that names its schema. Run it again after a change of keys or comments.
 """
 
 import argparse
@@ -23,38 +24,44 @@ from pydantic import TypeAdapter
 from lockstep.config.arguments import CONF, MODELINE
 from lockstep.config.schema import Keys, Transforms
 
-LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files have all its keys
+LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files may have all keys of train.yaml
 INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${model.name}, which Hydra replaces
 
 
 def schemas() -> dict[str, Any]:
-    """Return the schemas by the name of their file."""
-    page = (CONF / "train.yaml").read_text()
-    kinds = _inlined(TypeAdapter(Keys).json_schema())["properties"]
-    kinds["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
-    written = {}
+    """Return all schemas by the names of their files."""
+    front_page = (CONF / "train.yaml").read_text()
+    schemas_by_key = _without_references(TypeAdapter(Keys).json_schema())["properties"]
+    schemas_by_key["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
+    group_schemas = {}
     for folder in sorted({path.parent for path in CONF.rglob("*/*.yaml")}):
         group = folder.relative_to(CONF).as_posix()
         if group in LIKE_THE_FRONT_PAGE or group.startswith("hydra"):
             continue
         texts = {f"{group}={file.stem}": file.read_text() for file in sorted(folder.glob("*.yaml"))}
-        kind = _inlined(TypeAdapter(Transforms).json_schema()) if group == "data/transforms" else kinds[group]
-        texts |= {"train.yaml": page} if group in kinds else {}
-        written[_file_name(group)] = _schema(f"Keys of conf/{group}/*.yaml", _group(kind, group, texts))
-    properties: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        if _file_name(name) in written:
-            properties[name] = {"anyOf": [{"$ref": _file_name(name)}, {"type": "null"}]}
+        if group == "data/transforms":
+            schema = _without_references(TypeAdapter(Transforms).json_schema())
         else:
-            properties[name] = _described(kind, _tree({"train.yaml": page})["properties"].get(name, {}))
+            schema = schemas_by_key[group]
+        texts |= {"train.yaml": front_page} if group in schemas_by_key else {}
+        title = f"Keys of conf/{group}/*.yaml"
+        group_schemas[_file_name(group)] = _schema_file(title, _group_schema(schema, group, texts))
+    comments = _comments({"train.yaml": front_page})["properties"]
+    properties: dict[str, Any] = {}
+    for key, schema in schemas_by_key.items():
+        if _file_name(key) in group_schemas:
+            properties[key] = {"anyOf": [{"$ref": _file_name(key)}, {"type": "null"}]}
+        else:
+            properties[key] = _with_descriptions(schema, comments.get(key, {}))
     defaults = {"description": "the file of each group; in experiments `override /<group>: <name>`", "type": "array"}
     properties |= {"defaults": defaults, "hydra": {"type": "object"}}
-    front_page = {"type": "object", "additionalProperties": False, "properties": properties}
-    return {"train.json": _schema("Keys of conf/train.yaml, conf/experiment/ and conf/debug/", front_page), **written}
+    content = {"type": "object", "additionalProperties": False, "properties": properties}
+    title = "Keys of conf/train.yaml, conf/experiment/ and conf/debug/"
+    return {"train.json": _schema_file(title, content), **group_schemas}
 
 
-def _schema(title: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a whole schema. Every key may be left out."""
+def _schema_file(title: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a schema's file. Every key may be left out of a yaml file, so no schema has `required`."""
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **content}
 
 
@@ -62,82 +69,104 @@ def _file_name(group: str) -> str:
     return f"{group.replace('/', '_')}.json"
 
 
-def _group(kind: dict[str, Any], group: str, texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the schema of a group: the type of its keys where there is one, and their comments in any of its files."""
-    page = _tree({name: text for name, text in texts.items() if name == "train.yaml"})
-    comments = _tree({name: text for name, text in texts.items() if name != "train.yaml"})
-    comments["properties"] = page.get("properties", {}).get(group, {}).get("properties", {}) | comments["properties"]
-    kind = next((option for option in kind.get("anyOf", ()) if option.get("type") == "object"), kind)
-    described = _described({name: each for name, each in kind.items() if name != "description"}, comments)
-    known: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}
-    return described | {"type": "object", "properties": known | described.get("properties", {})}
+def _group_schema(schema: dict[str, Any], group: str, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the schema of a group's yaml files: `schema` with their comments as descriptions.
+
+    Args:
+        schema: the JSON schema of the group's key.
+        group: the group's name.
+        texts: the texts of the group's yaml files, and of train.yaml if it has the group's key, by name.
+    """
+    front_page = _comments({name: text for name, text in texts.items() if name == "train.yaml"})
+    comments = _comments({name: text for name, text in texts.items() if name != "train.yaml"})
+    in_front_page = front_page["properties"].get(group, {}).get("properties", {})
+    comments["properties"] = in_front_page | comments["properties"]
+    without_description = {word: rule for word, rule in _object_schema(schema).items() if word != "description"}
+    described = _with_descriptions(without_description, comments)
+    in_any_group: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}
+    return described | {"type": "object", "properties": in_any_group | described.get("properties", {})}
 
 
-def _tree(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return nested `{description, properties}` of the keys of yaml files. Comments that differ have their files."""
-    files: dict[str, dict[str, list[str]]] = {}
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the alternative of a schema that describes a mapping; the schema itself if it has none."""
+    return next((option for option in schema.get("anyOf", ()) if option.get("type") == "object"), schema)
+
+
+def _comments(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the comments of the keys of yaml files, as a nested `{description, properties}`.
+
+    If a key's comments differ between files, each is preceded by the names of the files that have it.
+    """
+    files_by_comment: dict[str, dict[str, list[str]]] = {}  # key -> comment -> names of files
     for name, text in texts.items():
         for key, _, comment in rows(text):
-            by_comment = files.setdefault(key, {})
+            files = files_by_comment.setdefault(key, {})
             if comment:
-                by_comment.setdefault(comment, []).append(name)
-    tree: dict[str, Any] = {"properties": {}}
-    for key, by_comment in files.items():
-        node = tree
+                files.setdefault(comment, []).append(name)
+    root: dict[str, Any] = {"properties": {}}
+    for key, files in files_by_comment.items():
+        node = root
         for part in key.split("."):
             node = node.setdefault("properties", {}).setdefault(part, {})
-        if len(by_comment) == 1:
-            (node["description"],) = by_comment
-        elif by_comment:
-            node["description"] = "; ".join(f"{', '.join(names)}: {comment}" for comment, names in by_comment.items())
-    return tree
+        if len(files) == 1:
+            (node["description"],) = files
+        elif files:
+            node["description"] = "; ".join(f"{', '.join(names)}: {comment}" for comment, names in files.items())
+    return root
 
 
-def _described(kind: dict[str, Any], comments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a type with the comments of its key, and of the keys in it."""
-    kind = copy.deepcopy(kind)
+def _with_descriptions(schema: dict[str, Any], comments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a key with the comments of this key, and of the keys in it, as descriptions."""
+    schema = copy.deepcopy(schema)
     if "description" in comments:
-        kind = {"description": comments["description"]} | kind
+        schema = {"description": comments["description"]} | schema
     if inner := comments.get("properties"):
-        keys = next((option for option in kind.get("anyOf", ()) if option.get("type") == "object"), kind)
-        kinds = keys.get("properties", {})
-        keys["properties"] = kinds | {name: _described(kinds.get(name, {}), inner[name]) for name in inner}
-    return kind
+        mapping = _object_schema(schema)
+        properties = mapping.get("properties", {})
+        described = {key: _with_descriptions(properties.get(key, {}), inner[key]) for key in inner}
+        mapping["properties"] = properties | described
+    return schema
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return pydantic's schema without references, titles and defaults, with interpolations, and null for groups."""
+def _without_references(root: dict[str, Any]) -> dict[str, Any]:
+    """Return pydantic's schema as editors need it.
 
-    def resolved(part: dict[str, Any]) -> dict[str, Any]:
-        if "$ref" in part:
-            part = schema["$defs"][part["$ref"].rpartition("/")[2]]
-        part = {name: each for name, each in part.items() if name not in ("title", "default", "required", "$defs")}
-        if part.get("type") == "object":
-            part.pop("description", None)
-        for name in ("anyOf", "oneOf"):
-            if name in part:
-                part[name] = [resolved(option) for option in part[name]]
-        if "properties" in part:
-            part["properties"] = {name: open_to_hydra(resolved(each)) for name, each in part["properties"].items()}
-        return part
+    References are replaced by what they name, and titles, defaults and `required` are left out. Each value may also be
+    an interpolation, and each group null.
+    """
 
-    def open_to_hydra(part: dict[str, Any]) -> dict[str, Any]:
-        if part == {"type": "string"}:
-            return part
-        other = {"type": "null"} if part.get("type") == "object" else INTERPOLATION
-        return {"anyOf": [*part.get("anyOf", [part]), other]}
+    def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+        if "$ref" in schema:
+            schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+        left_out = ("title", "default", "required", "$defs")
+        schema = {word: rule for word, rule in schema.items() if word not in left_out}
+        if schema.get("type") == "object":
+            schema.pop("description", None)  # the docstring of a class of ours
+        for word in ("anyOf", "oneOf"):
+            if word in schema:
+                schema[word] = [resolved(option) for option in schema[word]]
+        if "properties" in schema:
+            schema["properties"] = {key: open_to_hydra(resolved(each)) for key, each in schema["properties"].items()}
+        return schema
 
-    return resolved(schema)
+    def open_to_hydra(schema: dict[str, Any]) -> dict[str, Any]:
+        """Allow an interpolation or null too. A string may be an interpolation already."""
+        if schema == {"type": "string"}:
+            return schema
+        other = {"type": "null"} if schema.get("type") == "object" else INTERPOLATION
+        return {"anyOf": [*schema.get("anyOf", [schema]), other]}
+
+    return resolved(root)
 
 
 def with_modeline(text: str, path: Path) -> str:
-    """Return a yaml file's text with the line that names its schema, below the lines that Hydra reads (`@package`)."""
+    """Return a yaml file's text with the line that names its schema. It is below the lines for Hydra (`# @package`)."""
     group = path.parent.relative_to(CONF).as_posix()
     name = "train.json" if group in (".", *LIKE_THE_FRONT_PAGE) else _file_name(group)
-    schema = os.path.relpath(CONF / "schema" / name, path.parent)
+    schema_path = os.path.relpath(CONF / "schema" / name, path.parent)
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith(MODELINE)]
-    header = next((number for number, line in enumerate(lines) if not line.startswith("# @")), 0)
-    return "".join([*lines[:header], f"{MODELINE}={schema}\n", *lines[header:]])
+    header_lines = next((number for number, line in enumerate(lines) if not line.startswith("# @")), 0)
+    return "".join([*lines[:header_lines], f"{MODELINE}={schema_path}\n", *lines[header_lines:]])
 
 
 def described_files() -> list[Path]:
@@ -158,8 +187,8 @@ def main() -> None:
         (folder / name).write_text(json.dumps(schema, indent=1) + "\n")
     for path in described_files():
         text = path.read_text()
-        if (changed := with_modeline(text, path)) != text:
-            path.write_text(changed)
+        if (new_text := with_modeline(text, path)) != text:
+            path.write_text(new_text)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ which are the model's `monitor` and `mode`, or val/acc and max), and folder=. Wi
 same command continues it; several such commands at once share the work. The folder has one run folder and one
 <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
-A trial is forked from the search, as a job is from its sweep (lockstep/run/sweeps.py), and runs the code of
-src/train.py.
+A trial runs the code of src/train.py in a fork of this process, as the jobs of a sweep do (lockstep/run/sweeps.py).
 """
 
 import contextlib
@@ -48,59 +47,67 @@ from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
-NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
-FIRST = 3  # if so many trials are refused and none completed, the others will be refused too
+# Keys that best.yaml leaves out.
+NOT_IN_BEST = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
+MAX_REFUSED = 3  # if so many trials are refused before one completes, all will be, so the search ends
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Search:
     """A study in a folder, which several processes may work on.
 
-    The process that runs a trial holds the trial's lock. A running trial without a lock was interrupted, so a
-    process that finds one continues it.
+    The process that runs a trial holds the trial's lock. If nobody holds the lock of an unfinished trial, the trial was
+    interrupted, and the next process that asks for a trial continues it.
+
+    Args:
+        mode: max or min.
+        space: Optuna's distribution of each key.
+        trials: the number of trials of the whole search.
     """
 
     def __init__(self, folder: Path, mode: str, space: Mapping[str, Any], trials: int) -> None:
         self.folder, self.space, self.trials = folder, dict(space), trials
         folder.mkdir(parents=True, exist_ok=True)
         # Close each connection after use: SQLite does not allow an open one across a fork.
-        patient = {"connect_args": {"timeout": 60}, "poolclass": NullPool}
-        with self.alone():
+        engine_options = {"connect_args": {"timeout": 60}, "poolclass": NullPool}
+        with self.study_lock():
             self.study = optuna.create_study(
                 study_name="search",
-                storage=optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", engine_kwargs=patient),
+                storage=optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", engine_kwargs=engine_options),
                 direction="maximize" if mode == "max" else "minimize",
                 load_if_exists=True,
             )
 
-    def draw(self) -> tuple[Any, IO[bytes]] | None:
-        """Return the next trial and its lock. Return None if all trials are complete or running."""
-        with self.alone():
-            made = self.study.get_trials(deepcopy=False)
-            for trial in made:
+    def next_trial(self) -> tuple[Any, IO[bytes]] | None:
+        """Return an interrupted or a new trial, and its lock. Return None if all trials are finished or running."""
+        with self.study_lock():
+            trials = self.study.get_trials(deepcopy=False)
+            for trial in trials:
                 if not trial.state.is_finished() and (lock := self.lock(trial.number)):
                     return trial, lock
-            if len(made) >= self.trials:
+            if len(trials) >= self.trials:
                 return None
-            self.study.sampler = optuna.samplers.TPESampler(seed=len(made))
-            new = self.study.ask(self.space)
-            lock = self.lock(new.number)
-            assert lock is not None, "a new trial is not locked"
-            return new, lock
+            self.study.sampler = optuna.samplers.TPESampler(seed=len(trials))
+            new_trial = self.study.ask(self.space)
+            lock = self.lock(new_trial.number)
+            assert lock is not None, "no other process can hold the lock of a new trial"
+            return new_trial, lock
 
     def record(self, number: int, value: float | None, status: str) -> None:
         """Record a trial's result. The trial fails if `value` is None or not finite, or if it did not complete."""
-        good = status == "completed" and value is not None and math.isfinite(value)
-        with self.alone():  # without the lock, `draw` in another process might see an interrupted trial
-            self.study.tell(number, value if good else None, state=None if good else optuna.trial.TrialState.FAIL)
+        valid = status == "completed" and value is not None and math.isfinite(value)
+        # Without this lock, `next_trial` in another process could list the trial as unfinished, find its lock free once
+        # the caller has closed it, and run the trial again.
+        with self.study_lock():
+            self.study.tell(number, value if valid else None, state=None if valid else optuna.trial.TrialState.FAIL)
 
-    def ended(self) -> list[Any]:
+    def finished_trials(self) -> list[Any]:
         """Return the trials that completed or failed."""
         return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def lock(self, number: int) -> IO[bytes] | None:
-        """Lock a trial. Return None if another process holds its lock."""
-        file = open(self.folder / f"{number}.lock", "wb")  # noqa: SIM115  closed when the trial has ended
+        """Lock a trial until the returned file is closed. Return None if another process holds its lock."""
+        file = open(self.folder / f"{number}.lock", "wb")  # noqa: SIM115  `main` closes it after the trial
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a fork does not inherit it
         except BlockingIOError:
@@ -109,8 +116,8 @@ class Search:
         return file
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock of the study."""
+    def study_lock(self) -> Iterator[None]:
+        """Hold the lock of the study, so that no other process reads or changes it."""
         with open(self.folder / "study.lock", "wb") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
@@ -130,54 +137,65 @@ def distribution(override: Override) -> Any:
             if "int" in value.tags or isinstance(low, int):
                 return distributions.IntDistribution(int(low or 0), int(high or 0), log=log)
             return distributions.FloatDistribution(low, high, log=log)
-        values = [_number(text) for text in override.sweep_string_iterator()]
+        values = [_number_or_text(text) for text in override.sweep_string_iterator()]
         if isinstance(value, RangeSweep) and not value.shuffle:
             whole = all(isinstance(number, int) for number in values)
-            kind = distributions.IntDistribution if whole else distributions.FloatDistribution
-            return kind(min(values), max(values), step=abs(value.step))
+            distribution_class = distributions.IntDistribution if whole else distributions.FloatDistribution
+            return distribution_class(min(values), max(values), step=abs(value.step))
         return distributions.CategoricalDistribution(values)
     except ValueError as error:
         raise UserError(f"{override.input_line}: {error}") from error
 
 
-def _number(text: str) -> Any:
-    for kind in (int, float):
+def _number_or_text(text: str) -> Any:
+    for convert in (int, float):
         with contextlib.suppress(ValueError):
-            return kind(text)
+            return convert(text)
     return text
 
 
 def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
-    """Write the best trial's overrides as a file for conf/experiment/."""
+    """Write the best trial's overrides as a file for conf/experiment/.
+
+    Args:
+        metric: name of the metric, for a comment in the file.
+        fixed: the overrides that all trials share.
+    """
     best = search.study.best_trial
-    drawn = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in best.params.items()])
-    bases: list[Any] = []
+    chosen = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in best.params.items()])
+    experiments: list[Any] = []
     groups: list[Any] = []
     values = OmegaConf.create({})
-    for override in (*fixed, *drawn):
+    for override in (*fixed, *chosen):
         key, value = override.key_or_group, override.value()
-        if key.partition(".")[0] in NOT_THE_RECIPE or override.is_delete():
+        if key.partition(".")[0] in NOT_IN_BEST or override.is_delete():
             continue
         if key == "experiment":
-            bases += value if isinstance(value, list) else [value]
+            experiments += value if isinstance(value, list) else [value]
         elif (ROOT / "conf" / key).is_dir():
             groups.append({f"override /{key}": value})
         else:
             OmegaConf.update(values, key, value)
     with replacing(search.folder / "experiment" / "best.yaml") as file:
-        head = f"# @package _global_\n# the best of {search.trials} trials, {best.number}: {metric} {best.value:.4g}\n"
-        content = OmegaConf.create({"defaults": [*bases, *groups, "_self_"]})
-        file.write((head + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
+        header = (
+            f"# @package _global_\n# the best of {search.trials} trials, {best.number}: {metric} {best.value:.4g}\n"
+        )
+        content = OmegaConf.create({"defaults": [*experiments, *groups, "_self_"]})
+        file.write((header + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
 
 def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
-    """Run a trial in a fork, or resume it if its folder exists. Its output goes to `log`.
+    """Run a trial in a fork, or resume it if its folder exists.
+
+    Args:
+        flags: arguments that begin with a dash.
+        log: the file for the trial's output.
 
     Returns:
         the summary. `refused` is true if the trial did not start.
 
     Raises:
-        Interrupted: SIGTERM or SIGINT ended the search, after the trial saved and ended.
+        Interrupted: the search got SIGTERM or SIGINT. The trial has saved a checkpoint and ended.
     """
 
     def start(job: Job) -> None:
@@ -187,7 +205,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             f"hydra.run.dir={quote_path(job.folder)}",
             *flags,
         ]
-        with _into(log):
+        with _output_to(log):
             code, message = cli.run_command(train, "train")
             if message:
                 print(message, file=sys.stderr)
@@ -204,7 +222,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _into(log: Path) -> Iterator[None]:
+def _output_to(log: Path) -> Iterator[None]:
     """Append to a file all that this process and its children print."""
     originals = [os.dup(stream) for stream in (1, 2)]
     with open(log, "ab") as file:
@@ -215,9 +233,9 @@ def _into(log: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for stream, before in zip((1, 2), originals, strict=True):
-            os.dup2(before, stream)
-            os.close(before)
+        for stream, original in zip((1, 2), originals, strict=True):
+            os.dup2(original, stream)
+            os.close(original)
 
 
 def main(arguments: list[str]) -> int:
@@ -246,8 +264,8 @@ def main(arguments: list[str]) -> int:
     search = Search(folder, settings["mode"], space, int(settings["trials"]))
     progress = Progress(search.trials, settings["metric"], settings["mode"])
     refused = 0
-    while drawn := search.draw():
-        trial, lock = drawn
+    while trial_and_lock := search.next_trial():
+        trial, lock = trial_and_lock
         values = [f"{key}={value}" for key, value in trial.params.items()]
         overrides = [*(str(each.input_line) for each in fixed), *values]
         job = Job(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
@@ -258,14 +276,14 @@ def main(arguments: list[str]) -> int:
             raise
         search.record(trial.number, (summary.get("metrics") or {}).get(settings["metric"]), summary["status"])
         lock.close()
-        for each in search.ended():
+        for each in search.finished_trials():  # also those of other processes, for the best value
             progress.add(each.number, {"status": "completed", "metrics": {settings["metric"]: each.value}})
-        progress.done = len(search.ended()) - 1
-        progress.ended(job, summary)
+        progress.done = len(search.finished_trials()) - 1  # `report` adds this trial
+        progress.report(job, summary)
         refused += summary.get("refused", False)
-        if refused == FIRST and not progress.best:
-            raise UserError(f"the first {FIRST} trials were refused: {summary['error']}")
-    if all(trial.value is None for trial in search.ended()):
+        if refused == MAX_REFUSED and not progress.best:
+            raise UserError(f"the first {MAX_REFUSED} trials were refused: {summary['error']}")
+    if all(trial.value is None for trial in search.finished_trials()):
         print(f"error: no trial completed: see {os.path.relpath(folder)}/<number>.log", file=sys.stderr)
         return 1
     write_best(search, settings["metric"], fixed)

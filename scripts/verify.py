@@ -3,14 +3,13 @@
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=3
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
 
-The run must have been made with `extras=[ledger]`. To start elsewhere than at its beginning, it must have kept its
-checkpoints (`checkpoint_keep=-1`, for example).
-The program first checks the ledger: each line must follow from the one before, and the samples of all steps must be
-those of the seed. Then, for each chosen step, it trains from the last checkpoint before it up to that step, in a folder
-that is deleted afterwards. Weights and optimizer must have the bits that the ledger records. docs/extras/ledger.md
-explains what this proves and what it does not.
+The run must have a ledger (`extras=[ledger]`). The program first checks it: each line must have the hash of the line
+before, and the samples of all steps must be those of the seed. Then, for each chosen step, it trains from the last
+checkpoint before it up to that step, in a folder that is deleted afterwards. Weights and optimizer must have the bits
+that the ledger records. If the run kept no checkpoint (`checkpoint_keep=-1` keeps all), training starts from the seed.
+docs/extras/ledger.md explains what this proves and what it does not.
 
-Exit codes: 0 all the same, 1 something differs, 2 bad input (no ledger, nothing to start from).
+Exit codes: 0 all bits are the same, 1 something differs, 2 bad input (no ledger, or no checkpoint to start from).
 """
 
 import random
@@ -31,7 +30,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.checkpoint.start import differences
-from lockstep.config.value_checks import Whole, as_text, checker, show
+from lockstep.config.value_checks import PositiveInt, as_text, checker, show
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import (
     LEDGER_FILE,
@@ -48,10 +47,10 @@ from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
 
 Line = dict[str, Any]
-HASHES = {"weights_sha256": "weights", "optimizer_sha256": "optimizer"}
-MOST_STEPS = 10_000_000  # between two lines; more would take minutes to hash
+HASHES = {"weights_sha256": "weights", "optimizer_sha256": "optimizer"}  # keys of a ledger's line -> words for messages
+MAX_STEPS_PER_LINE = 10_000_000  # the samples of more steps would take minutes to hash
 
-check_steps = checker(Whole | Annotated[list[Whole], Field(min_length=1)])
+check_steps = checker(PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)])
 check_seed = checker(Annotated[int, Field(strict=True, ge=0)])
 
 
@@ -70,20 +69,24 @@ class Different(Exception):
 def verify(raw: dict[str, Any], folder: Path) -> None:
     """Check the ledger, compute the chosen steps again, and print what is proven.
 
+    Args:
+        raw: the composed config of this command.
+        folder: a folder for the training; it is deleted afterwards.
+
     Raises:
         Different: the first step that differs from the ledger.
-        UserError: there is no ledger, or nothing to start from.
+        UserError: there is no ledger, or no checkpoint to start from.
     """
     try:
         verify_in(raw, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # the folder is not empty
+        with suppress(OSError):  # the parent stays if it has other runs in it
             folder.parent.rmdir()
 
 
 def verify_in(raw: dict[str, Any], folder: Path) -> None:
-    """Do what `verify` promises. The caller deletes `folder` afterwards."""
+    """Do the work of `verify`, and leave `folder` for the caller to delete."""
     torch.set_num_threads(1)  # this process forks, and a child lacks the threads that torch has started
     wanted, seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
     if raw["num_nodes"] != 1 or external_workers():
@@ -92,62 +95,64 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
     path = run / LEDGER_FILE
     if not path.is_file():
         raise UserError(f"run={run} has no {LEDGER_FILE}: start a run with extras=[ledger]")
-    lines = chained(path)
-    parts = parts_of(lines, raw, path)
+    lines = read_chain(path)
+    parts = parts_of_lines(lines, raw, path)
     for line, part in zip(lines[1:], parts[1:], strict=True):
         since, step = line["since"], line["step"]
-        if step - since > MOST_STEPS or line.get("samples_sha256") != samples_sha256(part.order, since, step):
+        if step - since > MAX_STEPS_PER_LINE or line.get("samples_sha256") != samples_sha256(part.order, since, step):
             raise Different(f"step {step}: the samples of steps {since + 1} to {step} are not those of the seed")
-    starts = checkpoints(run, lines)
+    starts = start_points(run, lines)
     steps = choose(wanted, seed, lines, starts, run)
     spans = [(max(start for start in starts if start < step), step) for step in steps]
-    wrong: dict[int, str] = {}
+    errors: dict[int, str] = {}  # step -> what differs
     for start, step in spans:
-        differing = compare(lines, parts, start, starts, step, folder / "again")
+        difference = compare(lines, parts, start, starts, step, folder / "again")
         shutil.rmtree(folder / "again", ignore_errors=True)
-        print(f"steps {start} to {step}: {next(iter(differing.values()), 'the same bits')}", flush=True)
-        wrong |= differing
-    for note in differences_here(parts[-1].about):
+        print(f"steps {start} to {step}: {next(iter(difference.values()), 'the same bits')}", flush=True)
+        errors |= difference
+    for note in notes_on_versions(parts[-1].about):
         print(f"note: {note}")
-    if wrong:
-        first = min(wrong)
-        raise Different(f"{run}: step {first} differs from its ledger: {wrong[first]}")
+    if errors:
+        first = min(errors)
+        raise Different(f"{run}: step {first} differs from its ledger: {errors[first]}")
     conclude(lines, parts, spans)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 
-def chained(path: Path) -> list[Line]:
-    """Return the lines of a ledger after checking that each follows from the one before.
+def read_chain(path: Path) -> list[Line]:
+    """Return the lines of a ledger. Check that each has the hash of the line before and continues at its step.
 
     Raises:
-        Different: a line does not follow.
-        UserError: there is no line of a step.
+        Different: a line was changed.
+        UserError: the ledger has no line after the first, so it records no step.
     """
     texts = read(path)
     if path.stat().st_size > sum(len(text) + 1 for text in texts):
         print(f"note: {path}: its last line is incomplete and is ignored")
     lines: list[Line] = []
     for number, text in enumerate(texts, 1):
-        line, before = parse_line(text), lines[-1] if lines else None
+        line, previous = parse_line(text), lines[-1] if lines else None
         if not line:
             raise Different(f"{path}: line {number} is not a line of a ledger: it was changed")
-        if line.get("before") != (line_sha256(texts[number - 2]) if before else None):
-            step = (before or line)["step"]
+        if line.get("before") != (line_sha256(texts[number - 2]) if previous else None):  # `number` starts at 1
+            step = (previous or line)["step"]
             raise Different(
                 f"{path}: the chain breaks at step {step}: line {max(number - 1, 1)} or the one after it was changed"
             )
-        if before and (line["since"] != before["step"] or line["step"] < before["step"]):
-            raise Different(f"{path}: step {line['step']} does not follow step {before['step']}")
+        if previous and (line["since"] != previous["step"] or line["step"] < previous["step"]):
+            raise Different(f"{path}: step {line['step']} does not follow step {previous['step']}")
         lines.append({**line, "text": text})
     if len(lines) < 2:
         raise UserError(f"{path} has no step yet: a line is written with each checkpoint (checkpoint_every)")
     return lines
 
 
-def parts_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Part]:
-    """Return, for each line, the part of the run from the line before it to this line.
+def parts_of_lines(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Part]:
+    """Return, for each line, the part of the run that its steps belong to.
+
+    A part has all lines until the config, the code or the versions change. The first line of a part has `about`.
 
     Raises:
         Different: the config does not have the recorded hash, or the data differ on this machine.
@@ -157,7 +162,7 @@ def parts_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[
         if "about" in line:
             part = part_of_run(line["about"], raw, path)
             if part.about.get("data") != part.splits.fingerprint:
-                data = shown(part.about.get("data"))[:12]
+                data = printable(part.about.get("data"))[:12]
                 raise Different(
                     f"{path}: other data: their fingerprint is {part.splits.fingerprint[:12]} in "
                     f"{part.config.data_dir}, and {data} in the ledger from step {line['since']} on"
@@ -174,33 +179,37 @@ def parts_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[
     return parts
 
 
-def changes(before: Part, now: Part) -> str:
+def changes(old_part: Part, new_part: Part) -> str:
     """Return what differs between two parts of a run, in words."""
-    parts = []
-    for name in sorted({*before.about, *now.about} - {"data_dir"}):
-        one, other = before.about.get(name), now.about.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            parts += differences(one, other)
-        elif one != other:
-            parts.append(f"another {name}")
-    return shown(join_names(parts))
+    changed = []
+    for name in sorted({*old_part.about, *new_part.about} - {"data_dir"}):
+        old, new = old_part.about.get(name), new_part.about.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changed += differences(old, new)
+        elif old != new:
+            changed.append(f"another {name}")
+    return printable(join_names(changed))
 
 
-def differences_here(about: Mapping[str, Any]) -> list[str]:
-    """Return notes on versions and code that differ from the run's. The bits may still be the same."""
-    recorded, here = about.get("versions"), versions()
+def notes_on_versions(about: Mapping[str, Any]) -> list[str]:
+    """Return notes on the versions and the code here that differ from the run's. The bits may still be the same."""
+    recorded, installed = about.get("versions"), versions()
     packages = recorded.items() if isinstance(recorded, dict) else ()
-    odd = [f"{name} {old} in the run, {here.get(name)} here" for name, old in packages if here.get(name) != old]
+    notes = [
+        f"{name} {version} in the run, {installed.get(name)} here"
+        for name, version in packages
+        if installed.get(name) != version
+    ]
     if about.get("code_sha256") != code_sha256():
-        sides = {"in the run": about, "here": git_info()}.items()
         commits = (
-            f"commit {str(git.get('commit'))[:12]}{' and changes' * bool(git.get('dirty'))} {at}" for at, git in sides
+            f"commit {str(git.get('commit'))[:12]}{' and changes' * bool(git.get('dirty'))} {where}"
+            for where, git in (("in the run", about), ("here", git_info()))
         )
-        odd.append(f"src/ is not the same code: {', '.join(commits)}")
-    return [shown(each) for each in odd]
+        notes.append(f"src/ is not the same code: {', '.join(commits)}")
+    return [printable(note) for note in notes]
 
 
-def shown(value: Any) -> str:
+def printable(value: Any) -> str:
     """Return text from an untrusted file in a form that is safe for a terminal."""
     return "".join(char if char.isprintable() else "?" for char in str(value)[:300])
 
@@ -208,10 +217,10 @@ def shown(value: Any) -> str:
 # --- the steps --------------------------------------------------------------------------------------------------------
 
 
-def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
-    """Return the points that training can start from, by step.
+def start_points(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
+    """Return what training can start from, by step: a kept checkpoint of a step in the ledger, or None for the seed.
 
-    These are the kept checkpoints of the ledger's steps, and None for the seed at step 0.
+    The seed gives step 0. It is left out if the ledger begins at a later step.
     """
     folder, steps = run / "checkpoints", {line["step"] for line in lines}
     saved = step_checkpoints(folder) if folder.is_dir() else {}
@@ -222,24 +231,24 @@ def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
 def choose(
     wanted: int | list[int], seed: int, lines: Sequence[Line], starts: Mapping[int, Any], run: Path
 ) -> list[int]:
-    """Return the steps to compute: those that are named, or a random choice.
+    """Return the steps to compute: those of the list `wanted`, or as many at random as the number `wanted`.
 
-    The choice is among steps whose previous line has a checkpoint to start from.
+    The random choice is among steps whose previous line has a checkpoint to start from.
 
     Raises:
-        UserError: a step is not in the ledger, or there is nothing to start from.
+        UserError: a step is not in the ledger, or there is no checkpoint to start from.
     """
-    computed = {line["step"]: line["since"] for line in lines[1:] if line["step"] > line["since"]}
+    recorded = {line["step"]: line["since"] for line in lines[1:] if line["step"] > line["since"]}
     if isinstance(wanted, int):
-        within = sorted(step for step, since in computed.items() if since in starts)
-        chosen = sorted(random.Random(seed).sample(within, min(wanted, len(within))))
+        candidates = sorted(step for step, since in recorded.items() if since in starts)
+        chosen = sorted(random.Random(seed).sample(candidates, min(wanted, len(candidates))))
     else:
         chosen = sorted(set(wanted))
     for step in chosen:
-        if step not in computed:
-            near = sorted(sorted(computed, key=lambda other: abs(other - step))[:3])
+        if step not in recorded:
+            nearest = sorted(sorted(recorded, key=lambda other: abs(other - step))[:3])
             raise UserError(
-                f"steps={show(wanted)}: the ledger has no line at {step}: the nearest are {join_names(near)}"
+                f"steps={show(wanted)}: the ledger has no line at {step}: the nearest are {join_names(nearest)}"
             )
     if not chosen or not all(any(start < step for start in starts) for step in chosen):
         raise UserError(f"run={run} has no checkpoint to start from: train with checkpoint_keep=-1 (all) or a number")
@@ -249,37 +258,40 @@ def choose(
 def compare(
     lines: Sequence[Line], parts: Sequence[Part], start: int, starts: Mapping[int, Path | None], step: int, folder: Path
 ) -> dict[int, str]:
-    """Compute from one recorded step to another and compare at each recorded step in between.
+    """Train from step `start` to `step` in `folder`, and compare with each line of the ledger on the way.
 
     Returns:
-        the first difference, by step; empty if all bits are the same.
+        the first step that differs, and what differs; empty if all bits are the same.
 
     Raises:
-        UserError: the config of the run changed in between.
+        UserError: the config of the run changed on the way.
     """
-    first = max(number for number, line in enumerate(lines) if line["step"] == start)
-    within = [line for line in lines[first + 1 :] if line["step"] <= step]
-    if len({line["config_sha256"] for line in within}) > 1:
+    # A step has two lines if the run was resumed there with another config and saved again. The later line counts.
+    start_number = max(number for number, line in enumerate(lines) if line["step"] == start)
+    later_lines = [line for line in lines[start_number + 1 :] if line["step"] <= step]
+    if len({line["config_sha256"] for line in later_lines}) > 1:
         raise UserError(
             f"steps=[{step}]: training would start at step {start}, and the run's config changed in between: "
             "name another step"
         )
     try:
-        check_checkpoint(starts[start], lines[first])
-        computed = recompute(parts[first + len(within)], starts[start], [line["step"] for line in within], folder)
-        for line in within:
-            saved, again = check_checkpoint(starts.get(line["step"]), line), computed.get(line["step"], {})
-            if odd := [word for key, word in HASHES.items() if again.get(key) != line.get(key)]:
-                mine = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
-                detail = first_difference(mine, saved) if saved and mine["global_step"] == line["step"] else ""
-                return {line["step"]: f"other {' and '.join(odd)}{'; first difference: ' * bool(detail)}{detail}"}
-    except Different as wrong:
-        return {wrong.step: str(wrong)}
+        check_checkpoint(starts[start], lines[start_number])
+        part, steps = parts[start_number + len(later_lines)], [line["step"] for line in later_lines]
+        computed_lines = recompute(part, starts[start], steps, folder)
+        for line in later_lines:
+            saved, computed = check_checkpoint(starts.get(line["step"]), line), computed_lines.get(line["step"], {})
+            if differing := [word for key, word in HASHES.items() if computed.get(key) != line.get(key)]:
+                last = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
+                detail = first_difference(last, saved) if saved and last["global_step"] == line["step"] else ""
+                text = f"other {' and '.join(differing)}{'; first difference: ' * bool(detail)}{detail}"
+                return {line["step"]: text}
+    except Different as error:
+        return {error.step: str(error)}
     return {}
 
 
 def check_checkpoint(path: Path | None, line: Line) -> dict[str, Any]:
-    """Return the kept checkpoint of a ledger's line, or an empty dict if there is none.
+    """Load the kept checkpoint of a ledger's line, and check its hashes. Return it; empty if `path` is None.
 
     Raises:
         Different: the checkpoint does not match the line.
@@ -291,27 +303,27 @@ def check_checkpoint(path: Path | None, line: Line) -> dict[str, Any]:
     except CheckpointError as error:
         raise Different(str(error), line["step"]) from error
     digests = hashes(checkpoint)
-    odd = [word for key, word in HASHES.items() if key in line and digests[key] != line[key]]
+    differing = [word for key, word in HASHES.items() if key in line and digests[key] != line[key]]
     if checkpoint.get("global_step") != line["step"]:
-        odd.append("step")
-    if odd:
-        raise Different(f"{path.name} does not match the ledger: other {' and '.join(odd)}", line["step"])
+        differing.append("step")
+    if differing:
+        raise Different(f"{path.name} does not match the ledger: other {' and '.join(differing)}", line["step"])
     return checkpoint
 
 
 def conclude(lines: Sequence[Line], parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> None:
     """Print what is proven and what is not."""
-    layout, last = parts[-1].config.layout, lines[-1]["step"]
-    where = f"{layout.strategy} on {layout.num_devices} devices" if layout.num_devices > 1 else "one device"
-    again = len({step for start, end in spans for step in range(start, end)})
-    named = join_names((f"{start} to {end}" for start, end in spans), 8)
+    layout, total = parts[-1].config.layout, lines[-1]["step"]
+    devices = f"{layout.strategy} on {layout.num_devices} devices" if layout.num_devices > 1 else "one device"
+    count = len({step for start, end in spans for step in range(start, end)})
+    ranges = join_names((f"{start} to {end}" for start, end in spans), 8)
     print(
-        f"proven: steps {named} ({again} of {last}), computed again ({layout.accelerator}, {where}), have the recorded "
-        f"bits of weights and optimizer; all {last} steps have the seed's samples; {len(lines)} lines are one chain, "
-        f"whose last hash is {line_sha256(lines[-1]['text'])}"
+        f"proven: steps {ranges} ({count} of {total}), computed again ({layout.accelerator}, {devices}), have the "
+        f"recorded bits of weights and optimizer; all {total} steps have the seed's samples; {len(lines)} lines are "
+        f"one chain, whose last hash is {line_sha256(lines[-1]['text'])}"
     )
-    left = f"the other {last - again} steps; " if again < last else ""
-    print(f"not proven: {left}other hardware; that this run was not chosen from several")
+    other_steps = f"the other {total - count} steps; " if count < total else ""
+    print(f"not proven: {other_steps}other hardware; that this run was not chosen from several")
 
 
 if __name__ == "__main__":

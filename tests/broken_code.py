@@ -203,7 +203,7 @@ class Unseeded(Items):
 
 
 class DrawsNothing(Augmented):
-    draws = False
+    uses_random_numbers = False
 
 
 class Counted(Items):

@@ -18,7 +18,7 @@ GRID = 200  # points at which the seeds' curves are averaged
 DECADE = 10  # the axis is logarithmic if the largest value is this many times the smallest, or more
 
 
-def draw(groups: Sequence[Group], folder: Path) -> list[str]:
+def draw_plots(groups: Sequence[Group], folder: Path) -> list[str]:
     """Draw the plots that the groups have data for. Return the names of the files."""
     shown = [group for group in groups if group.completed]
     some = f" (the best {MAX_GROUPS} of {len(shown)})" if len(shown) > MAX_GROUPS else ""
@@ -88,8 +88,8 @@ def _speeds(groups: Sequence[Group], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_against(lines: Lines, key: str, folder: Path) -> str:
-    """Draw test accuracy, or what else `against` has read, against a key. Return the name of the file."""
+def draw_by_key(lines: Lines, key: str, folder: Path) -> str:
+    """Draw what `scores_by_key` returned against the key. Return the name of the file."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     values = sorted({value for points in lines.values() for value in points})
     for number, (label, points) in enumerate(lines.items()):

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from comparison.pair import ABSENT, show
-from comparison.runs import Group, Run, counts
+from comparison.runs import Group, Run, belongs_to_experiment
 
 from lockstep.errors import UserError
 from lockstep.text import join_names, plural
@@ -127,8 +127,9 @@ def _check_complete_runs(each: CrossValidation) -> None:
 
 def _difference(one: Run, other: Run) -> str:
     """Return why two runs are not folds of one cross-validation."""
-    keys = [key for key in dict.fromkeys([*one.config, *other.config]) if key == "seed" or counts(key, one.config)]
-    differing = [key for key in keys if one.config.get(key, ABSENT) != other.config.get(key, ABSENT)]
+    keys = dict.fromkeys([*one.config, *other.config])
+    compared = [key for key in keys if key == "seed" or belongs_to_experiment(key, one.config)]
+    differing = [key for key in compared if one.config.get(key, ABSENT) != other.config.get(key, ABSENT)]
     shown = [f"{key} ({show(one.config.get(key))}, {show(other.config.get(key))})" for key in differing[:3]]
     folds = [run.config["data.fold"] for run in (one, other)]
     return (

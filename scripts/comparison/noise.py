@@ -1,10 +1,10 @@
 """Decide whether the difference of two groups of runs is larger than the noise, by Student's t.
 
 Runs with the same seed and fold share initial weights, order of samples and augmentation, so they are compared in
-pairs: what a seed does to both does not count as noise. The folds of a cross-validation share training samples, so
-their scores vary together, and the usual interval is too narrow. It is widened as Nadeau and Bengio propose (Inference
-for the generalization error, 2003): the variance of a mean of n differences is not s^2 / n but
-s^2 (1 / n + validation samples / training samples).
+pairs: an effect that a seed has on both runs of a pair does not count as noise. The folds of a cross-validation share
+training samples, so their scores vary together, and the usual interval is too narrow. It is widened as Nadeau and
+Bengio propose (Inference for the generalization error, 2003): if n differences have the variance s^2, the variance of
+their mean is not s^2 / n but s^2 (1 / n + validation samples / training samples).
 """
 
 import math
@@ -16,10 +16,13 @@ from typing import Any
 
 from comparison.runs import Group
 
-LEVEL, POWER = 0.95, 0.8
-OTHERWISE = ("val/loss",)  # of runs without such a metric
-MOST = 1000  # further seeds; more are not counted
-LARGE = 300  # degrees of freedom from which Student's t is taken as normal
+LEVEL = 0.95  # confidence level of an interval
+POWER = 0.8  # probability with which the recommended number of seeds finds a real difference
+FALLBACK = ("val/loss",)  # scores to compare if a group has no values of the metric
+MAX_FURTHER_SEEDS = 1000
+NORMAL_DEGREES = 300  # from so many degrees of freedom on, the normal distribution replaces Student's t
+
+Values = dict[tuple[Any, Any, int], float]  # (seed, fold, number of folds; 0: no folds) -> score
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Difference:
         compared: the runs, as text: `5 pairs`, `5 and 4 runs`.
         mean: the second group's mean minus the first one's.
         margin: half the width of the interval at LEVEL.
-        further: how many further seeds of each would show such a difference with the probability POWER, at most MOST;
-            None: none are needed, or further seeds can't help, as with folds.
+        further: how many further seeds each group needs to find such a difference with the probability POWER, at most
+            MAX_FURTHER_SEEDS; None: the interval excludes 0 already, or further seeds can't help, as with folds.
     """
 
     compared: str
@@ -41,104 +44,113 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Whether the difference is larger than the noise."""
-        if not self.margin:  # scores of a small set have few values, so this can happen by chance
+        """The answer to the question whether the difference is larger than the noise."""
+        if not self.margin:  # the scores of a small set take few values, so all can be equal by chance
             return "unclear: too few different scores" if self.mean else "no difference"
         return "yes" if abs(self.mean) > self.margin else "no"
 
 
-def against_first(groups: Sequence[Group], metric: str) -> list[tuple[Group, str, Difference]]:
-    """Return the difference of each group from the first one, for each score that both have for two runs or more.
+def differences_from_first(groups: Sequence[Group], metric: str) -> list[tuple[Group, str, Difference]]:
+    """Return the difference of each group from the first one in each score that two or more runs of both have.
 
     Args:
-        groups: the groups.
+        groups: at least one group.
         metric: name of the metric to compare, without `val/`.
     """
     wanted = f"val/{metric}", f"test/{metric}"
     first, *others = groups
     differences = []
     for group in others:
-        scores = [name for name in wanted if group.values(f"metrics.{name}")] or OTHERWISE
+        scores = [name for name in wanted if group.values(f"metrics.{name}")] or FALLBACK
         for name in scores:
-            difference = compare(*(values_by_draw(each, f"metrics.{name}") for each in (first, group)))
+            difference = compare(*(values_by_seed_and_fold(each, f"metrics.{name}") for each in (first, group)))
             if difference is not None:
                 differences.append((group, name, difference))
     return differences
 
 
-def values_by_draw(group: Group, key: str) -> dict[tuple[Any, Any, int], float]:
-    """Return the values of a summary key by seed, fold and number of folds (0: none)."""
+def values_by_seed_and_fold(group: Group, key: str) -> Values:
+    """Return the values of a summary key for the completed runs that have it."""
     folds = group.runs[0].config.get("data.folds") or 0
-    return {(*run.draw, folds): float(run.summary[key]) for run in group.completed if run.summary.get(key) is not None}
+    runs = [run for run in group.completed if run.summary.get(key) is not None]
+    return {(*run.seed_and_fold, folds): float(run.summary[key]) for run in runs}
 
 
-def compare(one: dict[tuple[Any, Any, int], float], other: dict[tuple[Any, Any, int], float]) -> Difference | None:
-    """Return the difference of two groups of values; None if one has fewer than two.
+def compare(first: Values, second: Values) -> Difference | None:
+    """Return the difference of two groups of values, `second` minus `first`; None if one has fewer than two values.
 
-    They are paired if most of the smaller group's seeds and folds are in the other one.
+    The values are paired if more than half of the smaller group's seeds and folds are in the other group too.
     """
-    few = min(len(one), len(other))
-    if few < 2:
+    smaller = min(len(first), len(second))
+    if smaller < 2:
         return None
-    folds = max(draw[-1] for draw in (*one, *other))
-    shared = sorted(one.keys() & other.keys(), key=str)
-    if len(shared) >= 2 and 2 * len(shared) > few:
-        pairs = [other[draw] - one[draw] for draw in shared]
-        spread, degrees, runs, sides = variance(pairs), len(pairs) - 1.0, len(pairs), 1
-        text, mean, square = f"{runs} pairs", fmean(pairs), spread * share(runs, folds)
+    folds = max(key[-1] for key in (*first, *second))
+    shared = sorted(first.keys() & second.keys(), key=str)
+    if len(shared) >= 2 and 2 * len(shared) > smaller:
+        differences = [second[key] - first[key] for key in shared]
+        variance_per_seed, runs, varying_groups = variance(differences), len(differences), 1
+        variance_of_mean, degrees = variance_per_seed * variance_factor(runs, folds), runs - 1.0
+        compared, mean = f"{runs} pairs", fmean(differences)
     else:
-        parts = [variance(values.values()) * share(len(values), folds) for values in (one, other)]
-        sizes = len(one), len(other)
-        square = sum(parts)
-        below = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
-        degrees = square**2 / below if below else 1.0  # Welch and Satterthwaite
-        spread, runs, sides = sum(variance(values.values()) for values in (one, other)), few, 2
-        text, mean = f"{sizes[0]} and {sizes[1]} runs", fmean(other.values()) - fmean(one.values())
-    margin = student_quantile((1 + LEVEL) / 2, degrees) * math.sqrt(square)
-    decided = abs(mean) > margin or not mean or folds
-    return Difference(text, mean, margin, None if decided else further_seeds(mean, spread, runs, sides))
+        variances, sizes = [variance(values.values()) for values in (first, second)], (len(first), len(second))
+        variance_per_seed, runs, varying_groups = sum(variances), smaller, 2
+        parts = [each * variance_factor(size, folds) for each, size in zip(variances, sizes, strict=True)]
+        variance_of_mean = sum(parts)
+        # Welch and Satterthwaite's degrees of freedom
+        divisor = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
+        degrees = variance_of_mean**2 / divisor if divisor else 1.0
+        compared, mean = f"{sizes[0]} and {sizes[1]} runs", fmean(second.values()) - fmean(first.values())
+    margin = student_quantile((1 + LEVEL) / 2, degrees) * math.sqrt(variance_of_mean)
+    if abs(mean) > margin or not mean or folds:
+        return Difference(compared, mean, margin, None)
+    return Difference(compared, mean, margin, further_seeds(mean, variance_per_seed, runs, varying_groups))
 
 
-def share(runs: int, folds: int) -> float:
-    """Return the part of the variance of one value that the mean of `runs` values has."""
+def variance_factor(runs: int, folds: int) -> float:
+    """Return the variance of the mean of `runs` values, divided by the variance of one value.
+
+    For folds it is the one of Nadeau and Bengio. Each fold has 1 / (folds - 1) as many validation as training samples.
+    """
     return 1 / runs + (1 / (folds - 1) if folds else 0)
 
 
-def further_seeds(mean: float, spread: float, runs: int, sides: int) -> int:
-    """Return how many further seeds show a difference like `mean` with the probability POWER, at most MOST.
+def further_seeds(mean: float, variance_per_seed: float, runs: int, varying_groups: int) -> int:
+    """Return how many further seeds find a difference like `mean` with the probability POWER.
+
+    The number is at most MAX_FURTHER_SEEDS.
 
     Args:
         mean: the difference so far.
-        spread: the variance of the difference of one seed.
+        variance_per_seed: variance of the difference of two runs.
         runs: the number of seeds so far.
-        sides: 1 for pairs, 2 for runs with other seeds.
+        varying_groups: 1 for pairs; 2 for groups with different seeds, whose degrees of freedom add up.
     """
     normal = sum(NormalDist().inv_cdf(p) for p in ((1 + LEVEL) / 2, POWER))
-    number = max(runs + 1, math.ceil(spread * (normal / mean) ** 2))
-    while number < MOST + runs:
-        quantiles = sum(student_quantile(p, sides * (number - 1)) for p in ((1 + LEVEL) / 2, POWER))
-        if quantiles * math.sqrt(spread / number) <= abs(mean):
+    number = max(runs + 1, math.ceil(variance_per_seed * (normal / mean) ** 2))
+    while number < MAX_FURTHER_SEEDS + runs:
+        quantiles = sum(student_quantile(p, varying_groups * (number - 1)) for p in ((1 + LEVEL) / 2, POWER))
+        if quantiles * math.sqrt(variance_per_seed / number) <= abs(mean):
             break
         number += 1
-    return min(number - runs, MOST)
+    return min(number - runs, MAX_FURTHER_SEEDS)
 
 
 def student_quantile(probability: float, degrees: float) -> float:
-    """Return the quantile of Student's t distribution; degrees of freedom are rounded down, to 1 at least.
+    """Return the quantile of Student's t distribution.
 
     Args:
         probability: above 0.5.
-        degrees: degrees of freedom.
+        degrees: degrees of freedom; they are rounded down, but to at least 1.
     """
     return _quantile(probability, max(1, int(degrees)))
 
 
 @cache
 def _quantile(probability: float, degrees: int) -> float:
-    if degrees >= LARGE:
+    if degrees >= NORMAL_DEGREES:
         return NormalDist().inv_cdf(probability)
     low, high = 0.0, 1e6
-    for _ in range(80):
+    for _ in range(80):  # bisection
         middle = (low + high) / 2
         low, high = (middle, high) if _inside(middle, degrees) < 2 * probability - 1 else (low, middle)
     return high

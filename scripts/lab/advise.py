@@ -31,7 +31,7 @@ from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
-from lockstep.config.value_checks import Positive, checker, group_file
+from lockstep.config.value_checks import PositiveFloat, checker, group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed
@@ -72,7 +72,7 @@ class Choice:
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measure, and print the answer."""
-    seconds, link = checker(Positive)("seconds", raw.pop("seconds")), raw.pop("link")
+    seconds, link = checker(PositiveFloat)("seconds", raw.pop("seconds")), raw.pop("link")
     links = {} if link is None else scaling.links(link, raw["outputs"])
     if external_workers() or raw["num_nodes"] != 1:
         raise UserError("advise.py runs on one machine: use num_nodes=1, without torchrun")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trials.trial import Outcome, Trial, counted, difference, run
+from trials.trial import Outcome, Trial, difference, run, with_counter
 
 from lockstep.config.check import Config
 from lockstep.config.value_checks import group_file
@@ -90,7 +90,7 @@ def measure(
     rows = []
     lines = ["| what differs | other bits | weights | accuracy, points | removed by | what is then left |"]
     lines.append("|---|---|---|---|---|---|")
-    for pair in counted(pairs(config, raw["model"]), "pair"):
+    for pair in with_counter(pairs(config, raw["model"]), "pair"):
         observed, left = effect(pair.one, pair.other), effect(*pair.switched) if pair.switched else None
         rows.append({"pair": pair.name, "effect": asdict(observed), "left": asdict(left) if left else None})
         numbers = f"{'no' if observed.same_bits else 'yes'} | {observed.weights:.0e} | {observed.accuracy:+.2f}"

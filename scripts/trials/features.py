@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from trials.judging import Row, allowed, distances, evaluation, judge
 from trials.record import YARDSTICKS, roundoff
-from trials.trial import FULL_STEPS, Outcome, Trial, counted, run
+from trials.trial import FULL_STEPS, Outcome, Trial, run, with_counter
 
 from lockstep.config.check import check
 from lockstep.config.value_checks import group_file
@@ -51,7 +51,7 @@ def measure(
 ) -> dict[str, list[Row]]:
     """Return the rows of each feature, given by name and overrides. A row's kind is one of COLUMNS."""
     results = {}
-    for number, (name, overrides) in enumerate(counted(list(features.items()), "feature")):
+    for number, (name, overrides) in enumerate(with_counter(list(features.items()), "feature")):
         results[name] = _rows(list(overrides), prepared, steps, folder / f"{number:02d}")
     return results
 
@@ -70,11 +70,11 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     }
     made = 0
 
-    def outcome(name: str, fault: str | None = None, exact: bool = False, begun_on: str | None = None) -> Outcome:
+    def outcome(name: str, fault: str | None = None, exact: bool = False, killed_on: str | None = None) -> Outcome:
         nonlocal made
         made += 1
-        begun = layouts[begun_on] | {"exact": exact} if begun_on else None
-        trial = Trial(name, layouts[name] | {"exact": exact}, fault, whole=True, begun=begun)
+        first_layout = layouts[killed_on] | {"exact": exact} if killed_on else None
+        trial = Trial(name, layouts[name] | {"exact": exact}, fault, whole=True, first_layout=first_layout)
         return run(trial, raw, steps, splits, folder / f"{made:02d}")
 
     one, two, three, dp = layouts
@@ -83,7 +83,7 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     tolerance = allowed(yardsticks, roundoff(reference.config.precision))
     rows = [judge("default", (name, ""), outcome(name), reference, tolerance) for name in (two, three, dp)]
     rows += [judge("exact", (name, ""), outcome(name, exact=True), exact, tolerance) for name in (two, three, dp)]
-    resumed = outcome(dp, exact=True, begun_on=three)
+    resumed = outcome(dp, exact=True, killed_on=three)
     same = resumed.sha256 == exact.sha256 and evaluation(resumed) == evaluation(exact)
     rows.append(Row("resumed", dp, "", "same bits" if same else "DIFFERENT", same, same_bits=same))
     if not any(override.startswith("model=") for override in overrides):

@@ -83,7 +83,7 @@ class Record(pl.Callback):
                 gradient.add_(signs * partial, alpha=2 * roundoff(str(trainer.precision)) * self.pieces)
         if trainer.global_step + 1 == trainer.max_steps:
             strategy: Any = trainer.strategy
-            self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gather_parts(named).items()}
+            self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gather_dicts(named).items()}
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,7 +1,7 @@
 """Run a trial: a few optimizer steps on one layout, recorded to the bit.
 
-Each trial is a run of train.py with one additional callback, which records it. The parent only compares files, with
-numpy, so that it can fork.
+Each trial is a run of train.py with one additional callback, which records it. This process forks, so it must not
+compute with torch: it reads and compares the records with numpy.
 """
 
 import logging
@@ -30,19 +30,22 @@ from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
 from lockstep.run.training import fit_and_test
 
-FULL_STEPS = 2  # full steps before the short one: a wrong short step shows before rounding has grown
-USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
+FULL_STEPS = 2  # full steps of an epoch before its short one; few, so that rounding does not hide a wrong short step
+HARMLESS = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
 Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial: `changes` to the config, and a deliberate fault for controls (see trials.record).
+    """A trial: a short run to compare with others.
 
     Attributes:
-        whole: validate too, and keep the callbacks that not every run has.
-        begun: changes to the layout on which the trial begins, to be killed in the middle of an epoch; with `whole`.
+        changes: changes to the config.
+        fault: a deliberate fault (see trials.record). In a control the comparison must detect it.
+        whole: also validate, and keep the callbacks that may change training (all but HARMLESS).
+        first_layout: changes to the config for a first start, which is killed inside an epoch. The trial resumes from
+            its last checkpoint.
         by_engine: start the workers as an engine does; they read their rank from the environment.
     """
 
@@ -50,7 +53,7 @@ class Trial:
     changes: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
     whole: bool = False
-    begun: Mapping[str, Any] | None = None
+    first_layout: Mapping[str, Any] | None = None
     by_engine: bool = False
 
 
@@ -59,15 +62,15 @@ class Outcome:
     """The result of a trial.
 
     Attributes:
-        config: as checked.
-        sha256: of weights and buffers at the end, as in summary.json.
-        metrics: of the test.
+        config: the checked config.
+        sha256: hash of weights and buffers at the end, as in summary.json.
+        metrics: the metrics of the test, and of the validation if the trial validates.
         samples: a hash of the sample ids of every piece of every step.
         losses: mean loss of each step's samples, float64 [steps].
-        probes: up to PROBES of the weights after each step, [steps, probes].
-        sensitive: kinds of layers whose result depends on how a step is cut: BatchNorm, dropout.
-        weights, buffers: at the end, by name.
-        gradients: of the last step, before clipping.
+        probes: single weights after each step, about trials.record.PROBES of them, [steps, probes].
+        sensitive: kinds of layers whose result depends on how a step is cut into pieces: BatchNorm, dropout.
+        weights, buffers: the values at the end, by name.
+        gradients: the gradients of the last step, before clipping, by name.
     """
 
     config: Config
@@ -82,8 +85,8 @@ class Outcome:
     gradients: Tensors
 
 
-def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int | None) -> Splits:
-    """Return splits of which `steps` optimizer steps take several epochs, each with a short last step.
+def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> Splits:
+    """Return splits with so few training samples that an epoch is at most FULL_STEPS full steps and one short step.
 
     Args:
         tail: samples of the short step. None: half as many as there are pieces, so that some pieces, and on many
@@ -98,44 +101,44 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     """Make the first `steps` optimizer steps of a run, test it, and delete its folder.
 
     Raises:
-        UserError: the trial's config can't be run.
+        UserError: the trial's config is not valid.
         WorkerFailed: the trial failed.
     """
     config = _config(trial, raw, steps, trial.changes, trial.fault)
     folder.mkdir(parents=True)
     if not trial.whole:
         splits = replace(splits, val=None)
-    if trial.begun is not None:
-        begins = _config(trial, raw, steps, trial.begun, KILLED)
+    if trial.first_layout is not None:
+        first_config = _config(trial, raw, steps, trial.first_layout, KILLED)
         with suppress(WorkerFailed):
-            _launch(begins, splits, folder)
+            _launch(first_config, splits, folder)
             raise AssertionError("the trial was not killed")
         if not (folder / "checkpoints" / "last.ckpt").exists():
             raise WorkerFailed("killed before its first checkpoint")
     summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
-    parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
+    record: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
     with np.load(folder / FILE) as arrays:
         for key in arrays:
-            kind, _, name = key.partition("/")
-            parts[kind][name] = arrays[key]
+            section, _, name = key.partition("/")
+            record[section][name] = arrays[key]
     shutil.rmtree(folder)
-    about: dict[str, Any] = parts.pop("about")
+    about: dict[str, Any] = record.pop("about")
     about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
-    return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **parts)
+    return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **record)
 
 
 def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None) -> Config:
-    bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
+    common: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
     layout = check({**raw, **changes}).layout
     record = {"_target_": "trials.record.Record", "pieces": layout.pieces, "batch_size": layout.batch_size}
-    callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in USUAL}
-    if trial.begun is not None:
+    callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
+    if trial.first_layout is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
-    return check({**raw, **bare, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
+    return check({**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # the table has all results
+    logging.disable(logging.WARNING)  # parity.py prints the results
     return fit_and_test(config, splits, folder)
 
 
@@ -145,34 +148,34 @@ def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 
 
 def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Do the work of `_launch` in forks of this process, which read their ranks from the environment."""
+    """Train in workers that are started as an engine starts them: they read their ranks from the environment."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with bind_socket(LOOPBACK) as free:
-        port = free.getsockname()[1]
-    ranks = [
-        context.Process(target=_be_rank, args=(rank, port, sender, config, splits, folder))
+    with bind_socket(LOOPBACK) as socket:
+        port = socket.getsockname()[1]
+    workers = [
+        context.Process(target=_run_rank, args=(rank, port, sender, config, splits, folder))
         for rank in range(config.layout.world_size)
     ]
-    for each in ranks:
-        each.start()
+    for worker in workers:
+        worker.start()
     sender.close()
     try:
         answer: dict[str, Any] | Exception = receiver.recv()
     except EOFError:
         answer = WorkerFailed("rank 0 ended without an answer")
-    for each in ranks:
-        each.join()
+    for worker in workers:
+        worker.join()
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
-def _be_rank(rank: int, port: int, sender: Connection, config: Config, splits: Splits, folder: Path) -> None:
-    """Run one rank of an engine. Rank zero sends the summary, or the error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the answer has the error
-    place = {"RANK": rank, "WORLD_SIZE": config.layout.world_size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
-    export(**{name: str(value) for name, value in place.items()})
+def _run_rank(rank: int, port: int, sender: Connection, config: Config, splits: Splits, folder: Path) -> None:
+    """Train as one rank of an engine. Rank zero sends the summary, or the error, to the parent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent reports the error
+    environment = {"RANK": rank, "WORLD_SIZE": config.layout.world_size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    export(**{name: str(value) for name, value in environment.items()})
     answer: dict[str, Any] | Exception
     try:
         answer = _launch(config, splits, folder)
@@ -185,28 +188,28 @@ def _be_rank(rank: int, port: int, sender: Connection, config: Config, splits: S
         sender.send(answer)
 
 
-def counted(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield the items, and show a counter on a terminal.
+def with_counter(items: Sequence[T], label: str) -> Iterator[T]:
+    """Yield the items. On a terminal, show a counter such as `trial 3/20`.
 
     Rich's progress bar would start a thread, and this parent forks.
     """
     for number, item in enumerate(items, 1):
         if sys.stderr.isatty():
             end = "\n" if number == len(items) else ""
-            print(f"\r{what} {number}/{len(items)} ", end=end, file=sys.stderr, flush=True)
+            print(f"\r{label} {number}/{len(items)} ", end=end, file=sys.stderr, flush=True)
         yield item
 
 
 def difference(tensors: Tensors, reference: Tensors) -> float:
     """Return the largest relative difference of a tensor: norm of the difference over norm of the reference.
 
-    If a tensor's norm is less than a thousandth of the norm of all, that thousandth is the divisor. The gradient of a
-    bias before BatchNorm, for example, is zero but for rounding, so its relative difference means nothing.
+    The divisor is at least a thousandth of the norm of all reference tensors together. The gradient of a bias before
+    BatchNorm, for example, is zero except for rounding, so a difference relative to its own norm means nothing.
     """
     norms = {name: norm(tensor) for name, tensor in reference.items()}
-    least = 1e-3 * float(np.sqrt(sum(value**2 for value in norms.values())))
-    off = [norm(tensors[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
-    return max(off, default=0.0)
+    smallest = max(1e-3 * float(np.sqrt(sum(value**2 for value in norms.values()))), 1e-300)
+    distances = {name: norm(tensors[name] - tensor.astype(np.float64)) for name, tensor in reference.items()}
+    return max((distances[name] / max(norms[name], smallest) for name in norms), default=0.0)
 
 
 def norm(values: NDArray[Any]) -> float:

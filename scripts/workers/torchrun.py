@@ -165,7 +165,7 @@ def run_worker(start: dict[str, Any], descriptors: list[int]) -> None:
     from lockstep.launch.environment import environment
 
     environment.cache_clear()
-    lockstep.began = time.time()
+    lockstep.command_started_at = time.time()
     gc.enable()
     program, *arguments = start["arguments"]
     sys.argv = [program, *arguments]

@@ -72,7 +72,7 @@ HOMES = {
 }
 __all__ = list(HOMES)
 
-began = time.time()  # when the command started: it imports this module first
+command_started_at = time.time()  # a command imports this module first
 # libgomp reads this variable once, when torch is imported. Threads that wait for each other then sleep after 1,000
 # spins instead of 300,000, which would occupy the cores of a busy machine (docs/decisions/threads.md). A wait policy
 # that the user has set stays in force.

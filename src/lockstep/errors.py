@@ -18,7 +18,7 @@ class WorkerFailed(Exception):
         steps: completed optimizer steps, the largest count that a worker reported.
         local_rank: the worker's rank on its machine.
         signum: the number of the signal that killed it; 0 if none did.
-        waited: whether it failed only because another worker did not join a collective.
+        waited_for_rank: whether it failed only because another worker did not join a collective.
         victim: whether it failed only because another worker was lost, which reports the reason.
         suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
@@ -27,7 +27,7 @@ class WorkerFailed(Exception):
     steps = 0
     local_rank = 0
     signum = 0
-    waited = False
+    waited_for_rank = False
     victim = False
     suspects: tuple[int, ...] = ()
     last_good_step = 0

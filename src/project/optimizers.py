@@ -28,35 +28,36 @@ class LrScale:
         self.factors = dict(lr_scale)
 
     def divide(
-        self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
+        self, groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, Any]]:
         """Divide each parameter group of an optimizer into groups with one factor each.
 
         Args:
             groups: the optimizer's `param_groups`.
-            named: the module's `named_parameters()`.
+            named_parameters: those of the module.
 
         Raises:
-            UserError: A pattern matches no name.
+            UserError: A pattern of `lr_scale` matches no name.
         """
-        names = {id(parameter): name for name, parameter in named}
+        names = {id(parameter): name for name, parameter in named_parameters}
         try:
             patterns = match_patterns(self.factors, list(names.values()))
         except ValueError as error:
             raise UserError(f"optimizer.lr_scale: {error}") from error
         parts = []
         for group in groups:
-            of = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
-            for pattern in dict.fromkeys(of):
+            # for each parameter of the group, the pattern that counts
+            matched = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
+            for pattern in dict.fromkeys(matched):
                 scale = 1.0 if pattern is None else self.factors[pattern]
                 part = {**group, "lr": group["lr"] * scale, "lr_scale": scale}
                 for name in {"params", "param_names"} & group.keys():
-                    part[name] = [each for each, its in zip(group[name], of, strict=True) if its == pattern]
+                    part[name] = [each for each, match in zip(group[name], matched, strict=True) if match == pattern]
                 parts.append(part)
         return parts
 
-    def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the options of a schedule that are learning rates, with one value for each group.
+    def scaled_options(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return those of a schedule's `options` that are learning rates, as lists with a scaled value for each group.
 
         With a single value, of OneCycleLR's max_lr for example, all groups would have the same rate.
         """
@@ -69,8 +70,8 @@ class Muon(Optimizer):
     """Updates weights of two and more dimensions by Muon, and all other parameters by AdamW.
 
     torch.optim.Muon takes matrices only. Here a convolution is a matrix with a row for each output channel. An update
-    of Muon has the size of one of AdamW, so one learning rate and one schedule fit both. It is computed in the
-    precision of the weights, which gives the same bits on every layout.
+    of Muon has the size of an update of AdamW, so one learning rate and one schedule fit both. Updates are computed in
+    the precision of the weights, which gives the same bits on every layout.
 
     Sources: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the size.
 
@@ -79,7 +80,7 @@ class Muon(Optimizer):
         lr: learning rate.
         momentum: share of Muon's running mean of gradients that stays at each step.
         betas: the same for the two running means of AdamW.
-        weight_decay: share of a parameter that is taken away at each step, times lr.
+        weight_decay: this share of a parameter, times lr, is subtracted from it at each step.
 
     Raises:
         ValueError: An option is out of range.
@@ -114,15 +115,15 @@ class Muon(Optimizer):
                 state, gradient = self.state[parameter], parameter.grad
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 if parameter.ndim > 1:
-                    update = _of_muon(state, gradient, group["momentum"])
+                    update = _muon_update(state, gradient, group["momentum"])
                 else:
-                    update = _of_adam(state, gradient, *group["betas"])
+                    update = _adam_update(state, gradient, *group["betas"])
                 parameter.sub_(update, alpha=group["lr"])
         return loss
 
 
-def _of_muon(state: dict[str, Any], gradient: Tensor, momentum: float) -> Tensor:
-    """Return a step of Muon with Nesterov momentum, and of the size of a step of AdamW."""
+def _muon_update(state: dict[str, Any], gradient: Tensor, momentum: float) -> Tensor:
+    """Return an update of Muon with Nesterov momentum, scaled to the size of an update of AdamW."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(gradient)
     mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
@@ -144,8 +145,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def _of_adam(state: dict[str, Any], gradient: Tensor, beta1: float, beta2: float) -> Tensor:
-    """Return a step of Adam (Kingma and Ba, 2015)."""
+def _adam_update(state: dict[str, Any], gradient: Tensor, beta1: float, beta2: float) -> Tensor:
+    """Return an update of Adam (Kingma and Ba, 2015)."""
     if not state:
         state |= {"step": 0, "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
     state["step"] += 1

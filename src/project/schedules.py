@@ -1,4 +1,4 @@
-"""Compute learning rates as pure functions of the optimizer step. conf/scheduler/ names them beside torch's."""
+"""Compute learning rates as pure functions of the optimizer step. conf/scheduler/ names them beside those of torch."""
 
 import math
 from bisect import bisect_right
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 def onecycle(
     optimizer: Optimizer, total_steps: int, peak: float = 0.3, start: float = 0.04, final: float = 0.0
 ) -> LambdaLR:
-    """Return a schedule that rises linearly to lr and then falls by half a cosine.
+    """Return a schedule that rises linearly to lr and then falls along half a cosine.
 
     Source: Smith and Topin, Super-Convergence, 2018.
 
@@ -25,18 +25,18 @@ def onecycle(
     if not 0 < peak < 1:
         raise ValueError(f"peak={peak}: must be a fraction of the run, between 0 and 1")
     _check_fractions(start=start, final=final)
-    top = peak * total_steps
+    peak_step = peak * total_steps
 
     def factor(step: int) -> float:
-        if step < top:
-            return start + (1 - start) * step / top
-        return _half_cosine(1.0, final, (step - top) / (total_steps - top))
+        if step < peak_step:
+            return start + (1 - start) * step / peak_step
+        return _half_cosine(1.0, final, (step - peak_step) / (total_steps - peak_step))
 
     return LambdaLR(optimizer, factor)
 
 
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> LambdaLR:
-    """Return a schedule with a linear warm-up to lr, followed by half a cosine down.
+    """Return a schedule that rises linearly to lr in the warm-up and then falls along half a cosine.
 
     Sources: Loshchilov and Hutter, SGDR, 2017; for the warm-up Goyal et al., Accurate, Large Minibatch SGD, 2017.
 
@@ -56,7 +56,7 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final:
 
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
-    """Return a schedule with a linear warm-up to lr, which then stays.
+    """Return a schedule that rises linearly to lr in the warm-up and then stays there.
 
     Args:
         warmup_steps: optimizer steps of the warm-up.
@@ -67,7 +67,7 @@ def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
 def multistep(
     optimizer: Optimizer, steps_per_epoch: int, milestones: Sequence[int], gamma: float = 0.1, warmup_steps: int = 0
 ) -> LambdaLR:
-    """Return a schedule with a linear warm-up to lr, which is multiplied by gamma at each milestone.
+    """Return a schedule that rises linearly to lr in the warm-up and is multiplied by gamma at each milestone.
 
     Args:
         steps_per_epoch: optimizer steps of one pass over the training set.
@@ -77,15 +77,15 @@ def multistep(
     """
     if not isinstance(milestones, Sequence) or not all(type(each) is int and each > 0 for each in milestones):
         raise ValueError(f"milestones={milestones}: must be a list of epochs, whole numbers of at least 1")
-    ends = sorted(milestones)
-    factor = _after_warmup(warmup_steps, lambda step: float(gamma ** bisect_right(ends, step // steps_per_epoch)))
+    epochs = sorted(milestones)
+    factor = _after_warmup(warmup_steps, lambda step: float(gamma ** bisect_right(epochs, step // steps_per_epoch)))
     return LambdaLR(optimizer, factor)
 
 
 def warm_restarts(
     optimizer: Optimizer, cycle_steps: int, cycle_factor: int = 2, final: float = 0.0, warmup_steps: int = 0
 ) -> LambdaLR:
-    """Return a schedule with a linear warm-up to lr, followed by cycles of half a cosine down.
+    """Return a schedule that rises linearly to lr in the warm-up, followed by cycles that fall along half a cosine.
 
     Source: Loshchilov and Hutter, SGDR, 2017.
 
@@ -113,9 +113,9 @@ class Plateau(ReduceLROnPlateau):
     """Torch's ReduceLROnPlateau with a linear warm-up to lr. Metrics during the warm-up do not count.
 
     Args:
-        optimizer: its groups have their peak learning rates.
+        optimizer: the learning rates of its groups are those after the warm-up.
         warmup_steps: optimizer steps of the warm-up.
-        options: those of ReduceLROnPlateau.
+        options: other arguments of ReduceLROnPlateau.
     """
 
     def __init__(self, optimizer: Optimizer, *, warmup_steps: int = 0, **options: Any) -> None:
@@ -127,7 +127,10 @@ class Plateau(ReduceLROnPlateau):
             optimizer.register_step_pre_hook(self._warm_up)
 
     def _warm_up(self, optimizer: Optimizer, *_: Any) -> None:
-        """Set the learning rates of the step that follows. A schedule that follows a metric has no steps itself."""
+        """Set the learning rates of the optimizer step that follows.
+
+        The optimizer calls this, because `step` is called only after validations.
+        """
         if self.warmup_done < self.warmup_steps:
             self.warmup_done += 1
             for group, peak in zip(optimizer.param_groups, self.peaks, strict=True):
@@ -149,9 +152,9 @@ def _check_warmup(warmup_steps: int) -> None:
         raise ValueError(f"warmup_steps={warmup_steps}: must be a whole number of at least 0")
 
 
-def _half_cosine(start: float, end: float, part: float) -> float:
-    """Return the value on half a cosine from `start` (part=0) to `end` (part>=1)."""
-    return end + (start - end) * (1 + math.cos(math.pi * min(part, 1.0))) / 2
+def _half_cosine(start: float, end: float, progress: float) -> float:
+    """Return the value on half a cosine from `start` (progress=0) to `end` (progress>=1)."""
+    return end + (start - end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
 def _check_fractions(**fractions: float) -> None:

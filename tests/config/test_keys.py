@@ -27,7 +27,7 @@ from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.build import make_module
-from lockstep.run.optimizers import optimization
+from lockstep.run.optimizers import training_arguments
 
 GROUPS = ("model", "optimizer", "scheduler", "callbacks", "data")
 DATA = ("data=synthetic", "data.samples=60", "data.image_size=40", "batch_size=4", "accelerator=cpu")
@@ -181,7 +181,7 @@ def built(group: str, raw: dict[str, Any], images: Path) -> Any:
             if each
         }
     if group == "scheduler":
-        made = optimization(config, 60)
+        made = training_arguments(config, 60)
         optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
         return said(made["scheduler"](optimizer)), said(optimizer.param_groups)
     module = make_module(config, synthetic(config.model["name"]))
@@ -230,7 +230,7 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
         if value is not None:
             raw |= {"batch_size": 64 * 3}
             before, after = check(raw), check(raw | {key: value})
-            of_both = [(each.layout, each.peak_lr, each.worker_threads) for each in (before, after)]
+            of_both = [(each.layout, each.scaled_lr, each.worker_threads) for each in (before, after)]
             read = of_both[0] != of_both[1]
     if key == "num_nodes":  # which the engine decides that starts workers on machines
         with pytest.raises(UserError, match="num_nodes=2: on several machines torchrun, SLURM or MPI must start"):

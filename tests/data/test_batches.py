@@ -163,7 +163,7 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
 
 
 class Quick(Noisy):
-    streams = False
+    wants_workers = False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they are not forked")

@@ -26,7 +26,7 @@ SIZE = 40 * (6 * 6 + 8)  # bytes of arrays(40) with their labels
 class Streamed:
     """A set on disk."""
 
-    streams = True
+    wants_workers = True
 
     def __len__(self) -> int:
         return 40

@@ -232,7 +232,7 @@ def test_a_repeated_sample_is_augmented_anew() -> None:
     images = found.prepare(micro_batch)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 8
     erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
-    images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs)[0][torch.from_numpy(repeated)]
+    images = fetch(erasing, micro_batch.ids, 3, micro_batch.epoch_keys)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 15
     control = fetch(erasing, micro_batch.ids, 3, 0)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in control}) == 1

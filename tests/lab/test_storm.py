@@ -1,12 +1,13 @@
 """The account of a storm, and the checks of a network that is cut."""
 
 import os
+import subprocess
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from campaigns.cuts import folders_written_by, overlaps
+from campaigns.cuts import command_of, folders_written_by, overlaps, parent_of, without_children
 from campaigns.goodput import draw, goodput, groups_of
 from campaigns.storm import CUT, KILLED, SERVER, Plan
 
@@ -75,3 +76,20 @@ def test_writers_are_seen(tmp_path: Path) -> None:
         assert folders_written_by(os.getpid(), {str(tmp_path)}) == {str(folder)}
     with (folder / "train.log").open():
         assert folders_written_by(os.getpid(), {str(tmp_path)}) == set(), "it reads"
+
+
+def test_a_child_with_its_parents_files_is_no_second_writer(tmp_path: Path) -> None:
+    file = tmp_path / "name" / "run" / "train.log"
+    file.parent.mkdir(parents=True)
+    with file.open("w") as log:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[log.fileno()])
+    try:
+        assert folders_written_by(child.pid, {str(tmp_path)}) == {str(file.parent)}
+        assert parent_of(child.pid) == os.getpid()
+        assert command_of(child.pid) == "sleep 60"
+        assert without_children({os.getpid(), child.pid}) == {os.getpid()}
+        assert without_children({1, child.pid}) == {1, child.pid}, "the control: one is not the other's child"
+    finally:
+        child.kill()
+        child.wait()
+    assert parent_of(child.pid) is None

@@ -84,7 +84,7 @@ def test_splits_and_classes(rows: Any, tmp_path: Path) -> None:
     assert (image.shape, label, expected[1]) == ((3, 12, 12), CLASSES.index(path.parent.name), 12)
     rows["train"].save_to_disk(tmp_path / "one")
     one = opened(tmp_path / "one", val_fraction=0.2, test_fraction=0.2)
-    assert (one.sizes, one.divided) == ({"train": 24, "val": 9, "test": 9}, True)
+    assert (one.sizes, one.split_by_opener) == ({"train": 24, "val": 9, "test": 9}, True)
     first = opened(tmp_path / "copy")
     again = opened(tmp_path / "copy")
     assert first.fingerprint == again.fingerprint

@@ -73,6 +73,15 @@ def test_a_flat_folder_is_split_by_class_and_name(tmp_path: Path) -> None:
     assert split(found.train.part(np.arange(2)), 0.1, 0.1, 0)[1:] == [None, None]
 
 
+@pytest.mark.parametrize(("val", "test"), [(0.1, 0.5), (0.05, 0.9), (0.9, 0.05), (0.3, 0.3)])
+def test_a_class_of_three_files_has_one_in_each_part(tmp_path: Path, val: float, test: float) -> None:
+    write_images(tmp_path, (".",), each=3)
+    files, _ = class_folders(tmp_path, 8, 3)
+    parts = split(files, val, test, 0)
+    assert [np.bincount(part.labels).tolist() for part in parts if part] == [[1, 1]] * 3
+    assert names(split(files, 0.0, test, 0)[2]) == names(parts[2]), "val_fraction changed the test"
+
+
 def test_transforms_get_files_whole(tmp_path: Path) -> None:
     write_images(tmp_path)
     for number, mode in enumerate(("L", "I;16", "RGBA", "P", "1")):  # of other kinds and sizes

@@ -11,6 +11,7 @@ from small_models import task
 
 from lockstep.errors import UserError
 from project.models import Timm, Torchvision
+from project.models.published import segmentation_net
 
 
 def torchvision(**changes: Any) -> Any:
@@ -75,8 +76,8 @@ def test_weights_of_colour_images_serve_others(make: Any, tmp_path: Path) -> Non
         ),
         (torchvision, {"pretrained": True, "weights": "some.pth"}, "^pretrained=True: must be .*false with weights"),
         (torchvision, {"pretrained": "yes"}, "^pretrained=yes: must be true or false"),
-        (timm, {"arch": "resnet10"}, "^arch=resnet10: timm has no such classifier: did you mean resnet10t"),
-        (timm, {"arch": "hf-hub:somebody/net"}, "^arch=hf-hub:somebody/net: timm has no such classifier"),
+        (timm, {"arch": "resnet10"}, "^arch=resnet10: timm has no such net: did you mean resnet10t"),
+        (timm, {"arch": "hf-hub:somebody/net"}, "^arch=hf-hub:somebody/net: timm has no such net"),
         (timm, {"arch": "resnet18.mine"}, "^arch=resnet18.mine: resnet18 has no weights mine: known are a1_in1k"),
     ],
 )
@@ -85,6 +86,11 @@ def test_what_does_not_fit_is_refused_in_a_line(make: Any, options: dict[str, An
         make(**options)
     assert "\n" not in str(caught.value)
     torchvision(image_size=28)  # the control of the piece of one sample: two
+
+
+def test_an_unknown_segmentation_net_is_not_called_a_classifier() -> None:
+    with pytest.raises(ValueError, match=r"^arch=fcn_resnet5: torchvision has no such net: did you mean fcn_resnet50"):
+        segmentation_net("fcn_resnet5", 3, 2)
 
 
 def test_options_go_to_the_architecture_or_are_refused(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_shards_without_parts_are_split_as_class_folders(tmp_path: Path) -> None
         assert same(getattr(plain, part), getattr(shards, part))
     other = opened(tmp_path / "shards", val_fraction=0.2, test_fraction=0.3, split_seed=1)
     assert not same(shards.test, other.test)
-    assert (len(shards.test), shards.divided) == (12, True)
+    assert (len(shards.test), shards.split_by_opener) == (12, True)
 
 
 def test_an_index_is_made_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.run.api import compose
-from lockstep.run.optimizers import optimization
+from lockstep.run.optimizers import training_arguments
 from project import optimizers, schedules
 
 SAMPLES = 640  # ten steps an epoch
@@ -21,7 +21,7 @@ SAMPLES = 640  # ten steps an epoch
 
 def offered(*overrides: str) -> dict[str, Any]:
     """What a module gets to train with."""
-    return optimization(check(dict(compose("max_epochs=2", *overrides))), SAMPLES)
+    return training_arguments(check(dict(compose("max_epochs=2", *overrides))), SAMPLES)
 
 
 def rates(made: dict[str, Any], steps: int) -> list[float]:
@@ -87,7 +87,7 @@ def test_any_optimizer_by_hydras_convention(
 )
 def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[str], lr: float) -> None:
     config = check(dict(compose("max_epochs=2", *overrides)))
-    optimizer = optimization(config, SAMPLES)["optimizer"]([nn.Parameter(torch.zeros(1))])
+    optimizer = training_arguments(config, SAMPLES)["optimizer"]([nn.Parameter(torch.zeros(1))])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
     ratio = config.layout.batch_size / config.reference_batch_size if config.lr_scaling == "linear" else 1
     assert config.record["lr"] == pytest.approx(lr / ratio)

@@ -261,6 +261,6 @@ def test_an_export_that_does_not_agree_is_seen() -> None:
     spec = Spec(1, 4, ("a", "b"), mean=(0.5,), std=(0.25,))
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
     model = export.Deployed(net, spec)
-    assert export.difference(model, model, spec) == 0
-    assert export.difference(model, lambda images: model(images) + 1e-3, spec) > export.TOLERANCE
-    assert export.difference(model, lambda images: model(images.flip(0)), spec) > export.TOLERANCE
+    assert export.largest_difference(model, model, spec) == 0
+    assert export.largest_difference(model, lambda images: model(images) + 1e-3, spec) > export.TOLERANCE
+    assert export.largest_difference(model, lambda images: model(images.flip(0)), spec) > export.TOLERANCE

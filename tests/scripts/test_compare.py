@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compared_runs import LAYOUT, compare, written
-from comparison.runs import find_runs, grouped, read_curves
+from comparison.runs import find_runs, group_runs, read_curves
 from conftest import Program
 from torch.utils.tensorboard import SummaryWriter
 
@@ -74,7 +74,12 @@ def test_accuracy_against_a_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "no such folder"), ("", "neither summary.json nor"), ("{", "can't be read"), ("[1]", "not a mapping")],
+    [
+        (None, "no such folder"),
+        ("", "has no runs: name a run folder"),
+        ("{", "can't be read"),
+        ("[1]", "not a mapping"),
+    ],
 )
 def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, reason: str) -> None:
     good, bad = written(tmp_path / "good"), tmp_path / "bad"
@@ -198,13 +203,13 @@ def test_what_trained_nothing_is_left_out_and_counted(sweep: Path) -> None:
         written(sweep / "others" / name, layout=LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1})
     assert "left out: 2 folders of runs that did not train\n" in compare(sweep, "--to", sweep / "beside").stdout
     assert (sweep / "alone" / "compare.json").read_text() == (sweep / "beside" / "compare.json").read_text()
-    assert len(grouped(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
+    assert len(group_runs(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "no run folder" in done.stderr
+    assert "has no runs: name a run folder" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["train/loss", "train/loss_step"])  # Lightning's, of one that is logged twice

@@ -51,6 +51,7 @@ def test_folds_are_one_row_with_one_score_of_all_samples(tmp_path: Path) -> None
         assert scores["acc +-"] == pytest.approx(0.1)
         assert scores["out-of-fold acc"] == pytest.approx((36 + 24 + 21) / 100)
         assert scores["out-of-fold loss"] == pytest.approx(19 / 100)
+    assert "\nval acc, val loss: means over the folds" in done.stdout
     assert "out-of-fold: all 100 samples as one set" in done.stdout
     assert "Cross-validation with 3 folds" in (tmp_path / "compare" / "compare.md").read_text()
 

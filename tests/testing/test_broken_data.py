@@ -52,7 +52,7 @@ FAULTS = [
     (LABELS_TEST, splits(broken_code.FloatLabels()), r"is torch.float32 \[16\]: .*set test_labels_are_in_range = None"),
     (ORDER, splits(broken_code.OtherLabels(), balanced=True), "of a step differ when .*must always return the same"),
     (KEYED, splits(broken_code.Unseeded()), r"another one when it is fetched again: .*numpy.random.default_rng\(\)"),
-    (KEYED, splits(broken_code.DrawsNothing()), "another one when it is fetched again: .*leave out draws = False"),
+    (KEYED, splits(broken_code.DrawsNothing()), "another one when it is fetched again: .*uses_random_numbers = False"),
     (KEYED, splits(broken_code.Counted()), "another one when it is fetched again: .*keep no state between calls"),
     (KEYED, splits(broken_code.DrawnTogether()), "in another batch: .*let __getitems__ return a list of samples"),
     (PLAIN, splits(Items(), broken_code.Augmented()), "of val is random: give the Source val= .*or val_candidates="),
@@ -97,7 +97,7 @@ def test_what_cant_be_opened_is_said() -> None:
 
 def test_samples_of_a_batch_are_told_apart() -> None:
     ids = np.arange(4)
-    one = data_tests.parts([ARRAYS.images[:4], ARRAYS.labels[:4]])
-    other = data_tests.parts([ARRAYS.images[:4], ARRAYS.labels[:4] + torch.tensor([0, 0, 1, 0])])
+    one = data_tests.samples_as_bytes([ARRAYS.images[:4], ARRAYS.labels[:4]])
+    other = data_tests.samples_as_bytes([ARRAYS.images[:4], ARRAYS.labels[:4] + torch.tensor([0, 0, 1, 0])])
     assert data_tests.unequal(ids, one, one) == []
     assert data_tests.unequal(ids, one, other) == [2]

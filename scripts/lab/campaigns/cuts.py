@@ -5,6 +5,7 @@ it were on a file server that every part of a cut network still reaches. Linux a
 """
 
 import os
+import time
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -98,10 +99,12 @@ class Writers(Thread):
                     for folder in folders_written_by(pid, self.homes):
                         by_folder.setdefault(folder, set()).add(pid)
             for folder, pids in by_folder.items():
+                pids = without_children(pids)
                 self.seen |= pids
                 # A process may have ended between two looks of one round: all must live now.
                 if len(pids) > 1 and all(folder in folders_written_by(pid, self.homes) for pid in pids):
-                    self.together.append(f"processes {sorted(pids)} wrote {folder} at the same time")
+                    names = " and ".join(f"{pid} ({command_of(pid)})" for pid in sorted(pids))
+                    self.together.append(f"processes {names} wrote {folder} at the same time, {time.strftime('%X')}")
 
     def stop(self) -> None:
         self._over.set()
@@ -123,6 +126,28 @@ def folders_written_by(pid: int, homes: set[str]) -> set[str]:
                 if flags & (os.O_WRONLY | os.O_RDWR):
                     folders.add(str(Path(home, *Path(path).relative_to(home).parts[:2])))
     return folders
+
+
+def without_children(pids: set[int]) -> set[int]:
+    """Leave out processes whose parent is in `pids` too.
+
+    A run starts git, for example. Until the child's program begins, it has the files open that its parent has.
+    """
+    return {pid for pid in pids if parent_of(pid) not in pids}
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the id of a process's parent; None if the process has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def command_of(pid: int) -> str:
+    """Return a process's command line; "ended" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return "ended"
 
 
 def overlaps(groups: list[Group]) -> list[str]:

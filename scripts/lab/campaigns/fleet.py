@@ -22,6 +22,7 @@ from lockstep.config.value_checks import ROOT
 
 AGAIN = 0.5  # seconds until torchrun is started again where it has ended
 PATIENCE = 180  # seconds until machines must take steps, or end
+REST = 600  # seconds for the rest of the run, after the last fault
 PORT = 29500
 # TCP repeats a packet that a cut link has lost after pauses that double; this limits them to 1 s. Linux 6.15 or newer.
 RETRY = ["sh", "-c", "echo 1000 2>/dev/null > /proc/sys/net/ipv4/tcp_rto_max_ms"]
@@ -118,8 +119,8 @@ class Fleet:
         """Let the run complete, and check its end."""
         self.tend_until_all_compute()  # a machine that came back after the end would begin another run
         self.record.hurry()
-        if not self.tend(PATIENCE, lambda: len(self.completed) == len(self.homes)):
-            return campaign.problem(f"the run did not end within {PATIENCE} s:\n{self.output()}")
+        if not self.tend(REST, lambda: len(self.completed) == len(self.homes)):
+            return campaign.problem(f"the run did not end within {REST} s:\n{self.output()}")
         summaries = [path for home in {*self.homes} for path in home.glob("*/*/summary.json")]
         if len({path.parent.name for path in summaries}) > 1:
             campaign.problem(f"stray folders: {', '.join(map(str, summaries))}")

@@ -58,7 +58,10 @@ class ExactSum:
     Attributes:
         groups: the indices of the tensors of each group. A group is the tensors that share a grid.
         local_groups: indices of the groups that this process sums.
-        exponents: of each group: its largest element is less than 2**exponent; None: not known.
+        exponents: of each group: the largest element of its last sum is less than 2**exponent; None: not known. The
+            grid of its next sum follows from it.
+        grid_exponents: of each group: the grid of its present sum is the multiples of 2**grid_exponent; None: it has no
+            grid yet.
         present: for each tensor, whether it was not None in some addend: of this process until `unpack`, of any process
             after it.
     """
@@ -96,7 +99,7 @@ class ExactSum:
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
-        self.q_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
+        self.grid_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
     def add(self, values: Sequence[Tensor | None]) -> None:
         """Add one list of tensors, in the order of `like`. None counts as zeros."""
@@ -105,9 +108,9 @@ class ExactSum:
         # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
         maxima = [0.0] * len(flats) if self.device.type == "cpu" else _largest(flats)
         for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
-            q_exponent = self.q_exponents[g]
-            limit = 0.0 if q_exponent is None else 2.0 ** (q_exponent + ADDEND_BITS)  # upper limit of an element
-            constant = _constant(q_exponent)
+            grid_exponent = self.grid_exponents[g]
+            limit = 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)  # upper limit of an element
+            constant = _constant(grid_exponent)
             if largest < limit and self._round(flat, self.parts[g], constant, limit, not self.num_added[g]):
                 self.num_added[g] += 1
             else:  # also if the largest is nan. The addend is put aside on the CPU, which has more memory than the GPU
@@ -273,10 +276,10 @@ class ExactSum:
 
     def _result(self, g: int, outgrown_sum: Tensor | None, divisor: float) -> Tensor:
         """Return the sum of a local group as floats: its units and what outgrew its grid, divided by `divisor`."""
-        q_exponent = self.q_exponents[g] or 0
-        constants = self.num_added[g] * _bits(_constant(q_exponent))
+        grid_exponent = self.grid_exponents[g] or 0
+        constants = self.num_added[g] * _bits(_constant(grid_exponent))
         constants = (constants + 2**63) % 2**64 - 2**63  # wrapped as int64 arithmetic does
-        scale = 2.0**q_exponent
+        scale = 2.0**grid_exponent
         result = torch.empty(self.sizes[g], dtype=self.like[self.groups[g][0]].dtype, device=self.device)
         for start, units in zip(range(0, len(result), CHUNK), self.parts[g].split(CHUNK), strict=False):
             part = result[start : start + CHUNK]
@@ -349,9 +352,9 @@ def _checksums(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.sum() for part in parts])
 
 
-def _constant(q_exponent: int | None) -> float:
-    """Return the float64 whose addition rounds to a multiple of 2**q_exponent; of 2**0 if there is no grid yet."""
-    return 1.5 * 2.0 ** (52 + (q_exponent or 0))
+def _constant(grid_exponent: int | None) -> float:
+    """Return the float64 whose addition rounds to a multiple of 2**grid_exponent; of 2**0 if there is no grid yet."""
+    return 1.5 * 2.0 ** (52 + (grid_exponent or 0))
 
 
 def _bits(constant: float) -> int:

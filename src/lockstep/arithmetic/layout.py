@@ -106,32 +106,32 @@ class Layout:
         """
         devices = range(self.num_devices) if self.strategy == "dp" else (rank,)
         owned = [[(device, piece) for piece in self.owned(device)] for device in devices]
-        return [pair for at_once in zip_longest(*owned) for pair in at_once if pair is not None]
+        return [pair for pairs in zip_longest(*owned) for pair in pairs if pair is not None]
 
     def with_more_pieces(self) -> Iterator["Layout"]:
         """Yield layouts of the same step with more and more pieces: at least twice as many each time, of equal size.
 
         If all devices have equally many pieces, they also have equally many in these layouts.
         """
-        by = self.num_devices if self.pieces % self.num_devices == 0 else 1
-        least = 2 * self.pieces
-        for pieces in range(by, min(self.batch_size, self.max_pieces) + 1, by):
-            if pieces >= least and self.batch_size % pieces == 0:
+        factor = self.num_devices if self.pieces % self.num_devices == 0 else 1  # of every number of pieces
+        fewest = 2 * self.pieces
+        for pieces in range(factor, min(self.batch_size, self.max_pieces) + 1, factor):
+            if pieces >= fewest and self.batch_size % pieces == 0:
                 yield replace(self, pieces=pieces)
-                least = 2 * pieces
+                fewest = 2 * pieces
 
     def describe(self) -> str:
         """Return the layout as one line: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
         equal = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if equal else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
-        where = plural(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
+        devices = plural(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
         if self.staged:
             idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)
-            where = f"{self.num_devices} stages ({idle:.0%} idle)"
+            devices = f"{self.num_devices} stages ({idle:.0%} idle)"
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         step, pieces = plural(self.batch_size, "sample"), plural(self.pieces, "piece")
-        return f"step {step} = {pieces} x {size} on {where}{nodes}"
+        return f"step {step} = {pieces} x {size} on {devices}{nodes}"
 
 
 class Assignment:
@@ -174,11 +174,11 @@ def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
     if not shares:
         return [total // parts + (part < total % parts) for part in range(parts)]
     spare = total - parts  # each part gets one; the rest follows the shares
-    wanted = [max(0.0, share / sum(shares) * total - 1) for share in shares]
-    scale = spare / sum(wanted) if sum(wanted) else 0.0
-    floors = [int(want * scale + 1e-9) for want in wanted]
-    by_remainder = sorted(range(parts), key=lambda part: floors[part] - wanted[part] * scale)
-    for part in by_remainder[: spare - sum(floors)]:
+    ideal = [max(0.0, share / sum(shares) * total - 1) for share in shares]
+    scale = spare / sum(ideal) if sum(ideal) else 0.0
+    floors = [int(count * scale + 1e-9) for count in ideal]
+    largest_remainder_first = sorted(range(parts), key=lambda part: floors[part] - ideal[part] * scale)
+    for part in largest_remainder_first[: spare - sum(floors)]:
         floors[part] += 1
     return [1 + count for count in floors]
 
@@ -219,9 +219,9 @@ def resolve(
     num_devices = devices * num_nodes
     accumulate = accumulate_grad_batches or 1
     if pieces is None:
-        wanted, why = num_devices * accumulate, f"{plural(num_devices, 'device')} x {accumulate} accumulated"
+        num_pieces, reason = num_devices * accumulate, f"{plural(num_devices, 'device')} x {accumulate} accumulated"
     else:
-        wanted, why = pieces, f"pieces={pieces}"
+        num_pieces, reason = pieces, f"pieces={pieces}"
         if pieces < num_devices:
             raise UserError(f"pieces={pieces} is fewer than {num_devices} devices: use pieces={num_devices} or more")
         micro_batches = -(-pieces // num_devices)
@@ -230,14 +230,14 @@ def resolve(
                 f"pieces={pieces} on {plural(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or use pieces={num_devices * accumulate}"
             )
-    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares, staged)
-    if wanted > layout.max_pieces:
+    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, num_pieces, exact, shares, staged)
+    if num_pieces > layout.max_pieces:
         limit = f"{layout.max_pieces:,} pieces{' with exact=true' * bool(exact)}"
-        raise UserError(f"{why} is too many: a step has at most {limit}")
-    if equal_pieces and batch_size % wanted:
+        raise UserError(f"{reason} is too many: a step has at most {limit}")
+    if equal_pieces and batch_size % num_pieces:
         raise UserError(
-            f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
-            + _nearest(batch_size, wanted, num_devices, layout.max_pieces)
+            f"batch_size={batch_size} can't be cut into {num_pieces} equal pieces ({reason}): "
+            + _nearest(batch_size, num_pieces, num_devices, layout.max_pieces)
         )
     return layout
 

@@ -89,7 +89,7 @@ class Meter(Callback):
             began.
     """
 
-    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
+    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}

@@ -22,13 +22,13 @@ class MonitorCheck(pl.Callback):
     class restores the module's own counters. A run that continues from a checkpoint has no such batch.
 
     Args:
-        followers: callbacks, by their names in a message.
-        scheduler: the name of a schedule's `monitor` in a message.
+        callbacks: all callbacks of the run that may monitor a metric, by their names for messages.
+        monitor_setting: the name of the schedule's `monitor` for messages.
     """
 
-    def __init__(self, followers: Mapping[str, pl.Callback], scheduler: str) -> None:
-        self._followers = dict(followers)
-        self._scheduler = scheduler
+    def __init__(self, callbacks: Mapping[str, pl.Callback], monitor_setting: str) -> None:
+        self._callbacks = dict(callbacks)
+        self._monitor_setting = monitor_setting
         self._before: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
@@ -66,8 +66,10 @@ class MonitorCheck(pl.Callback):
 
     def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
         """Return what is monitored as (key, metric, mode). Metrics that may be missing are left out."""
-        owners: list[tuple[str, Any]] = [(f"{name}.monitor", each) for name, each in self._followers.items()]
-        owners += [(self._scheduler, config) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        owners: list[tuple[str, Any]] = [(f"{name}.monitor", each) for name, each in self._callbacks.items()]
+        owners += [
+            (self._monitor_setting, config) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
+        ]
         strict = [(key, owner) for key, owner in owners if getattr(owner, "strict", True)]
         followed = [(key, getattr(owner, "monitor", None), getattr(owner, "mode", None)) for key, owner in strict]
         return [(key, metric, mode) for key, metric, mode in followed if isinstance(metric, str)]

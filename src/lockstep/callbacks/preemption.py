@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.launch.signals import Interrupted, ending_signals, pending_signals, record_signal, signal_handler
-from lockstep.step.lightning_quirks import validates
+from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # time between two all-reduces about signals
@@ -55,7 +55,7 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:
             self._share_signals(trainer)
-        if self._agreed and not validates(trainer):
+        if self._agreed and not validation_or_epoch_end_follows(trainer):
             self._save_for_signal(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -25,7 +25,7 @@ class DummyBatchOnEmptyRank(Callback):
         self._updates = [(part, part.update_count) for part in pl_module.modules() if isinstance(part, Metric)]
 
     def _remove_results(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.datamodule.samples_here("test" if trainer.testing else "val"):
+        if trainer.datamodule.num_local_samples("test" if trainer.testing else "val"):
             return
         for metric, before in self._updates:
             if metric.update_count != before:  # the other metrics belong to the current training epoch

@@ -15,7 +15,7 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import link_file
-from lockstep.step.lightning_quirks import validates
+from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
@@ -43,7 +43,7 @@ class Checkpoint(LightningCheckpoint):
         saved: the step after which `last.ckpt` was last written; -1: never.
     """
 
-    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
+    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Checkpoint(LightningCheckpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._due = self._every is not None and trainer.global_step % self._every == 0
-        if self._due and not validates(trainer):
+        if self._due and not validation_or_epoch_end_follows(trainer):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -97,36 +97,36 @@ class Loaded(NamedTuple):
     content: dict[str, Any]
 
 
-def load(path: str | os.PathLike[str], together: bool = False) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any]:
     """Read a checkpoint of Lockstep or Lightning with `weights_only=True`, whatever the environment sets.
 
     Args:
         path: the file.
-        together: whether all ranks call it. Then rank zero reads the file and sends its bytes to the others.
+        broadcast: whether rank zero reads the file and broadcasts its bytes. Then all ranks must call this.
 
     Raises:
-        CheckpointError: the file is missing, cut off, damaged, not a checkpoint, or holds code. With `together` all
+        CheckpointError: the file is missing, cut off, damaged, not a checkpoint, or holds code. With `broadcast` all
             ranks raise it.
     """
     path = Path(path)
-    checkpoint = load_plain(checked_source(path, together), path)
+    checkpoint = load_plain(checked_source(path, broadcast), path)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
     return checkpoint
 
 
-def checked_source(path: Path, together: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
-    """Check a file and return what to read: its path, or with `together` the bytes that rank zero has sent.
+def checked_source(path: Path, broadcast: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
+    """Check a file and return what to read: its path, or with `broadcast` the bytes that rank zero has sent.
 
     Args:
         path: the file.
-        together: as in `load`.
+        broadcast: as in `load`.
         check: a function that returns what is wrong with the file; empty if nothing is.
 
     Raises:
-        CheckpointError: something is wrong with the file. With `together` all ranks raise it.
+        CheckpointError: something is wrong with the file. With `broadcast` all ranks raise it.
     """
-    is_shared = together and dist.is_available() and dist.is_initialized()
+    is_shared = broadcast and dist.is_available() and dist.is_initialized()
     reads_here = not is_shared or dist.get_rank() == 0
     wrong = check(path) if reads_here else ""
     if wrong := broadcast_from_rank_zero(wrong) if is_shared else wrong:
@@ -297,7 +297,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
-        checkpoint = loaded.content if loaded and loaded.path == str(path) else load(path, together=True)
+        checkpoint = loaded.content if loaded and loaded.path == str(path) else load(path, broadcast=True)
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 

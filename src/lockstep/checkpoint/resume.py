@@ -36,7 +36,7 @@ from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.text import shell_override
 
 MULTIRUN_FLAGS = {"-m", "--multirun"}
-LENGTH = {"max_epochs", "max_steps"}
+LENGTH = {"max_epochs", "max_steps"}  # the keys that limit a run's length
 OVERRIDES = "overrides.yaml"  # in .hydra/
 NAME_KEYS = {"name", "model", "data", "experiment"}  # the keys that determine a run's name
 
@@ -84,7 +84,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
 
 
 def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
-    """Remove the saved options of choices that are dropped, such as `extras.x.y=1` if `extras=none` is given."""
+    """Remove the saved options of choices that new overrides drop, such as `extras.x.y=1` if `extras=none` is given."""
     chosen = [override for override in new_overrides if key(override) == group]
     if not chosen:
         return
@@ -106,15 +106,15 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
         UserError: no rank finds a checkpoint; this is rank zero's error.
     """
     try:
-        mine: Any = find()
+        result: Any = find()
     except UserError as refusal:
-        mine = str(refusal)
-    everywhere = gather_objects(mine)
-    usable = [each for each in everywhere if not isinstance(each, str)]
-    if not usable:
-        raise UserError(everywhere[0])
-    newest_of_all: tuple[float, str, list[str]] = max(usable, key=lambda each: each[0])
-    return newest_of_all
+        result = str(refusal)
+    results = gather_objects(result)  # of each rank: what `find` returned, or the message of its error
+    checkpoints = [each for each in results if not isinstance(each, str)]
+    if not checkpoints:
+        raise UserError(results[0])
+    newest: tuple[float, str, list[str]] = max(checkpoints, key=lambda each: each[0])
+    return newest
 
 
 def _expand_init_from(
@@ -155,10 +155,11 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
         )
     try:
         loaded = OmegaConf.load(record)
-        before = [*loaded.hydra.overrides.hydra, *config_dir_override(loaded, arguments), *loaded.hydra.overrides.task]
+        overrides = loaded.hydra.overrides
+        recorded = [*overrides.hydra, *config_dir_override(loaded, arguments), *overrides.task]
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
-    merged = {key(argument): argument for argument in map(str, before)}
+    merged = {key(argument): argument for argument in map(str, recorded)}
     if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
         _drop_length(merged, new_overrides)
     for argument in new_overrides:
@@ -195,9 +196,9 @@ def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
             "resume=<run folder>"
         )
     saved = [str(override) for override in OmegaConf.load(hydra_folder / OVERRIDES)]
-    if (of_hydra := hydra_folder / "hydra.yaml").exists():
-        saved += config_dir_override(OmegaConf.load(of_hydra), flags)
-    # `resume` is set anew; an engine (torchrun, SLURM, MPI) sets devices and num_nodes
+    if (hydra_config := hydra_folder / "hydra.yaml").exists():
+        saved += config_dir_override(OmegaConf.load(hydra_config), flags)
+    # `expand_resume` adds a new `resume`; an engine (torchrun, SLURM, MPI) sets devices and num_nodes
     left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}
     return [override for override in saved if key(override) not in left_out]
 

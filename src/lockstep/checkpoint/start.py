@@ -55,12 +55,12 @@ def load_start(
     if not exists and not named:
         return None
     try:
-        return Loaded(str(path), checkpoint_io.load(path, together=True))
+        return Loaded(str(path), checkpoint_io.load(path, broadcast=True))
     except CheckpointError as error:
         if named or not has_best:
             raise
         LOG.warning("%s; continuing from the older %s", error, best.name)
-        return Loaded(str(best), checkpoint_io.load(best, together=True))
+        return Loaded(str(best), checkpoint_io.load(best, broadcast=True))
 
 
 def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None) -> Path:
@@ -241,7 +241,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = 
 # --- the run's folder ---
 
 
-class ClaimFolder(Callback):
+class TakeOverFolder(Callback):
     """Takes over the folder of a resumed run: writes `.hydra/`, and makes the checkpoint that was read its last one.
 
     This happens after the first step, or at the end of a run without a step. Until then the folder keeps the earlier
@@ -258,7 +258,7 @@ class ClaimFolder(Callback):
         self._folder, self._hydra_files = folder, hydra_files or {}
         self._checkpoint, self._due = start, writes
 
-    def _take(self, *args: Any, **kwargs: Any) -> None:
+    def _take_over(self, *args: Any, **kwargs: Any) -> None:
         if not self._due:
             return
         self._due = False
@@ -267,7 +267,7 @@ class ClaimFolder(Callback):
             link_file(self._checkpoint, paths.last(self._folder))
 
     # After a step, since Lightning calls callbacks that save later; without one, before a checkpoint or at the end.
-    on_train_batch_end = on_save_checkpoint = on_fit_end = _take
+    on_train_batch_end = on_save_checkpoint = on_fit_end = _take_over
 
 
 def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:

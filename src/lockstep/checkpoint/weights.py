@@ -18,23 +18,23 @@ Tensors: TypeAlias = dict[str, Tensor]
 MAX_NAMES = 6  # how many tensors a message names
 
 
-def read_weights(key: str, path: str | Path, together: bool = False) -> Tensors:
+def read_weights(key: str, path: str | Path, broadcast: bool = False) -> Tensors:
     """Read the tensors of a file, by name.
 
     Args:
         key: the config key of the path, for messages.
         path: a run folder (its best checkpoint, else its last); a checkpoint of Lockstep, Lightning or torchvision, or
             a state_dict, that torch.save wrote; or a .safetensors file. All are read with `weights_only=True`.
-        together: whether all ranks call it. Then rank zero reads the file and sends its bytes to the others.
+        broadcast: whether rank zero reads the file and broadcasts its bytes. Then all ranks must call this.
 
     Raises:
         CheckpointError: the file is missing, damaged, holds no named tensors, or holds code.
     """
     path = _file(path)
-    if together:
+    if broadcast:
         path = process_group.broadcast_from_rank_zero(path)
     try:
-        source = checked_source(path, together, _fault)
+        source = checked_source(path, broadcast, _fault)
         content = _load_safetensors(source, path) if path.suffix == ".safetensors" else load_plain(source, path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error
@@ -101,7 +101,7 @@ class LoadedWeights(NamedTuple):
 
 
 def load_weights(
-    key: str, module: nn.Module, path: str, together: bool = False, adapt: Callable[[Tensors], Tensors] | None = None
+    key: str, module: nn.Module, path: str, broadcast: bool = False, adapt: Callable[[Tensors], Tensors] | None = None
 ) -> LoadedWeights:
     """Copy the weights of a file into a module.
 
@@ -109,13 +109,13 @@ def load_weights(
         key: the config key of the path, for messages.
         module: it is changed.
         path: as in `read_weights`.
-        together: as in `read_weights`.
+        broadcast: as in `read_weights`.
         adapt: a function that changes the tensors before they are copied.
 
     Raises:
         UserError: the file can't be read, or none of its tensors of two or more dimensions fits.
     """
-    tensors = read_weights(key, path, together)
+    tensors = read_weights(key, path, broadcast)
     not_loaded = copy_weights(module, adapt(tensors) if adapt else tensors)
     module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     if not any(value.ndim > 1 for name, value in module_tensors.items() if name not in not_loaded):

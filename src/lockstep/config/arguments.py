@@ -102,7 +102,7 @@ def is_sweep(override: str) -> bool:
 # --- help ---
 
 
-def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
+def help_page(config_name: str, arguments: Sequence[str], config_folder: Path = CONF) -> str:
     """Return the help text of a program.
 
     It is the text of the config files that the command line chooses, or the program's front page if it chooses none.
@@ -110,7 +110,7 @@ def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) ->
     Args:
         config_name: the program's config, such as `train`.
         arguments: the command line.
-        pages: the folder of the front page.
+        config_folder: the folder of the front page.
     """
     command_line, chosen = parse_arguments(arguments), []
     folders = [CONF, *([Path(command_line.config_dir)] if command_line.config_dir else [])]
@@ -121,7 +121,7 @@ def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) ->
             if not files:
                 raise UserError(no_option_message(group, name))
             chosen.append(f"{group}={name}\n\n{_text(files[0]).strip()}")
-    return "\n\n".join(chosen) or front_page(pages / f"{config_name}.yaml")
+    return "\n\n".join(chosen) or front_page(config_folder / f"{config_name}.yaml")
 
 
 def front_page(file: Path) -> str:

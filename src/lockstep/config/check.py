@@ -60,7 +60,7 @@ class Config(RunKeys):
         return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
 
     @property
-    def peak_lr(self) -> float:
+    def scaled_lr(self) -> float:
         """The peak learning rate after `lr_scaling`. It depends on the batch size, never on the number of devices."""
         ratio = self.layout.batch_size / self.reference_batch_size
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
@@ -219,32 +219,31 @@ def _torchrun(nodes: int, devices: Any) -> str:
     if not any(override.startswith("strategy=") for override in rest):
         rest.insert(0, "strategy=ddp")
     program = os.path.relpath(sys.argv[0]) if sys.argv[0].endswith(".py") else "src/train.py"
-    started = f"torchrun --nnodes={nodes} --nproc-per-node={devices} --rdzv-backend=c10d"
-    return f"{started} --rdzv-endpoint=<host of one of them>:29500 {program} {shlex.join(rest)}"
+    torchrun = f"torchrun --nnodes={nodes} --nproc-per-node={devices} --rdzv-backend=c10d"
+    return f"{torchrun} --rdzv-endpoint=<host of one of them>:29500 {program} {shlex.join(rest)}"
 
 
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
-    # Each is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
+    precision, deterministic = f"precision={keys.precision}", keys.debug.trainer.get("deterministic", True)
+    # Each of the following is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
     exact = f"exact={show(keys.exact)}" * bool(keys.exact)
     portable = exact * (keys.exact == PORTABLE)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
-    no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
-    precision = f"precision={keys.precision}"
+    other_than_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
     compiled = "compile=true" * keys.compile
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
-    chosen = keys.debug.trainer.get("deterministic", True)
     # Lightning refuses clipping with a fused optimizer for every mixed precision
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
-    alone = no_ddp or "devices=1" * (layout.num_devices == 1)
+    cannot_shrink = other_than_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
         (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto suits this machine"),
         (precision * (keys.precision not in ("auto", *EXACT)), exact, f"exact needs one of {', '.join(EXACT)}"),
         (fused, clipped, "a fused optimizer removes the loss scale only after clipping; give optimizer.fused=false"),
         (
-            f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True),
+            f"debug.trainer.deterministic={show(deterministic)}" * (deterministic is not True),
             exact,
             "exact needs deterministic kernels; leave it out",
         ),
@@ -258,7 +257,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         ("accelerator=gpu" * (layout.accelerator == "gpu"), portable, "it works on CPUs only; give exact=true"),
         (
             "elastic=true" * keys.elastic,
-            alone,
+            cannot_shrink,
             "only ddp on several devices can continue with fewer; give max_restarts=1 instead",
         ),
         (
@@ -277,11 +276,11 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
     if trains and _shares_change_nothing(layout):
-        enough = (each.pieces for each in layout.with_more_pieces() if not _shares_change_nothing(each))
-        pieces = next(enough, None)
+        suitable = (each.pieces for each in layout.with_more_pieces() if not _shares_change_nothing(each))
+        pieces = next(suitable, None)
         remedy = f"give pieces={pieces}" if pieces else "leave them out"
-        same = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
-        raise UserError(f"strategy.shares={list(layout.shares)}: {same}: {remedy}")
+        wrong = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
+        raise UserError(f"strategy.shares={list(layout.shares)}: {wrong}: {remedy}")
     if portable and (missing := missing_instructions()):
         raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
     if compiled and (reason := compiler_lacking(layout.accelerator)):

@@ -4,8 +4,8 @@ Units and scope are beside each key in conf/train.yaml and conf/evaluate.yaml. A
 config lacks the key. A class or function that a group names by `_target_` checks its own options when it is called.
 """
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass as plain
 from dataclasses import field
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
@@ -13,14 +13,26 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12
 
-from lockstep.config.value_checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
+from lockstep.config.value_checks import (
+    Flag,
+    Folder,
+    Fraction,
+    Name,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+    options,
+)
 from lockstep.errors import UserError
 
-STRICT = ConfigDict(extra="forbid", defer_build=True)  # no other keys; built on first use, which `--help` is not
+# Other keys are refused. `defer_build`: pydantic builds the checks when they are first used. `--help` uses none, so it
+# does not wait for them.
+STRICT = ConfigDict(extra="forbid", defer_build=True)
 
 
 def empty_for_none(value: Any) -> Any:
-    """Return {} for None, so that a group without a choice is empty."""
+    """Return {} for None. A group of which no file is chosen is None in the config."""
     return {} if value is None else value
 
 
@@ -50,7 +62,7 @@ PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-t
 class Augment(TypedDict, total=False):
     """`data.augment`. `crop` is compared with the image size when the data is opened."""
 
-    crop: FromZero
+    crop: NonNegativeInt
     flip: Flag
     fill: Literal["zero", "reflect"]
 
@@ -68,13 +80,13 @@ class Data(TypedDict, total=False):
     """The keys that every data set has. Other keys are options of the function that opens it."""
 
     val_fraction: Fraction
-    split_seed: FromZero
+    split_seed: NonNegativeInt
     folds: Annotated[int, Field(strict=True, ge=2)] | None
-    fold: FromZero | None
+    fold: NonNegativeInt | None
     augment: Augment | None
     transforms: Annotated[Transforms | None, BeforeValidator(no_file)]
     mix: Literal["mixup", "cutmix"] | None
-    mix_alpha: Positive | None
+    mix_alpha: PositiveFloat | None
     sampling: Literal["balanced"] | None
 
 
@@ -89,9 +101,9 @@ def chosen_fold(data: Mapping[str, Any]) -> tuple[int, int] | None:
         if fold is not None:
             raise UserError(f"data.fold={fold} has no effect without data.folds: give data.folds=5, say")
         return None
-    every = ",".join(map(str, range(folds))) if folds <= 10 else f"range({folds})"
+    all_folds = ",".join(map(str, range(folds))) if folds <= 10 else f"range({folds})"
     if fold is None:
-        raise UserError(f"data.folds={folds} needs data.fold, 0 to {folds - 1}: -m data.fold={every} runs them all")
+        raise UserError(f"data.folds={folds} needs data.fold, 0 to {folds - 1}: -m data.fold={all_folds} runs them all")
     if fold >= folds:
         raise UserError(f"data.fold={fold}: must be 0 to {folds - 1}, since data.folds={folds}")
     return folds, fold
@@ -101,17 +113,19 @@ def chosen_fold(data: Mapping[str, Any]) -> tuple[int, int] | None:
 class Optimizer(TypedDict, total=False):
     """The keys that are not passed to the optimizer. `lr` is the default of the key `lr` in conf/train.yaml."""
 
-    lr: Positive
-    lr_scale: dict[str, Positive] | None
+    lr: PositiveFloat
+    # Factors of `lr` for groups of parameters. (The key `lr_scaling` of a run is another thing: the rule by which `lr`
+    # follows from the batch size.) Checkpoints have the name.
+    lr_scale: dict[str, PositiveFloat] | None
     param_groups: dict[str, Any] | None
 
 
 @with_config(ConfigDict(extra="allow"))
 class Scheduler(TypedDict, total=False):
-    """Lightning's own keys. Other keys are options of the schedule."""
+    """The keys that Lightning reads. Other keys are options of the schedule."""
 
     interval: Literal["step", "epoch"]
-    frequency: Whole
+    frequency: PositiveInt
     monitor: Text
     strict: Flag
 
@@ -120,15 +134,15 @@ class Scheduler(TypedDict, total=False):
 class SpecRecord(TypedDict):
     """A checkpoint's record of the images that it was trained on."""
 
-    channels: Whole
-    image_size: Whole
+    channels: PositiveInt
+    image_size: PositiveInt
     classes: list[str] | tuple[str, ...]
     mean: list[float] | tuple[float, ...]
     std: list[float] | tuple[float, ...]
-    task: NotRequired[str]  # a checkpoint without it is of a classification
+    task: NotRequired[str]  # a checkpoint that lacks it is of a classification
 
 
-# Arguments of Lightning's Trainer that a user may set. Other keys set the step, the layout and the run's length.
+# Arguments of Lightning's Trainer that a user may set here. The others are refused: most follow from other keys.
 TRAINER_OPTIONS: TypeAlias = Literal[
     "benchmark",
     "deterministic",
@@ -164,13 +178,15 @@ class Speed:
 class Sweep:
     """`sweep`: settings of a command that makes several runs."""
 
-    jobs: Whole = 1
+    jobs: PositiveInt = 1
     resume: Text | None = None
     metric: Text = "val/acc"
     mode: Literal["max", "min"] = "max"
 
 
-@plain(frozen=True, kw_only=True)
+# A dataclass of the standard library, which checks nothing: `Keys` checks the values, and `Config` (config/check.py),
+# which is also derived from this class, gets them from there.
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunKeys:
     """The keys that a run uses unchanged."""
 
@@ -179,28 +195,28 @@ class RunKeys:
     seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0  # numpy's limits
     model: Group = field(default_factory=dict)
     data_dir: Folder
-    num_workers: FromZero | None = None
-    max_restarts: FromZero = 0
+    num_workers: NonNegativeInt | None = None
+    max_restarts: NonNegativeInt = 0
     elastic: Flag = False
-    hang_timeout: Positive = 300.0
+    hang_timeout: PositiveFloat = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
     precision: PRECISIONS
-    threads: Whole | None = None
+    threads: PositiveInt | None = None
     compile: Flag = False
     speed: Annotated[Speed, BeforeValidator(empty_for_none)] = field(default_factory=Speed)
-    max_epochs: Whole | None = None
-    max_steps: Whole | None = None
-    val_every: Whole | None = None
-    lr: Positive = 1.0
+    max_epochs: PositiveInt | None = None
+    max_steps: PositiveInt | None = None
+    val_every: PositiveInt | None = None
+    lr: PositiveFloat = 1.0
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    reference_batch_size: Whole = 1
+    reference_batch_size: PositiveInt = 1
     optimizer: Optimizer = field(default_factory=Optimizer)
     scheduler: Scheduler = field(default_factory=Scheduler)
-    gradient_clip_val: Positive | None = None
+    gradient_clip_val: PositiveFloat | None = None
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    checkpoint_every: Whole | None = None
+    checkpoint_every: PositiveInt | None = None
     checkpoint_keep: Annotated[int, Field(strict=True, ge=-1)] = 0
-    log_every: Whole = 50
+    log_every: PositiveInt = 50
     init_from: Text | None = None
     resume: Text | None = None
     checkpoint: Text | None = None
@@ -217,10 +233,10 @@ class Keys(RunKeys):
     strategy: Group
     extras: NamedGroups = field(default_factory=dict)
     accelerator: Literal["auto", "cpu", "gpu"]
-    devices: Annotated[Whole | Literal["auto"], BeforeValidator(device_count)]
-    num_nodes: Whole
-    batch_size: Whole
-    pieces: Whole | None = None
-    accumulate_grad_batches: Whole | None = None
+    devices: Annotated[PositiveInt | Literal["auto"], BeforeValidator(device_count)]
+    num_nodes: PositiveInt
+    batch_size: PositiveInt
+    pieces: PositiveInt | None = None
+    accumulate_grad_batches: PositiveInt | None = None
     exact: Flag | Literal["portable"] = False
     sweep: Annotated[Sweep, BeforeValidator(empty_for_none)] = field(default_factory=Sweep)

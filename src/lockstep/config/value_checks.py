@@ -39,9 +39,9 @@ def file_name(name: str) -> str:
     return name
 
 
-Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
-FromZero: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
-Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+PositiveInt: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
+NonNegativeInt: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+PositiveFloat: TypeAlias = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, BeforeValidator(as_text)]

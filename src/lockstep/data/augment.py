@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.order import hash64
 
-DRAWS = 3  # random numbers per sample: vertical shift, horizontal shift, flip
+NUMBERS_PER_SAMPLE = 3  # random numbers per sample: vertical shift, horizontal shift, flip
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,29 @@ class Augment:
     def __bool__(self) -> bool:
         return self.crop > 0 or self.flip
 
-    def draws(self, seed: int, epoch: int | NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor | None:
+    def random_numbers(self, seed: int, epoch: int | NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor | None:
         """Return the random numbers of samples.
 
         Args:
             seed: the run's seed.
-            epoch: one epoch for all samples, or one for each, [n].
+            epoch: one epoch for all samples, or a key for each, [n], see `MicroBatch.epoch_keys`.
             ids: the samples' ids, [n].
 
         Returns:
-            Numbers in [0, 1), float32 [n, DRAWS] on the host; None if nothing is augmented.
+            Numbers in [0, 1), float32 [n, NUMBERS_PER_SAMPLE] on the host; None if nothing is augmented.
         """
         if not self:
             return None
-        hashes = hash64(seed, 0xA06, np.reshape(epoch, (-1, 1)), ids[:, None], np.arange(DRAWS))
+        hashes = hash64(seed, 0xA06, np.reshape(epoch, (-1, 1)), ids[:, None], np.arange(NUMBERS_PER_SAMPLE))
         # the upper 24 bits, which float32 holds; it could round a longer number up to 1.0
         return torch.from_numpy(((hashes >> 40) * 2.0**-24).astype(np.float32))
 
-    def __call__(self, images: Tensor, draws: Tensor, outside: int = 0) -> Tensor:
+    def __call__(self, images: Tensor, random_numbers: Tensor, outside: int = 0) -> Tensor:
         """Return augmented images, with one gather.
 
         Args:
             images: [n, C, H, W] of any dtype; uint8 is the fastest.
-            draws: random numbers of the samples, float32 [n, DRAWS].
+            random_numbers: what the method `random_numbers` returned, float32 [n, NUMBERS_PER_SAMPLE].
             outside: value of the uncovered border with `fill=zero`.
         """
         n, channels, height, width = images.shape
@@ -64,9 +64,9 @@ class Augment:
         rows = torch.arange(height, device=images.device).expand(n, height)
         columns = torch.arange(width, device=images.device).expand(n, width)
         if self.flip:
-            columns = torch.where(draws[:, 2:] < 0.5, columns.flip(1), columns)
+            columns = torch.where(random_numbers[:, 2:] < 0.5, columns.flip(1), columns)
         if self.crop:
-            shifts = (draws[:, :2] * (2 * self.crop + 1)).long() - self.crop
+            shifts = (random_numbers[:, :2] * (2 * self.crop + 1)).long() - self.crop
             rows, columns = rows + shifts[:, :1], columns + shifts[:, 1:]
             if self.fill == "zero":
                 images = F.pad(images, (self.crop,) * 4, value=outside)

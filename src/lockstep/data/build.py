@@ -86,7 +86,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
     splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
-    splits = replace(splits, about=about, divided=source.divided)  # whether the opener has cut one set into splits
+    splits = replace(splits, about=about, split_by_opener=source.split_by_opener)
     splits = with_transforms(splits, listed)
     splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:

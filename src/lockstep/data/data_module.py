@@ -75,7 +75,7 @@ class DataModule(pl.LightningDataModule):
         self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._like: Tensor | None = None  # a parameter; images get its dtype
+        self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -85,8 +85,8 @@ class DataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Copy data sets in memory to the GPU, if the run uses one, before loaders are made."""
         assert self.trainer is not None
-        # Found once: to search the module's parameters for each batch would take longer than to prepare the batch.
-        self._like = next((p for p in self._module.parameters() if p.is_floating_point()), None)
+        # Search once: a search for each batch would take longer than the preparation of the batch.
+        self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
         device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
@@ -123,7 +123,8 @@ class DataModule(pl.LightningDataModule):
         if self.splits.val is None:
             return []
         loader = self._evaluation("val")
-        loader.checking = lambda: bool(getattr(self.trainer, "sanity_checking", False))
+        # while this returns True, the loader yields its first batch only
+        loader.in_sanity_check = lambda: bool(getattr(self.trainer, "sanity_checking", False))
         return loader
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -134,7 +135,7 @@ class DataModule(pl.LightningDataModule):
         """Return the loader of this process's part of the test set, in its order; the part may be empty."""
         return self._evaluation("test", min_batches=0)
 
-    def samples_here(self, split: str) -> int:
+    def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates.
 
         If there is none, its loader yields one sample, so that this process joins every collective. Drop its result.
@@ -163,7 +164,8 @@ class DataModule(pl.LightningDataModule):
             # Python 3.14 starts loader processes from a server process by default, but `set_parent_death_signal` works
             # only if this process is their parent.
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-            # Each iterator draws a seed. Drawn from torch's global generator, it would change all later numbers.
+            # Each iterator draws a seed from this generator. Drawn from torch's global one, it would change all later
+            # random numbers.
             generator=torch.Generator().manual_seed(self.order.seed),
             worker_init_fn=partial(_set_up_loader_process, os.getpid()),
         )
@@ -203,7 +205,7 @@ class DataModule(pl.LightningDataModule):
             `x` [n, C, H, W], augmented and normalised, in the module's floating dtype, and the rest of what the data
             set returns (`y`, int64 [n]).
         """
-        return self._prepared(micro_batch.batch, micro_batch.draws)
+        return self._prepared(micro_batch.batch, micro_batch.augmentation_numbers)
 
     @property
     def mixes(self) -> bool:
@@ -216,21 +218,21 @@ class DataModule(pl.LightningDataModule):
         x, y = self.splits.mix(x, y)
         return (x, y.to(x.dtype), *rest)
 
-    def _prepared(self, batch: Any, draws: Tensor | None = None) -> Any:
-        """Return a batch with its images augmented, if there are `draws`, and normalised."""
+    def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
+        """Return a batch with its images augmented, if there are `augmentation_numbers`, and normalised."""
         if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
             return batch  # a dict, for example: the module prepares it
         x, *rest = batch
-        if draws is not None:
-            x = self.splits.augment(x, draws)
+        if augmentation_numbers is not None:
+            x = self.splits.augment(x, augmentation_numbers)
             if self.splits.spec.task == "segmentation":
-                rest[0] = self.splits.augment(rest[0][:, None], draws, UNLABELLED)[:, 0]
-        dtype = torch.get_default_dtype() if self._like is None else self._like.dtype
+                rest[0] = self.splits.augment(rest[0][:, None], augmentation_numbers, UNLABELLED)[:, 0]
+        dtype = torch.get_default_dtype() if self._parameter is None else self._parameter.dtype
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            # Copy on CUDA: a view of a larger tensor may begin anywhere, and for another alignment of its input another
-            # kernel is chosen, which may round differently.
+            # Copy on CUDA: a view of a larger tensor may begin at any address, and torch chooses some kernels by the
+            # alignment of their input. Another kernel may round differently.
             x = x.to(dtype, copy=x.is_cuda)
         return (x, *rest)
 

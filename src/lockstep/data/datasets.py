@@ -53,7 +53,7 @@ class Spec:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ValueError(f"task={self.task}: must be one of {', '.join(TASKS)}")
-        # Checkpoints have them, and a safe load refuses numpy's numbers and strings.
+        # Convert numpy's numbers and strings: a Spec is saved in checkpoints, and a safe load would refuse them.
         for name in ("channels", "image_size"):
             object.__setattr__(self, name, int(getattr(self, name)))
         for name, kind in (("classes", str), ("mean", float), ("std", float)):
@@ -67,7 +67,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Source:
-    """The result of an opener (`_target_` in conf/data/): map-style data sets of `(image, label)`.
+    """The map-style data sets of `(image, label)` that an opener returns. A file of conf/data/ names the opener.
 
     Images are uint8 `[C, H, W]`, which are normalised on the device, or float `[C, H, W]`, which are used as they are.
 
@@ -75,12 +75,12 @@ class Source:
         train: the training set.
         test: the test set; None: there is no test.
         spec: the description of the images.
-        val: the validation set; None: a part of `train` is held out.
+        val: the validation set; None: a part of `train` is held out for validation.
         val_candidates: if `train` augments its samples itself, the same samples in the same order without augmentation.
             The held-out part is taken from it.
         about: a line for the log at a run's start.
-        divided: whether the opener has divided one set of samples into train, val and test. `evaluate.py` then tests
-            all samples of another set than the training's.
+        split_by_opener: whether the opener has split one set of samples into train, val and test by itself. A model
+            that was trained on other images is then tested on all samples, see `choose_test_images`.
     """
 
     train: Any
@@ -89,7 +89,7 @@ class Source:
     val: Any = None
     val_candidates: Any = None
     about: str = ""
-    divided: bool = False
+    split_by_opener: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Splits:
         mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
             labels [n, classes].
         about: see `Source`.
-        divided: see `Source`.
+        split_by_opener: see `Source`.
     """
 
     train: Any
@@ -119,7 +119,7 @@ class Splits:
     balanced: bool = False
     mix: Any = None
     about: str = ""
-    divided: bool = False
+    split_by_opener: bool = False
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout; with `balanced`, raise what `labels_of` raises."""
@@ -144,7 +144,7 @@ class Splits:
         """Return the number of training samples of each class, by name, in the order of the labels.
 
         Returns:
-            The counts; None if the labels are unknown without making samples, or a label is no number of a class.
+            The counts; None if the data set has no attribute with its labels, or a label is no number of a class.
         """
         labels = self.classes_of(self.train)
         if labels is None:
@@ -163,20 +163,20 @@ class ArrayDataset:
     Attributes:
         images: uint8 tensor [N, C, H, W].
         labels: int64 tensor [N], float32 tensor [N, k] or uint8 tensor [N, H, W].
-        draws: False, because fetching a sample draws no random number; see `fetch`.
+        uses_random_numbers: False: a sample is always the same; see `fetch`.
 
     Raises:
         ValueError: there are not as many labels as images.
     """
 
-    draws = False
+    uses_random_numbers = False
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
         self.images = torch.from_numpy(np.ascontiguousarray(images))
-        several = np.float32 if labels.dtype.kind == "f" else labels.dtype
-        self.labels = torch.from_numpy(labels.astype(np.int64 if labels.ndim == 1 else several))
+        dtype_of_several = np.float32 if labels.dtype.kind == "f" else labels.dtype
+        self.labels = torch.from_numpy(labels.astype(np.int64 if labels.ndim == 1 else dtype_of_several))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -186,7 +186,7 @@ class ArrayDataset:
 
     def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(ids, dtype=torch.int64)
-        # `index_select` copies image by image; indexing with [...] copies byte by byte and takes five times as long.
+        # `index_select` copies whole images. `self.images[index]` copies byte by byte and takes five times as long.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
     def fingerprint(self) -> str:
@@ -198,7 +198,7 @@ class ArrayDataset:
 
 
 def innermost_dataset(dataset: Any) -> Any:
-    """Return the data set below all `Subset`s. A class derived from Subset stays, since it may transform samples."""
+    """Return the data set inside all `Subset`s. Do not open a class derived from Subset: it may change samples."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
@@ -216,7 +216,7 @@ def fingerprint(dataset: Any) -> str:
 
 
 def labels_of(dataset: Any) -> Ids:
-    """Return the labels of all samples, int64 [n], from the attribute `labels` or `targets`. Make no sample.
+    """Return the labels of all samples, int64 [n], from the attribute `labels` or `targets`. Load no sample.
 
     Raises:
         UserError: there is no such attribute, or it is not one whole number for each sample.
@@ -229,22 +229,23 @@ def labels_of(dataset: Any) -> Ids:
             f"data: the labels of a {type(dataset).__name__} are unknown: give it an attribute labels or targets with "
             "one whole number for each sample"
         )
-    return labels.astype(np.int64, copy=False)  # they may be mapped into memory
+    return labels.astype(np.int64, copy=False)  # a copy of a memory-mapped array could be large
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     """Fetch samples of a map-style data set as a batch.
 
     Before each sample, the generators of Python, numpy and torch are seeded by (seed, epoch, sample id). So random
-    transforms inside the data set do not depend on the number of loader processes, the layout or a resume. Classes that
-    have `draws = False` draw no random numbers, and are not seeded; a derived class must set it again.
+    transforms inside the data set do not depend on the number of loader processes, the layout or a resume. The
+    generators are not seeded for a class that has `uses_random_numbers = False` itself. A class derived from it is
+    seeded, unless it has the attribute too.
 
     Args:
-        dataset: it has `__getitem__`, or `__getitems__`, which returns a list of samples or a whole batch. A batch
-            draws from its first sample's seed.
+        dataset: it has `__getitem__`, or `__getitems__`, which returns a list of samples or a whole batch. For a whole
+            batch, the generators are seeded once, by its first sample.
         ids: the samples' numbers, [n].
-        seed: the run's seed. An evaluation leaves it out, as `epoch`, so that each one gets the same samples.
-        epoch: one epoch for all samples, or one for each, [n].
+        seed: the run's seed. An evaluation gives neither seed nor epoch, so all evaluations get the same samples.
+        epoch: one epoch for all samples, or a key for each, [n], see `MicroBatch.epoch_keys`.
 
     Returns:
         The samples, collated by the data set's `collate_fn` if it has one, else by torch's.
@@ -254,18 +255,18 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     """
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
-    batched = hasattr(dataset, "__getitems__")
-    if not vars(type(dataset)).get("draws", True):
-        samples = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
+    has_getitems = hasattr(dataset, "__getitems__")
+    if not vars(type(dataset)).get("uses_random_numbers", True):
+        samples = dataset.__getitems__(ids) if has_getitems else [dataset[index] for index in ids.tolist()]
         return _collated(dataset, samples) if isinstance(samples, list) else samples
     items = []
     with isolate_rng(include_cuda=False):
-        for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
+        for index, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
             random.seed(key)
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms draw from it
             torch.random.default_generator.manual_seed(key >> 1)
-            samples = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
-            if not isinstance(samples, list):
+            samples = dataset.__getitems__(ids[index : index + 1]) if has_getitems else [dataset[int(ids[index])]]
+            if not isinstance(samples, list):  # a whole batch: the generators are seeded by its first sample
                 return dataset.__getitems__(ids)
             items += samples
     return _collated(dataset, items)
@@ -276,7 +277,7 @@ def _collated(dataset: Any, items: list[Any]) -> Any:
     collate = getattr(dataset, "collate_fn", default_collate)
     try:
         return collate(items)
-    except TypeError as error:  # torch's message is long
+    except TypeError as error:  # the message of torch's `default_collate` is long
         if collate is not default_collate:
             raise
         item = items[0]

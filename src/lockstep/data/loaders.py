@@ -1,4 +1,4 @@
-"""Loaders: the samples that a process fetches for each step. They keep no position between epochs or runs."""
+"""Loaders: they fetch a process's samples of each step. They keep no position between epochs or runs."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +19,23 @@ from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
-GATHER_BYTES = 1 << 20  # bytes of images that one gather copies from a data set in memory
+GATHER_BYTES = 1 << 20  # images of one gather from a data set in memory, in bytes; a gather has one step at least
 
 
 class Loader(DataLoader[Any]):
     """torch's DataLoader, but with a plain loop if there are no loader processes, which saves 0.1 ms per batch.
 
     Attributes:
-        checking: a function that returns whether Lightning's sanity check runs. The check needs only the first batch
-            and gets it from a separate loader, so that this loader's processes and random state do not change.
+        in_sanity_check: a function that returns whether Lightning's sanity check runs. The check needs only the first
+            batch and gets it from a separate loader, so that this loader's processes and random state do not change.
     """
 
-    checking: Callable[[], bool] | None = None
+    in_sanity_check: Callable[[], bool] | None = None
 
     def __iter__(self) -> Any:
         sampler: Any = self.batch_sampler
-        if self.checking is not None and self.checking():
-            first = Loader(
+        if self.in_sanity_check is not None and self.in_sanity_check():
+            loader_of_first_batch = Loader(
                 self.dataset,
                 batch_sampler=list(islice(sampler, 1)),
                 num_workers=min(1, self.num_workers),
@@ -45,7 +45,7 @@ class Loader(DataLoader[Any]):
                 generator=torch.Generator().manual_seed(0),
                 worker_init_fn=self.worker_init_fn,
             )
-            return iter(first)
+            return iter(loader_of_first_batch)
         if self.num_workers or self.pin_memory:
             return super().__iter__()
         return map(self.dataset.__getitems__, sampler)  # type: ignore[attr-defined]
@@ -75,14 +75,14 @@ class StepSampler(Sampler[Any]):
 class StepDataset:
     """A training set whose items are `StepBatch`es: one process's parts of optimizer steps.
 
-    From a data set in memory, one gather fetches the samples of several steps: each call has an overhead that is larger
-    than the copy, and starts with cold caches.
+    From a data set in memory, one gather fetches the samples of several steps. A gather for each step would be slower:
+    a call takes longer than the copy, and starts with cold caches.
 
     Args:
         dataset: the training set, map-style.
         order: the order of its samples.
         rank: the process's number.
-        augment: shifts and flips, for which random numbers are drawn.
+        augment: shifts and flips; it makes their random numbers.
         assignment: assigns the pieces of each step to devices. None: as the layout of `order` does.
     """
 
@@ -95,20 +95,20 @@ class StepDataset:
         self.assignment = assignment or Assignment(order.layout)
         self.rank = rank
         self._gathered: dict[StepPosition, StepBatch] = {}
-        self._gathered_on: Layout | None = None  # the layout of the gathered steps
+        self._gathered_layout: Layout | None = None  # the layout of the gathered steps
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, at: StepPosition) -> StepBatch:
-        # Not in loader processes: the steps are divided among them, so each would gather steps that others fetch.
-        loader_process = get_worker_info() is not None
-        if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
-            return self._fetch(self._step_batch(*at))
-        layout = self.assignment.layout_at(self._number(*at))
-        if at not in self._gathered or layout is not self._gathered_on:
-            self._gathered, self._gathered_on = self._gather(*at), layout
-        return self._gathered.pop(at)
+    def __getitems__(self, position: StepPosition) -> StepBatch:
+        # No gathers in loader processes: the steps are divided among them, so each would gather steps of the others.
+        in_loader_process = get_worker_info() is not None
+        if in_loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
+            return self._fetch(self._step_batch(*position))
+        layout = self.assignment.layout_at(self._step_since_start(*position))
+        if position not in self._gathered or layout is not self._gathered_layout:
+            self._gathered, self._gathered_layout = self._gather(*position), layout
+        return self._gathered.pop(position)
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
         """Fetch one piece of a step for a device that need not own it."""
@@ -120,15 +120,16 @@ class StepDataset:
         """Fetch the samples of a step's micro-batches, one micro-batch at a time."""
         seed = self.order.seed
         for micro_batch in step_batch.micro_batches:
-            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs)
-            micro_batch.draws = self.augment.draws(seed, micro_batch.epochs, micro_batch.ids)
+            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epoch_keys)
+            numbers = self.augment.random_numbers(seed, micro_batch.epoch_keys, micro_batch.ids)
+            micro_batch.augmentation_numbers = numbers
         return step_batch
 
     def _gather(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
-        """Fetch step `index` and the next ones with one gather. Return them by their position."""
+        """Fetch step `index` of an epoch and the next steps with one gather. Return them by their position."""
         order, image = self.order, innermost_dataset(self.dataset).images[0]
-        samples = -(-order.layout.batch_size // order.layout.replicas)
-        steps_per_gather = max(1, GATHER_BYTES // (image.nbytes * samples))
+        samples_per_step = -(-order.layout.batch_size // order.layout.replicas)  # of this process
+        steps_per_gather = max(1, GATHER_BYTES // (image.nbytes * samples_per_step))
         last = min(index + steps_per_gather, order.steps_per_epoch)
         step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
         micro_batches = [
@@ -141,16 +142,16 @@ class StepDataset:
         parts = (part.split(sizes) for part in fetch(self.dataset, ids))
         for micro_batch, batch in zip(micro_batches, zip(*parts, strict=True), strict=True):
             micro_batch.batch = batch
-        epochs = np.concatenate([micro_batch.epochs for micro_batch in micro_batches])
-        draws = self.augment.draws(order.seed, epochs, ids)
-        if draws is not None:
-            for micro_batch, micro_draws in zip(micro_batches, draws.split(sizes), strict=True):
-                micro_batch.draws = micro_draws
+        epoch_keys = np.concatenate([micro_batch.epoch_keys for micro_batch in micro_batches])
+        numbers = self.augment.random_numbers(order.seed, epoch_keys, ids)
+        if numbers is not None:
+            for micro_batch, its_numbers in zip(micro_batches, numbers.split(sizes), strict=True):
+                micro_batch.augmentation_numbers = its_numbers
         return step_batches
 
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
         """Return a process's part of a step, without its samples. Pieces without a sample are left out."""
-        pieces, step = self.order.pieces(epoch, index), self._number(epoch, index)
+        pieces, step = self.order.pieces(epoch, index), self._step_since_start(epoch, index)
         layout = self.assignment.layout_at(step)
         nonempty = sum(1 for ids in pieces if len(ids))
         local_batches = [
@@ -163,22 +164,22 @@ class StepDataset:
         )
         return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
-    def _number(self, epoch: int, index: int) -> int:
+    def _step_since_start(self, epoch: int, index: int) -> int:
         """Return the number of a step since the run began, 0-based."""
         return epoch * self.order.steps_per_epoch + index
 
     def _micro_batch(self, epoch: int, ids_with_repeats: Ids, piece: int, device: int) -> MicroBatch:
         """Return a micro-batch without its samples; `DataOrder.ids_with_repeats` describes the ids."""
         repeats, ids = np.divmod(ids_with_repeats, self.order.samples)
-        # Each repeat of a sample in an epoch is augmented in another way, see `MicroBatch.epochs`.
+        # With balanced sampling, a sample may occur several times in an epoch. The key makes random numbers differ.
         return MicroBatch(ids, device, piece, epoch + (repeats << 32))
 
 
 class ChunkSampler(Sampler[range]):
     """A sampler that yields the sample ids of each chunk.
 
-    A list of ranges would do for torch. It is a `Sampler`, because Lightning's `predict` wraps one that records the ids
-    for a `BasePredictionWriter`.
+    torch would accept a list of ranges. But Lightning's `predict` needs a `Sampler`, which it wraps in a sampler that
+    records the ids for a `BasePredictionWriter`.
     """
 
     def __init__(self, chunks: list[Chunk]) -> None:
@@ -210,9 +211,9 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
     same `batch_size` and `pieces`, because kernels may round differently for another size.
 
-    The size is that of a piece. In a training run, a chunk smaller than 128 samples is enlarged to at most two pieces,
-    since small chunks waste time. To evaluate two pieces takes about as much memory as to train one (the peak is 0.5 of
-    it with resnet18, 1.05 of it with mnist_cnn).
+    A chunk has the size of a piece. In a training run, a chunk smaller than 128 samples is enlarged to at most two
+    pieces, since small chunks waste time. Evaluating two pieces takes 0.5 (resnet18) to 1.05 times (mnist_cnn) the peak
+    memory of training one. A small set is cut into smaller chunks, about `pieces` of them, to give every process work.
 
     Args:
         samples: samples of the evaluation set.
@@ -226,17 +227,18 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     piece = max(1, layout.batch_size // layout.pieces)
     size = max(piece, min(2 * piece, 128)) if trains else piece
     size = min(-(-samples // layout.pieces), size)
-    parts = [(start, min(start + size, samples)) for start in range(0, samples, size)]  # the last one may be short
-    at = cuts(len(parts), layout.replicas)
-    return parts[at[rank] : at[rank + 1]]
+    chunks = [(start, min(start + size, samples)) for start in range(0, samples, size)]  # the last one may be short
+    borders = cuts(len(chunks), layout.replicas)
+    return chunks[borders[rank] : borders[rank + 1]]
 
 
 def gains_from_loader_processes(dataset: Any) -> bool:
     """Check whether loader processes make a data set faster.
 
-    Its class may decide by an attribute `streams`. Otherwise they do if it makes samples one by one, on Linux only:
-    processes are forked there, and need not import or unpickle the data set.
+    The data set's class may answer by an attribute `wants_workers`. If it has none, a data set that fetches samples one
+    by one is faster with loader processes, but on Linux only: there they are forked, so they start without importing
+    and unpickling the data set.
     """
     innermost = innermost_dataset(dataset)
     in_memory = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
-    return bool(getattr(innermost, "streams", sys.platform == "linux" and not in_memory))
+    return bool(getattr(innermost, "wants_workers", sys.platform == "linux" and not in_memory))

@@ -23,7 +23,7 @@ class Resident(ArrayDataset):
         device: the target.
     """
 
-    draws = False
+    uses_random_numbers = False
 
     def __init__(self, dataset: ArrayDataset, device: torch.device) -> None:
         self.images, self.labels = dataset.images.to(device), dataset.labels.to(device)

@@ -3,7 +3,8 @@
 On one machine our own parent (launch/parent.py) starts the workers. On several machines an engine starts them, such as
 torchrun, SLURM or MPI. Each engine has its own variables for rank and world size:
 
-    torchrun   RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_*          our own parent sets the same variables
+    lockstep   as torchrun, and LOCKSTEP_LAUNCHER                    our own parent sets them
+    torchrun   RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_*
     env        RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT            any launcher that follows torch's `env://`
     mpi        OMPI_COMM_WORLD_* (Open MPI), PMI_* and MPI_LOCAL* (MPICH, Intel MPI), MV2_COMM_WORLD_* (MVAPICH)
     slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID     in a job step of several tasks
@@ -23,12 +24,15 @@ from lockstep.errors import UserError
 # Our own variables, which child processes inherit.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command or the sweep's job started
 PARENT = "LOCKSTEP_PARENT"  # process id of the Python program that started the command; the command ends with it
-LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"  # the engine of a worker whose rank is also written to torchrun's variables
+# Its value is the name, in the table above, of what started this worker. It is set wherever Lockstep itself sets
+# torchrun's variables, since the worker would otherwise count as started by torchrun.
+LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
 SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files: lockstep.launch.scratch
 
-# Rank, world size, local rank, local world size.
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-DIALECTS = {
+# The names of four variables: rank, world size, local rank, local world size.
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# (engine, the variable by which it is recognised): the engine's names of the same four variables; "" if it has none.
+ENGINE_NAMES = {
     ("mpi", "OMPI_COMM_WORLD_RANK"): (
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
@@ -38,8 +42,8 @@ DIALECTS = {
         *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ),
 }
-# Rank variables of launchers whose world size Lockstep does not read.
-UNREAD = ("PMIX_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "RANK")
+# If one of these is set but Lockstep finds no world size, another launcher may have started several processes.
+RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "RANK")
 # Variables that identify one start of several processes and have the same value in all of them.
 START_IDS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID")
 
@@ -53,15 +57,15 @@ class Environment:
     local_rank: int
     world_size: int
     local_world_size: int  # workers on this machine; 0: the engine does not set it
-    run_id: str
+    run_id: str  # TORCHELASTIC_RUN_ID: with torchrun its --rdzv-id; empty: not set
     master_addr: str  # empty: the engine does not set it
     master_port: int
     agent_store: bool  # whether the store of torchrun's agent is at the master's address
-    restarts: int  # how many times this worker's group was restarted
+    restarts: int  # how many times the workers were restarted
     started: float  # `time.time()` when the command or the sweep's job started
     scratch: str  # the run's folder for temporary files; empty: no parent has created one
     slurm_job: str | None  # the batch job of this process; 77_3 is job 3 of array 77
-    slurm_task: int  # the number of this process in the job
+    slurm_task: int  # the number of this process in its job step, 0-based
     slurm_restarts: int  # how many times SLURM has restarted the job
     slurm_nodes: str  # the hosts of this job step, in SLURM's notation
     dedicated_cores: bool  # whether SLURM has assigned cores to this worker alone
@@ -84,14 +88,14 @@ class Environment:
 def environment() -> Environment:
     """Return this process's environment as it was at the first call."""
     variables = os.environ
-    launcher, names = _dialect(variables)
+    launcher, names = _engine(variables)
 
-    def number(index: int, default: int) -> int:
+    def number(index: int, default: int) -> int:  # `index` is a position in `names`
         return int(variables.get(names[index], default)) if names else default
 
     group = _ranks_of_group() if launcher is None else None
     rank, world_size = group or (number(0, 0), number(1, 1))
-    task = variables.get(LAUNCHER_VARIABLE, launcher) == "slurm"
+    is_srun_worker = variables.get(LAUNCHER_VARIABLE, launcher) == "slurm"
     return Environment(
         launcher="group" if group else variables.get(LAUNCHER_VARIABLE, launcher) if launcher else None,
         rank=rank,
@@ -109,8 +113,8 @@ def environment() -> Environment:
         slurm_task=int(variables.get("SLURM_PROCID", "0")),
         slurm_restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
         slurm_nodes=variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "")),
-        dedicated_cores=task and "SLURM_CPUS_PER_TASK" in variables,
-        dedicated_gpu=task and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
+        dedicated_cores=is_srun_worker and "SLURM_CPUS_PER_TASK" in variables,
+        dedicated_gpu=is_srun_worker and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
 
 
@@ -124,7 +128,7 @@ def _slurm_job(variables: Mapping[str, str]) -> str | None:
     return variables.get("SLURM_JOB_ID")
 
 
-def _dialect(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
+def _engine(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
     """Return the engine that started this process as one of several, and the names of its variables.
 
     torch's own variables come first, because a user may set them. Open MPI comes before SLURM: it starts its daemons
@@ -132,11 +136,11 @@ def _dialect(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]
     engine, so that our own parent may start workers in it.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
-        return "torchrun", TORCH
+        return "torchrun", TORCH_NAMES
     if "RANK" in variables and variables.get("WORLD_SIZE", "").isdecimal() and int(variables["WORLD_SIZE"]) > 1:
-        return "env", TORCH
-    for (launcher, sign), names in DIALECTS.items():
-        if sign in variables and int(variables.get(names[1], "1")) > 1:
+        return "env", TORCH_NAMES
+    for (launcher, marker), names in ENGINE_NAMES.items():
+        if marker in variables and int(variables.get(names[1], "1")) > 1:
             return launcher, names
     return None, ()
 
@@ -156,33 +160,37 @@ def _port(variables: Mapping[str, str]) -> int:
 
     It is the same in all processes of one start, and below the range from which the kernel assigns ports.
     """
-    start = [variables[name] for name in START_IDS if name in variables] or [str(os.getppid())]
-    return 20000 + int(hashlib.sha256(" ".join(start).encode()).hexdigest(), 16) % 10000
+    start_ids = [variables[name] for name in START_IDS if name in variables] or [str(os.getppid())]
+    return 20000 + int(hashlib.sha256(" ".join(start_ids).encode()).hexdigest(), 16) % 10000
 
 
-def refuse_unread(variables: Mapping[str, str]) -> None:
+def refuse_unknown_rank(variables: Mapping[str, str]) -> None:
     """Refuse to run if several processes were started but their ranks or rank zero's address are unknown.
 
-    Each of them would act as rank zero.
+    Each of the processes would act as rank zero.
+
+    Args:
+        variables: the environment variables.
 
     Raises:
-        UserError: it names the variable, and the launchers whose variables Lockstep reads.
+        UserError: it names the variable that is wrong or lacks its counterpart, and what to do.
     """
-    launcher, names = _dialect(variables)
-    rank, world_size = (variables.get(name, "") for name in TORCH[:2])
+    launcher, names = _engine(variables)
+    rank, world_size = (variables.get(name, "") for name in TORCH_NAMES[:2])
     if launcher == "env" and not (rank.isdecimal() and int(rank) < int(world_size)):
         raise UserError(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
     if launcher is None:
-        known = {sign for (_, sign), variable_names in DIALECTS.items() if variable_names[1] in variables}
-        unread = [name for name in UNREAD if name in variables and name not in known]
-        unread += ["WORLD_SIZE"] * (world_size not in ("", "1"))
-        slurm = "SLURM_STEP_NUM_TASKS" in variables  # this counts the tasks, so other variables don't matter
-        alone = world_size == "1" or slurm
-        if unread and not alone:
+        with_world_size = {marker for (_, marker), its_names in ENGINE_NAMES.items() if its_names[1] in variables}
+        suspicious = [name for name in RANK_VARIABLES if name in variables and name not in with_world_size]
+        suspicious += ["WORLD_SIZE"] * (world_size not in ("", "1"))
+        # If srun had started several tasks, `launcher` would be slurm.
+        is_single_task = "SLURM_STEP_NUM_TASKS" in variables
+        if suspicious and world_size != "1" and not is_single_task:
+            name = suspicious[0]
             raise UserError(
-                f"{unread[0]}={variables[unread[0]]} suggests that this is one of several processes, but its rank or "
+                f"{name}={variables[name]} suggests that this is one of several processes, but its rank or "
                 "world size is unknown: start it with torchrun, srun or mpirun, or set RANK, WORLD_SIZE, MASTER_ADDR "
-                f"and MASTER_PORT; for a single process unset {unread[0]}"
+                f"and MASTER_PORT; for a single process unset {name}"
             )
     elif launcher == "env" and not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         raise UserError(
@@ -202,6 +210,6 @@ def external_workers() -> int:
 
 
 def export(**variables: str) -> None:
-    """Set environment variables for this process and its children."""
+    """Set environment variables for this process and its children. `environment` then reads them anew."""
     os.environ.update(variables)
     environment.cache_clear()

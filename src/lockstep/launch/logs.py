@@ -21,12 +21,12 @@ from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
-# Library and unique text of messages that are not logged, because Lockstep does on purpose what they warn about, or
-# because a user can't change it. All other messages are logged.
+# Messages that are not logged: the library, and a text that no other message has. Lockstep does on purpose what they
+# warn about, or a user can't change it.
 HARMLESS = (
     ("lightning", "The `srun` command is available on your system but is not used."),
     ("lightning", "`isinstance(treespec, LeafSpec)` is deprecated"),
-    ("lightning", "is smaller than the logging interval Trainer(log_every_n_steps="),  # Meter logs each epoch's end
+    ("lightning", "is smaller than the logging interval Trainer(log_every_n_steps="),  # Meter logs at each epoch's end
     ("lightning", "does not have many workers which may be a bottleneck"),  # data sets in memory need no loader process
     ("lightning", "The following callbacks returned in `LightningModule.configure_callbacks` will override"),
     ("lightning", "TPU available: False, using: 0 TPU cores"),
@@ -48,7 +48,7 @@ def configure_logging(folder: Path, rank: int) -> None:
     must read.
     """
     path = (folder / log_file_name(rank)).absolute()
-    if environment().scratch:  # the parent opens the log through this link
+    if environment().scratch:  # the parent finds the log by this link, see `read_stack`
         with suppress(FileExistsError):
             Path(environment().scratch, f"log_{rank}").symlink_to(path)
     file = logging.FileHandler(path, encoding="utf-8", delay=rank > 0)
@@ -59,7 +59,7 @@ def configure_logging(folder: Path, rank: int) -> None:
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk is reported once, by the write that fails the run
     warnings.simplefilter("default")
-    threading.excepthook = _thread_failed
+    threading.excepthook = _log_thread_failure
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "pytorch_lightning"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [], True
@@ -79,7 +79,7 @@ def _is_harmless(message: str) -> bool:
     return any(text in message for _, text in HARMLESS)
 
 
-def _thread_failed(args: threading.ExceptHookArgs) -> None:
+def _log_thread_failure(args: threading.ExceptHookArgs) -> None:
     """Log the error of a thread; print it to the console too unless it is an OSError.
 
     TensorBoard's writer thread raises an OSError on a full disk. The next call of the writer raises it again.
@@ -108,7 +108,7 @@ def log_failure() -> Iterator[None]:
 
 @contextmanager
 def stack_on_demand(rank: int) -> Iterator[None]:
-    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file that the parent reads."""
+    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file. `read_stack` reads it."""
     with open(Path(environment().scratch, f"stack_{rank}"), "w") as file:
         faulthandler.register(signal.SIGQUIT, file)
         try:
@@ -123,7 +123,7 @@ def read_stack(scratch: str, rank: int, seconds: float) -> str:
     Args:
         scratch: the run's folder for temporary files.
         rank: the worker's rank.
-        seconds: the time to wait; then return "".
+        seconds: the time to wait. Return "" if there is no stack then.
     """
     file, until = Path(scratch, f"stack_{rank}"), time.monotonic() + seconds
     stack = ""
@@ -144,11 +144,11 @@ def first_line(message: str) -> str:
     """Return the first line of a message.
 
     If torch has re-raised an error of another process or thread, the message contains a whole traceback. Then return
-    the traceback's line with the exception.
+    the line of the traceback that names the exception.
     """
     if "\nOriginal Traceback (most recent call last):" in message:
-        end = message.rpartition('\n  File "')[2].splitlines()[1:]
-        raised_line = next((line for line in end if line and not line.startswith(" ")), message)
+        after_last_frame = message.rpartition('\n  File "')[2].splitlines()[1:]
+        raised_line = next((line for line in after_last_frame if line and not line.startswith(" ")), message)
         message = re.sub(r"^[\w.]+\.(?=\w+: )", "", raised_line)
     return (message.strip().splitlines() or ["no reason given"])[0]
 
@@ -156,29 +156,35 @@ def first_line(message: str) -> str:
 def user_code_location(trace: str) -> str:
     """Return the last frame of a traceback in the user's own code as `<file>:<line> in <function>; `, or ""."""
     frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
-    mine = [frame for frame in frames if _is_user_code(frame[0])]
-    return f"{_format_frame(*mine[-1])}; " if mine else ""
+    user_frames = [frame for frame in frames if _is_user_code(frame[0])]
+    return f"{_format_frame(*user_frames[-1])}; " if user_frames else ""
 
 
 def last_frame(stack: str) -> str:
-    """Return the innermost frame of a stack that faulthandler wrote as `at <file>:<line> in <function>`.
+    """Return the innermost frame of a stack as `at <file>:<line> in <function>`. Return "" if there is no stack.
 
-    Prefer frames of the user's own code. Return "" if there is no stack.
+    Prefer the innermost frame of the user's own code. Of each thread, leave out launch/parent.py and what called it:
+    that is the worker's start, where the user's program appears too.
+
+    Args:
+        stack: the text that faulthandler wrote. In it the innermost frame of a thread comes first, and the main thread
+            comes last.
     """
-    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]  # the main thread is last
-    trimmed = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
-    calls = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in trimmed]
-    mine = [call for thread in calls for call in thread if _is_user_code(call[0])]
-    latest = mine or (calls[-1] if calls else [])
-    return f"at {_format_frame(*latest[0])}" if latest else ""
+    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]
+    without_start = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
+    frames = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in without_start]
+    user_frames = [frame for thread in frames for frame in thread if _is_user_code(frame[0])]
+    candidates = user_frames or (frames[-1] if frames else [])
+    return f"at {_format_frame(*candidates[0])}" if candidates else ""
 
 
 def _is_user_code(file: str) -> bool:
     """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
-    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
-    return not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    other_code = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
+    return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def _format_frame(file: str, line: str, function: str) -> str:
+    """Return a frame as text. The path is relative to the working folder if the file lies in it."""
     relative = os.path.relpath(file)
     return f"{file if relative.startswith('..') else relative}:{line} in {function}"

@@ -1,4 +1,6 @@
-"""The parent process: it runs a function in the worker processes that a layout needs. Both ends of their pipe are here.
+"""The parent process: it starts the worker processes that a layout needs, and they run a function.
+
+The first part of this file runs in the parent, the second part in a worker, before and after the function.
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
 runs a parallel operation or touches CUDA, so it may fork. User code that opens data may start parallel operations, so
@@ -31,7 +33,6 @@ from lockstep.launch import logs
 from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
 from lockstep.launch.network import LOOPBACK
 from lockstep.launch.process_group import (
-    STORE_SECONDS,
     hanging_ranks_message,
     is_lost_rank,
     is_timeout,
@@ -56,6 +57,7 @@ from lockstep.launch.signals import (
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
+ANSWER_SECONDS = 3.0  # after a timeout: for the other workers' answers, and for the stack of a worker that hangs
 VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
 
 
@@ -141,7 +143,7 @@ class _Worker:
     process: Any
     receiver: Connection
     answered: bool = False  # whether the worker has sent how it ended, or has died
-    error: BaseException | None = None  # the error that ended it
+    error: BaseException | None = None  # the error that ended the work; None if it succeeded
     result: Any = None  # the return value of the work
 
     def receive_answer(self) -> None:
@@ -154,31 +156,34 @@ class _Worker:
         if alive or self.answered:
             return
         code = self.process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
-        how += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answered, self.error = True, WorkerFailed(how, signum=max(0, -code))
+        text = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
+        text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
+        self.answered, self.error = True, WorkerFailed(text, signum=max(0, -code))
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
     """Wait until all workers have answered or one has failed; with `seconds`, until all have answered or time is up."""
-    until = None if seconds is None else time.monotonic() + seconds
+    deadline = None if seconds is None else time.monotonic() + seconds
     while working := [each for each in workers if not each.answered]:
         wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
         for each in working:
             each.receive_answer()
-        over = until is not None and time.monotonic() > until
+        time_is_up = deadline is not None and time.monotonic() > deadline
         failed = any(isinstance(each.error, UserError | WorkerFailed) for each in workers)
-        if over or (failed and until is None):
+        if time_is_up or (failed and deadline is None):
             return
 
 
 def _priority(error: BaseException | None) -> int:
-    """Return the priority of a worker's error, or None: the run ends with the error that has the lowest number.
+    """Return the priority of a worker's error. The run ends with the error that has the lowest number.
 
-    A worker that `waited` ended because another one did not join a collective, and a `victim` because another one died.
+    Errors that another worker has caused have a higher number than their cause.
+
+    Args:
+        error: None if the worker succeeded, which is the highest number.
     """
     if isinstance(error, WorkerFailed):
-        return 3 if error.victim else 2 if error.waited else 1
+        return 3 if error.victim else 2 if error.waited_for_rank else 1
     return 0 if isinstance(error, UserError) else 5 if error is None else 4  # 4: interrupted
 
 
@@ -191,38 +196,38 @@ def _failure(
     if error.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
     text = str(error)
-    if error.waited:  # another worker hangs
-        _wait(workers, STORE_SECONDS)
-        silent = [index for index, each in enumerate(workers) if not each.answered]
-        if silent:
-            local_rank = silent[0]
-            where = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
-            text = missing_ranks_message([local_rank], hang_timeout, where)
-    elif not error.suspects:  # a text with suspects names ranks already
+    if error.waited_for_rank:  # another worker hangs
+        _wait(workers, ANSWER_SECONDS)
+        hanging = [index for index, each in enumerate(workers) if not each.answered]
+        if hanging:
+            local_rank = hanging[0]
+            location = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
+            text = missing_ranks_message([local_rank], hang_timeout, location)
+    elif not error.suspects:  # the ranks of which one has computed wrong values; the text names them already
         text = f"rank {local_rank} {text}"
     error.args, error.local_rank = (text,), local_rank
     error.steps = max(getattr(each.error, "steps", 0) for each in workers)
-    error.victim = False  # no other process reports the reason
+    error.victim = False  # the supervisor must not wait for a lost rank: no other process writes the summary
     return error
 
 
 def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
-    """Kill a worker that hangs, after its stack is in its log. Return the place where it hung, or ""."""
+    """Kill a worker that hangs, after its stack is in its log. Return where it hung; "" if that is not known."""
     for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
-    where = logs.last_frame(logs.read_stack(scratch, rank, STORE_SECONDS))
+    location = logs.last_frame(logs.read_stack(scratch, rank, ANSWER_SECONDS))
     process.kill()
-    return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
+    return location and f"it was {location}; its stack is in {logs.log_file_name(rank)}"
 
 
 def _end_processes(processes: Sequence[Any]) -> None:
     """Send SIGTERM to processes, and SIGKILL to those that do not end in time."""
     for process in processes:
         process.terminate()
-    until = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     for process in processes:
-        process.join(max(0, until - time.monotonic()))
+        process.join(max(0, deadline - time.monotonic()))
         process.kill()
         process.join()
 
@@ -248,18 +253,18 @@ class WorkerPlace:
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
     listener: socket.socket  # the listening socket of rank zero's store
-    answers: Connection  # to the parent, for one message: the error that ended the work, or None, and its result
+    answers: Connection  # to the parent, for one message, `(error, result)`; error: None if the work succeeded
 
 
 def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
-    """Run `work(*args)` in a worker process, and send the parent the error that ended it, or None, and its result."""
+    """Run `work(*args)` in a worker process. Send the parent `(error, result)`; error: None if the work succeeded."""
     faulthandler.enable(2)
     # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # the parent may have inherited a handler from an outer program
     signal.signal(signal.SIGUSR1, record_signal)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # callbacks.Preemption handles it while there is something to save
     unblock_signals()
     set_parent_death_signal(place.parent)
     export(  # the variables that torchrun sets
@@ -301,10 +306,10 @@ def _worker_failure(error: BaseException, hang_timeout: float) -> UserError | Wo
     steps = getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):
-            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited=True)
+            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited_for_rank=True)
         time.sleep(VICTIM_SECONDS)
         return WorkerFailed("lost the connection to another worker", steps=steps, victim=True)
-    if isinstance(error, WorkerFailed):  # its message already names the worker
+    if isinstance(error, WorkerFailed):  # its message already names the ranks at fault
         return WorkerFailed(str(error), steps=steps, suspects=error.suspects, last_good_step=error.last_good_step)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):

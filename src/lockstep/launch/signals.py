@@ -39,14 +39,15 @@ class Interrupted(BaseException):
 
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal or the ssh connection was closed
-USER = (signal.SIGUSR1, signal.SIGUSR2)
-HANDLED = (*ENDING, *USER)  # blocked while processes are started, see `block_signals`
+USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+HANDLED = (*ENDING, *USER_SIGNALS)  # blocked while processes are started, see `block_signals`
 pending_signals: list[int] = []  # the signals that this worker has received
-_earlier_handlers: dict[int, Any] = {}  # the handlers that ours have replaced: of a program that called us, as submitit
+# The handlers that ours have replaced, by signal. Some belong to an outer program that runs this one, such as submitit.
+_earlier_handlers: dict[int, Any] = {}
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
-    """Record a signal; this is a worker's handler. It starts no collective: other ranks may be in a different one."""
+    """Record a signal. This is a worker's handler. It starts no collective, since other ranks may be in another one."""
     pending_signals.append(signum)
 
 
@@ -82,15 +83,15 @@ def ending_signals() -> tuple[int, ...]:
     checkpoint on it and continues.
     """
     if environment().slurm_job:
-        return (*ENDING, *USER)
+        return (*ENDING, *USER_SIGNALS)
     return (*ENDING, *([signal.SIGUSR2] if callable(signal.getsignal(signal.SIGUSR2)) else []))
 
 
 def call_earlier_handler(signum: int) -> None:
     """Call the outer program's handler for the signal that ended the run. Call it after the checkpoint is saved."""
     handler = _earlier_handlers.get(signum)
-    is_inner = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
-    if callable(handler) and not is_inner:  # it is neither Python's own nor Lockstep's
+    is_ours = getattr(handler, "__module__", "").startswith("lockstep.")
+    if callable(handler) and not is_ours and handler is not signal.default_int_handler:
         handler(signum, None)
 
 
@@ -98,8 +99,8 @@ def call_earlier_handler(signum: int) -> None:
 def forward_signals() -> Iterator[list[int]]:
     """Forward signals from the parent to its workers inside the `with` block.
 
-    An ending signal reaches them as SIGTERM, on which they save and end; SIGUSR1 as itself, on which they save and
-    continue. A second Ctrl-C kills them. Yield a list that collects the ending signals.
+    Every ending signal is forwarded as SIGTERM: workers save a checkpoint and end. SIGUSR1 is forwarded as itself:
+    workers save a checkpoint and continue. A second Ctrl-C kills them. Yield a list of the ending signals received.
     """
     received: list[int] = []
     ending = ending_signals()
@@ -122,8 +123,8 @@ def forward_signals() -> Iterator[list[int]]:
 def block_signals() -> Iterator[None]:
     """Block signals inside the `with` block, so that a process started in it begins with signals blocked.
 
-    A started process installs its handlers and calls `unblock_signals`. Without the block, a signal that
-    arrives before a fork's first Python line would be lost. Another thread of this process may still receive signals.
+    The started process installs its handlers and calls `unblock_signals`. If signals were not blocked, one that arrives
+    before the first Python line of a fork would be lost. Another thread of this process may still receive signals.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
@@ -140,7 +141,7 @@ def unblock_signals() -> None:
 def print_ending() -> None:
     """Print the line that follows the first Ctrl-C. Bypass Python's streams, because the handler may interrupt them."""
     with suppress(OSError):
-        newline = "\n" * os.isatty(2)  # the terminal has printed ^C
+        newline = "\n" * os.isatty(2)  # a terminal has printed ^C in the current line
         os.write(2, f"{newline}SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now\n".encode())
 
 
@@ -156,9 +157,12 @@ def set_parent_death_signal(parent: int) -> None:
     """Kill this process when its parent is killed, or now if that has already happened.
 
     It uses prctl(PR_SET_PDEATHSIG), and does nothing on systems other than Linux.
+
+    Args:
+        parent: the parent's process id.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -166,7 +170,7 @@ def set_parent_death_signal(parent: int) -> None:
 def end_children() -> None:
     """Kill the loader processes of a worker that is done.
 
-    They ignore SIGTERM. multiprocessing would send it to them at exit, and then wait for them forever.
+    multiprocessing would send them SIGTERM at exit, which they ignore, and then wait for them forever.
     """
     with signal_handler(lambda *_: None, signal.SIGCHLD):  # torch's handler raises when a loader process is killed
         children = [child for child in multiprocessing.active_children() if child.daemon]

@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused
+from lockstep.run.optimizers import OptimizerCheck, refuse_unused, training_arguments
 from lockstep.run.provenance import versions
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
@@ -32,7 +32,7 @@ from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 
-# Hooks of a LightningModule that have no meaning where steps are made of pieces.
+# Hooks of a LightningModule that can't work where a step is cut into pieces, with what they would get instead.
 REFUSED_HOOKS = {
     **dict.fromkeys(
         ("on_before_batch_transfer", "transfer_batch_to_device"),
@@ -42,8 +42,11 @@ REFUSED_HOOKS = {
     "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
 }
 
-MONITORED = ("monitor", "mode")  # keys of a model for callbacks: its most important metric, and which value is best
-PRETRAINED = {"pretrained": False, "weights": None}  # keys that load pretrained weights, with the value that does not
+# Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
+# They are not passed to a model that takes no such argument.
+KEYS_FOR_CALLBACKS = ("monitor", "mode")
+# Keys of the `model` group that load pretrained weights, each with its value for loading none.
+PRETRAINED = {"pretrained": False, "weights": None}
 
 
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
@@ -51,7 +54,7 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
 
     A run that loads a checkpoint does not load pretrained weights first, from a file or the network.
     """
-    without_pretrained = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
+    without_pretrained = {key: no_weights for key, no_weights in PRETRAINED.items() if config.model.get(key)}
     skips_pretrained = (config.checkpoint or config.resume) and without_pretrained
     options = {**config.model, **without_pretrained} if skips_pretrained else config.model
     module = _module(config, splits, options)
@@ -61,19 +64,20 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
 
 
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
-    """Build the module from `options`, check that steps of pieces can train it, and convert its memory."""
+    """Build the module from `options`, check that its steps can be cut into pieces, and set its memory format."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
     takes = parameters(locate("model._target_", options["_target_"]))
-    options = {key: value for key, value in options.items() if key not in MONITORED or key in takes}
+    options = {key: value for key, value in options.items() if key not in KEYS_FOR_CALLBACKS or key in takes}
     refuse_unused(config)
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
-    offers = optimization(config, len(splits.train))
-    module = instantiate("model", options, **sizes, smallest_piece=smallest_piece(config, len(splits.train)), **offers)
-    named = f"model._target_={config.model['_target_']}"
+    arguments = training_arguments(config, len(splits.train)) | sizes
+    arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
+    module = instantiate("model", options, **arguments)  # passes those of the arguments that the module takes
+    setting = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
         raise UserError(
-            f"{named} is not a LightningModule: "
+            f"{setting} is not a LightningModule: "
             "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
         )
     if (task := getattr(module, "task", spec.task)) in TASKS and task != spec.task:
@@ -83,22 +87,22 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides_method(module, hook, pl.LightningModule):
-            raise UserError(f"{named}: its {hook} {why}")
+            raise UserError(f"{setting}: its {hook} {why}")
     if not module.automatic_optimization:
-        raise UserError(f"{named}: manual optimization can't cut a step into pieces: use automatic optimization")
+        raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
     module.configure_model()  # its layers must exist before their weights are loaded
     if config.precision == "64-true":
         module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
     worker_setup.apply_memory_format(module, config.speed.memory_format)
-    if config.trains:
-        offers["optimizer"].named_parameters = module.named_parameters
+    if config.trains:  # the optimizer's factory divides the parameters into groups by their names
+        arguments["optimizer"].named_parameters = module.named_parameters
     return module
 
 
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
-    """The DataModule of one worker."""
+    """Return the DataModule of one worker."""
     trains = config.trains
-    rank = rank if config.layout.replicas > 1 else 0  # all stages get the same pieces
+    rank = rank if config.layout.replicas > 1 else 0  # processes that share one network all get the same pieces
     assignment = Assignment(config.layout)
     for extra in config.extras.values():
         assignment = extra.wrap_assignment(assignment)
@@ -108,8 +112,8 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
-    """Build the config's callbacks. Check the module's own callbacks too, which Lightning adds later."""
-    recorded = {
+    """Build the config's callbacks. Check them, and the module's own callbacks, which Lightning adds later."""
+    checkpoint_record = {
         "config": config.record,
         "precision": config.precision,  # resolved; the config may have auto
         "pieces": config.layout.pieces,
@@ -118,21 +122,22 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "versions": versions(),
         "spec": asdict(splits.spec),  # lets the model be used without the data set
     }
-    offers = {
+    arguments = {
         "folder": folder,
         "every": config.checkpoint_every,
         "log_every": config.log_every,
-        "record": recorded,
+        "record": checkpoint_record,
         "config": config.record,
         "headline": headline(config, splits, folder),
         "started": environment().started,
     }
-    named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
-    made = {key: instantiate(key, options, **offers) for key, options in named.items()}
+    groups = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
+    # `instantiate` passes those of the arguments that a callback's class takes.
+    config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
     returned = module.configure_callbacks()
     module_callbacks = returned if isinstance(returned, Sequence) else [returned]
     for name, callback in [
-        *made.items(),
+        *config_callbacks.items(),
         *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
     ]:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
@@ -143,16 +148,20 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         separate = [extra.setting for extra in config.extras.values() if extra.separate_weights]
         if isinstance(callback, WeightAveraging) and separate:
             raise UserError(f"{name}: with {separate[0]} each device would have its own average: leave one of them out")
-        if isinstance(callback, WeightAveraging) and config.layout.staged:
+        if isinstance(callback, WeightAveraging) and config.layout.staged:  # each process has a part of the network
             kind = type(callback).__name__
             raise UserError(f"{name}: {kind} needs the whole network on each device: use strategy=ddp")
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             precision = f"precision={config.precision}"
             raise UserError(f"{name}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
-    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks}
-    used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
-    scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
-    return [*made.values(), OptimizerCheck(config), MonitorCheck(followers, scheduler)]
+    all_callbacks = config_callbacks | {
+        f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks
+    }
+    takes_scheduler = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
+    monitor_setting = (
+        "scheduler.monitor" if takes_scheduler else "configure_optimizers: the monitor of its lr_scheduler"
+    )
+    return [*config_callbacks.values(), OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
 
 
 def make_trainer(
@@ -169,33 +178,34 @@ def make_trainer(
         folder: the run folder.
         loaded: the checkpoint that a resumed run continues from.
         copies: sends each checkpoint to the other machines; None: no copies.
-        parts: the arguments of extras; None: the run has no extras, as in an evaluation.
+        parts: what extras are made from; None: the run has no extras, as in an evaluation.
     """
     layout = config.layout
-    # The sum of one piece does not depend on an order.
-    kind = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
-    gradients = kind(config.strategy.make(layout), layout.replicas)
+    # With one piece nothing is added, so an ordinary sum is exact.
+    sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
+    gradients = sum_class(config.strategy.make(layout), layout.replicas)
     hooks: list[StepHook] = [
         FiniteGradientCheck(
             config.nonfinite,
-            later=layout.accelerator == "gpu",
+            one_step_later=layout.accelerator == "gpu",
             can_skip=all(extra.can_skip for extra in config.extras.values()),
         )
     ]
     observers: list[CheckpointObserver] = []
-    first: list[pl.Callback] = []
+    extra_callbacks: list[pl.Callback] = []
     for extra in config.extras.values():
         assert parts is not None, "extras take part in training only: see config.check"
         gradients = extra.wrap_gradients(gradients)
         hooks += extra.step_hooks(parts)
-        first += extra.callbacks(parts)
+        extra_callbacks += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
-    callbacks = [*first, *callbacks]
-    one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"  # to Lightning, each worker is then a node
-    debug = dict(config.debug.trainer)
-    if isinstance(debug.get("profiler"), dict):
-        debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")
-    make = partial(
+    callbacks = [*extra_callbacks, *callbacks]
+    # A worker that sees only its own GPU is a machine of its own for Lightning.
+    one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"
+    debug_options = dict(config.debug.trainer)
+    if isinstance(profiler := debug_options.get("profiler"), dict):
+        debug_options["profiler"] = instantiate("debug.trainer.profiler", profiler, dirpath=folder / "profile")
+    make_step_trainer = partial(
         StepTrainer,
         gradients,
         hooks,
@@ -219,7 +229,8 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        # False, not None: torch keeps the setting of an earlier run in this process.
-        **({"deterministic": bool(layout.exact) and layout.accelerator == "gpu"} | debug),
+        # False, not None: with None, torch would keep the setting of an earlier run in this process.
+        **({"deterministic": bool(layout.exact) and layout.accelerator == "gpu"} | debug_options),
     )
-    return call("debug.trainer", make)  # only these arguments come unchecked from the user
+    # An error is reported as one of `debug.trainer`, because all other arguments are checked already.
+    return call("debug.trainer", make_step_trainer)

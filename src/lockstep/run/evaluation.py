@@ -29,10 +29,10 @@ from lockstep.run.summary import RunRecord
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.text import join_names
 
-FIXED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # keys whose values the checkpoint fixes
+REFUSED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # a user may not give them: the checkpoint has them
 SPLITS = ("train", "val", "test")
-SAVED_GROUPS = ("model", "data", "optimizer", "scheduler")  # config groups that come from the checkpoint
-SAVED_KEYS = ("seed", "lr", "data_dir")  # single keys that come from the checkpoint
+SAVED_GROUPS = ("model", "data", "optimizer", "scheduler")  # config groups that are read from the checkpoint
+SAVED_KEYS = ("seed", "lr", "data_dir")  # single keys that are read from the checkpoint
 
 LOG = logging.getLogger("lockstep")
 check_group, check_spec = checker(OptionalGroup), checker(SpecRecord)
@@ -74,12 +74,12 @@ def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, 
 
     def read_record() -> list[Any]:
         path = find_checkpoint(raw)
-        whole = checkpoint_io.load(path).get("lockstep")
-        if not isinstance(whole, dict) or not {"config", "spec"} <= whole.keys():
+        content = checkpoint_io.load(path).get("lockstep")
+        if not isinstance(content, dict) or not {"config", "spec"} <= content.keys():
             raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
-        record = {"config": whole["config"], "spec": whole["spec"], "fingerprint": whole.get("fingerprint")}
+        record = {name: content.get(name) for name in ("config", "spec", "fingerprint")}
         try:
-            json.dumps(record)  # as it is sent to other machines
+            json.dumps(record)  # other machines get the record as JSON
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: the Lockstep config inside it can't be read ({error})") from None
         return [str(path), record]
@@ -92,18 +92,23 @@ def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, 
 def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:
     """Return the config of an evaluation.
 
-    The checkpoint's record gives the model and the data set. It also gives the data's options and folder where `raw`
-    has none. Everything else comes from `raw`.
+    The checkpoint's record gives the model and its training. It also gives the data set, and its options and folder,
+    where `raw` has none. Everything else comes from `raw`.
+
+    Args:
+        path: the checkpoint.
+        record: the checkpoint's, see `find_checkpoint_and_record`.
+        raw: the config that the user has composed.
 
     Raises:
         CheckpointError: The record lacks a key.
-        UserError: A value in `raw` is bad, or `raw` has a key that the record fixes; or the record names a target that
-            the user's config does not name, see `check_targets_named`.
+        UserError: A value in `raw` is bad, or `raw` has one of REFUSED_KEYS; or the record names a class or function
+            that no file of the user's conf/ names, see `check_targets_named`.
     """
-    for key in FIXED_KEYS:
-        # `model._target_` alone names the class that the checkpoint needs, see `check_targets_named`.
+    for key in REFUSED_KEYS:
+        # `model._target_` may be given: it allows the checkpoint's class if no file of conf/ names it.
         if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):
-            raise UserError(f"{key} comes from the checkpoint, with all weights: leave it out")
+            raise UserError(f"{key} comes from the checkpoint: leave it out")
     trained = record["config"] if isinstance(record["config"], Mapping) else {}
     if missing := sorted({*SAVED_GROUPS, *SAVED_KEYS} - trained.keys()):
         raise CheckpointError(f"{path}: its config lacks {', '.join(missing)}: use a checkpoint of this version")
@@ -115,7 +120,8 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         saved, requested = (check_group(group, source.get(group)) for source in (trained, raw))
         if group == "data":
             saved, requested = for_evaluation(saved), for_evaluation(requested)
-        if requested.get("_target_") in (None, saved.get("_target_")):  # another target has other options
+        # The options of the checkpoint are for its own target; another target has other options.
+        if requested.get("_target_") in (None, saved.get("_target_")):
             check_targets_named(path, group, saved, requested)
             requested = {**saved, **requested}
         merged[group] = requested
@@ -124,7 +130,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
 
 @contextmanager
 def weights_must_fit(config: Config) -> Iterator[None]:
-    """Turn torch's error of many lines about weights that do not fit the model into a UserError of one line."""
+    """Inside the `with` block, turn torch's error about weights that do not fit into a UserError of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -149,32 +155,35 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
 
 
 def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
-    """Check that the images to be tested have the channels and classes that a checkpoint was trained on.
+    """Check that the images to be tested have the channels, the task and the classes that a checkpoint was trained on.
 
     Raises:
-        UserError: The channels, the classes or the order of the classes differ.
+        UserError: The channels, the task, the classes or the order of the classes differ.
     """
-    before = spec_of(path, record)
-    if before.channels != spec.channels:
-        raise UserError(f"data: images have channels={spec.channels}, but {path} was trained on {before.channels}")
-    if before.task != spec.task:
+    trained = spec_of(path, record)
+    if trained.channels != spec.channels:
+        raise UserError(f"data: images have channels={spec.channels}, but {path} was trained on {trained.channels}")
+    if trained.task != spec.task:
         raise UserError(
-            f"data: this data set is for {spec.task}, but {path} was trained for {before.task}: use its data"
+            f"data: this data set is for {spec.task}, but {path} was trained for {trained.task}: use its data"
         )
-    if list(before.classes) != list(spec.classes):
-        only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
-        odd = [f"only {one} has {join_names(sorted(classes), 5)}" for one, classes in only.items() if classes]
-        raise UserError(f"data: other classes than in training: {', '.join(odd) or 'their order differs'}")
+    if list(trained.classes) != list(spec.classes):
+        data_classes, trained_classes = set(spec.classes), set(trained.classes)
+        only_in = {"the data set": data_classes - trained_classes, path: trained_classes - data_classes}
+        differences = [f"only {one} has {join_names(sorted(names), 5)}" for one, names in only_in.items() if names]
+        raise UserError(f"data: other classes than in training: {', '.join(differences) or 'their order differs'}")
 
 
 def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
     """Return the splits with the images to be tested in place of the test set, and a line about them in `about`.
 
-    If `raw` names other images than those of the training, and the opener itself has cut them into splits, these
-    splits have no meaning, so the default is to test all images.
+    By default the test set is tested. But if `raw` names other images than those of the training, and their test set is
+    only a random part of them, all are tested: the model was trained on none of them.
 
     Args:
-        split: train, val, test or all; None: `all` for such other images, else `test`.
+        splits: the opened data set.
+        split: train, val, test or all; None: the default.
+        raw: the config that the user has composed.
         record: the checkpoint's, with the fingerprint of the training's data.
 
     Raises:
@@ -183,8 +192,8 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
     parts = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
     names_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
     if split is None:
-        other = splits.divided and names_data and splits.fingerprint != record.get("fingerprint")
-        split = "all" if other else "test"
+        other_images = names_data and splits.fingerprint != record.get("fingerprint")
+        split = "all" if other_images and splits.split_by_opener else "test"
     if split not in (*SPLITS, "all"):
         raise UserError(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
     if split != "all" and split not in parts:
@@ -192,12 +201,17 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
         raise UserError(f"split={split}: this data set has no such images: use {others}")
     tested = ConcatDataset(parts.values()) if split == "all" else parts[split]
     count, total = len(tested), sum(map(len, parts.values()))
-    which = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
-    return replace(splits, test=tested, about=f"tested: {which}")
+    tested_images = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
+    return replace(splits, test=tested, about=f"tested: {tested_images}")
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Test in this worker and return the summary. Every worker of the layout must call it.
+
+    Args:
+        config: the config of the evaluation, from `config_of`.
+        splits: the data, from `choose_test_images`.
+        folder: the run's folder.
 
     Raises:
         UserError: The data set has no test images.

@@ -32,12 +32,12 @@ class ParameterGroups(Protocol):
     """The class that `optimizer.param_groups` names. It is built, with `lr_scale`, if the config gives `lr_scale`."""
 
     def divide(
-        self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
+        self, groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> list[dict[str, Any]]:
         """Return an optimizer's new groups, made from its groups and the module's `named_parameters()`."""
 
-    def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the options of a schedule that differ between these groups, each as a list."""
+    def scaled_options(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return those of a schedule's `options` that differ between these groups, each as a list."""
 
 
 class Factory:
@@ -81,11 +81,11 @@ class Factory:
             return made
         if self.groups:
             optimizer = kwargs.get("optimizer", *args[:1])
-            kwargs = self.groups.schedule(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
+            kwargs = self.groups.scaled_options(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
         return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.lightning_keys}
 
 
-def optimization(config: Config, samples: int) -> dict[str, Any]:
+def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     """Return the arguments about training that a module's constructor may take.
 
     These are `lr`, `optimizer`, `scheduler`, `total_steps` and `steps_per_epoch`. In an evaluation `optimizer` and
@@ -95,7 +95,7 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
         UserError: The optimizer or the schedule can't be made with these options.
     """
     numbers: dict[str, Any] = {
-        "lr": config.peak_lr,
+        "lr": config.scaled_lr,
         "total_steps": total_steps(config, samples),
         "steps_per_epoch": steps_per_epoch(config, samples),
     }
@@ -149,8 +149,8 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
 def settings(config: Config, samples: int) -> dict[str, Any]:
     """Return the settings of the optimizer and the schedule that the module takes, as plain data."""
     takes = parameters(locate("model._target_", config.model["_target_"])) - {"steps_per_epoch"}
-    offers = {name: offer for name, offer in optimization(config, samples).items() if name in takes}
-    return {name: offer.settings if isinstance(offer, Factory) else offer for name, offer in offers.items()}
+    taken = {name: value for name, value in training_arguments(config, samples).items() if name in takes}
+    return {name: value.settings if isinstance(value, Factory) else value for name, value in taken.items()}
 
 
 def refuse_unused(config: Config) -> None:

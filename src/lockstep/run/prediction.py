@@ -52,7 +52,7 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
     """
     module = make_module(config, splits)
     with weights_must_fit(config):
-        module.load_state_dict(checkpoint_io.load(str(config.checkpoint), together=True)["state_dict"])
+        module.load_state_dict(checkpoint_io.load(str(config.checkpoint), broadcast=True)["state_dict"])
     return module.eval()
 
 

@@ -21,7 +21,7 @@ from lockstep.text import plural, short_path
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; only paths are longer
 CLASSES_WIDTH = 60  # columns for the names and counts of the classes
-CHANCE = 3.0  # an accuracy within so many standard deviations of a guess is chance level
+CHANCE_DEVIATIONS = 3.0  # an accuracy at most so many standard deviations above a guess is chance level
 
 
 class StartLines(pl.Callback):
@@ -49,8 +49,8 @@ class StartLines(pl.Callback):
 def peak_lr(optimizers: Sequence[Optimizer]) -> str:
     """Return the peak learning rates of the optimizers' schedules as text: `lr 0.01`, or `lr 0.01 to 0.05`.
 
-    They are the rates before a schedule changes them; for a schedule with a peak (`OneCycleLR`) the peak. The config's
-    `lr` may differ from them.
+    A schedule with a peak (`OneCycleLR`) names it. For any other schedule, the peak is the rate before the schedule
+    changes it. The config's `lr` may differ from both.
 
     Args:
         optimizers: the run's optimizers, `trainer.optimizers`, with one parameter group at least.
@@ -61,23 +61,23 @@ def peak_lr(optimizers: Sequence[Optimizer]) -> str:
 
 
 def start_lines(
-    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, chosen: str, lr: str
+    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, speed_text: str, lr: str
 ) -> list[str]:
     """Return a run's first lines: model, data, step, length and folder.
 
     Args:
         not_loaded: names of the tensors that `init_from` has not filled.
-        chosen: the choices for speed, as text.
+        speed_text: memory format, compilation and CPU threads, as text.
         lr: the optimizer's peak learning rate, as text.
     """
-    if config.lr_scaling != "none" and lr == f"lr {config.peak_lr:g}":
+    if config.lr_scaling != "none" and lr == f"lr {config.scaled_lr:g}":  # the optimizer does use the scaled rate
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
-    model, data = (str(group.get("name")) for group in (config.model, config.data))
+    model_name, data_name = (str(group.get("name")) for group in (config.model, config.data))
     return [
-        *wrap_parts(f"model {model}", parameters_text(module, not_loaded)),
-        *wrap_parts(f"data {data}", *data_counts(splits)),
+        *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
+        *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, chosen),
+        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, speed_text),
         f"folder {short_path(folder)}",
     ]
 
@@ -89,7 +89,7 @@ def headline(config: Config, splits: Splits, folder: Path) -> str:
 
 
 def wrap_parts(*parts: str) -> list[str]:
-    """Join parts to lines of at most WIDTH columns. A longer part gets a line of its own."""
+    """Join parts to lines of at most WIDTH columns. A part that is longer gets a line of its own."""
     lines: list[str] = []
     for part in filter(None, parts):
         if lines and len(lines[-1]) + len(part) + 3 <= WIDTH:
@@ -110,20 +110,20 @@ def step_parts(config: Config) -> list[str]:
 
 def length_text(config: Config, samples: int) -> str:
     """Return the length of a run, and the key that limits it, as text."""
-    epoch = steps_per_epoch(config, samples)
-    whole = run_length(config, samples)
-    limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
-    return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
+    steps_of_epoch = steps_per_epoch(config, samples)
+    length = run_length(config, samples)
+    limit = {"max_steps": length.steps, "max_epochs": length.epochs}[length.ends_by]
+    return f"{plural(steps_of_epoch, 'step')} per epoch, {length.steps} in all ({length.ends_by}={limit})"
 
 
 def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     """Return how many parameters a module has, and how many are frozen or newly initialised, as text.
 
-    Newly initialised ones count among the trained or frozen ones too.
+    A newly initialised parameter is counted among the trained or the frozen ones too.
 
     Args:
-        not_loaded: names of the tensors that a file has not filled, see `LoadedWeights.not_loaded`. Names of buffers
-            are ignored.
+        not_loaded: names of the tensors that the file of `init_from` has not filled, see `LoadedWeights.not_loaded`.
+            Names of buffers are ignored.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
     new_names, total = set(not_loaded), sum(size for _, size, _ in sizes)
@@ -141,14 +141,14 @@ def data_counts(splits: Splits) -> list[str]:
     if len(names) < 2:
         return [sizes]
     classes = f"{len(names)} {TASKS[splits.spec.task]}"
-    counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None
-    if counts is not None and not all(name.isdecimal() for name in names):  # names that are numbers say nothing new
+    counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None  # a class takes 4 columns at least
+    if counts is not None and not all(name.isdecimal() for name in names):  # numbers are no names worth a line
         each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         classes += f": {each}" * (len(each) <= CLASSES_WIDTH)
     return [sizes, classes]
 
 
-# --- the end ---
+# --- lines of a completed run ---
 
 
 def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) -> list[str]:
@@ -157,26 +157,33 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
         return []
     run, outputs = short_path(folder), short_path(config.outputs)
     best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
-    board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
-    look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()
-    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
-    return list(filter(None, [f"completed: {run}", *wrap_parts(best, look), use]))
+    dashboard = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
+    curves = f"to look at the curves: {dashboard}" * (folder / "tensorboard").is_dir()
+    predict = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
+    return list(filter(None, [f"completed: {run}", *wrap_parts(best, curves), predict]))
 
 
 def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
-    """Return a warning for a run whose accuracy is that of a guess; None for any other run.
+    """Return a warning for a run whose accuracy is at chance level; None for any other run.
 
-    A guess is the most common class, or any accuracy within a few standard deviations of 1 / classes. The accuracy is
-    that of the test, or of validation if nothing is tested. Where samples have no class there is no warning.
+    Chance level is the accuracy of always guessing the most common class, or of guessing at random: 1 / classes, and a
+    few standard deviations more. The accuracy is that of the test, or of validation if there is no test. There is no
+    warning for samples without a class.
+
+    Args:
+        metrics: the run's metrics, such as `test/acc`.
+        splits: the run's data.
+        lr: the optimizer's peak learning rate, as text.
     """
     split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)
     num_classes = splits.spec.num_classes
     dataset = getattr(splits, split) if split else None
     if dataset is None or num_classes < 2 or (labels := splits.classes_of(dataset)) is None:
         return None
-    accuracy, guess = metrics[f"{split}/acc"], 1 / num_classes
-    common = float(np.bincount(labels).max()) / len(labels)
-    if accuracy > max(common, guess + CHANCE * math.sqrt(guess * (1 - guess) / len(labels))):
+    accuracy, random_guess = metrics[f"{split}/acc"], 1 / num_classes
+    most_common = float(np.bincount(labels).max()) / len(labels)
+    deviation = math.sqrt(random_guess * (1 - random_guess) / len(labels))
+    if accuracy > max(most_common, random_guess + CHANCE_DEVIATIONS * deviation):
         return None
-    guessed = f"always the most common class has {common:.4f}"
+    guessed = f"always the most common class has {most_common:.4f}"
     return f"{split}/acc {accuracy:.4f} is chance level ({guessed}): the usual cause is the learning rate, {lr}"

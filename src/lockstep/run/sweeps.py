@@ -166,7 +166,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         run(job)
 
     try:
-        run_jobs(remaining, run_or_continue, progress.ended, slots)
+        run_jobs(remaining, run_or_continue, progress.report, slots)
     finally:
         if (progress.done < progress.total or progress.failed) and environment().rank == 0:
             print(to_continue(Path(config.hydra.sweep.dir)), file=sys.stderr)
@@ -345,8 +345,8 @@ class Progress:
                 self.best = (value, number)
         return value
 
-    def ended(self, job: Job, summary: dict[str, Any]) -> None:
-        """Print the result of a job that has just ended, and the time that is left."""
+    def report(self, job: Job, summary: dict[str, Any]) -> None:
+        """Count a job that has just ended, and print its result and the time that is left."""
         status, took = summary.get("status"), time.monotonic() - job.started
         value = self.add(job.number, summary)
         self.failed += status != "completed"

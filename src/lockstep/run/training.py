@@ -22,7 +22,13 @@ from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsist
 from lockstep.checkpoint import weights
 from lockstep.checkpoint.io import Copies, not_plain
 from lockstep.checkpoint.resume_state import ResumeState
-from lockstep.checkpoint.start import ClaimFolder, check_checkpoint_fits, check_same_data, load_start, resume_messages
+from lockstep.checkpoint.start import (
+    TakeOverFolder,
+    check_checkpoint_fits,
+    check_same_data,
+    load_start,
+    resume_messages,
+)
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
@@ -75,19 +81,21 @@ def fit_and_test(
     messages: list[str] = [splits.about]
     not_loaded: Sequence[str] = ()  # names of the tensors that `init_from` has not set
     if config.init_from and not path:
-        filled = weights.load_weights("init_from", module, config.init_from, True)
-        messages.append(filled.message)
+        loaded_weights = weights.load_weights("init_from", module, config.init_from, broadcast=True)
+        messages.append(loaded_weights.message)
         freeze = config.model.get("freeze") or ("*" if config.model.get("train_only") else ())
         unfrozen = unfrozen_later(config)
-        weights.refuse_frozen_unloaded(f"init_from={config.init_from}", module, filled.not_loaded, freeze, unfrozen)
-        not_loaded = filled.not_loaded
+        weights.refuse_frozen_unloaded(
+            f"init_from={config.init_from}", module, loaded_weights.not_loaded, freeze, unfrozen
+        )
+        not_loaded = loaded_weights.not_loaded
     check_batch_norms(config, splits, module)
     messages += resume_messages(config, splits, checkpoint)
     messages += config.strategy.notes(resumes=bool(checkpoint))
     for extra in config.extras.values():
         messages += extra.notes(config, resumes=bool(checkpoint))
-    if odd := not_plain(module.hparams):
-        messages.append(f"hyperparameters {join_names(odd)}: they are no plain data, so checkpoints leave them out")
+    if names := not_plain(module.hparams):
+        messages.append(f"hyperparameters {join_names(names)}: they are no plain data, so checkpoints leave them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
@@ -96,10 +104,12 @@ def fit_and_test(
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     speed_settings = worker_setup.describe_speed_settings(module, config.compile)
-    first_lines = partial(start_lines, config, splits, module, not_loaded, folder, speed_settings)
-    lines_at_start = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
-    claim = ClaimFolder(folder, hydra_files, path, environment().rank in ranks)  # after the first step
-    callbacks += [Preemption(folder), lines_at_start, claim]
+    describe_run = partial(start_lines, config, splits, module, not_loaded, folder, speed_settings)
+    # The callback calls this function when the optimizer exists, because the lines name its learning rate.
+    start_callback = StartLines(lambda lr: filter(None, [*describe_run(lr), *messages]))
+    # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
+    take_over = TakeOverFolder(folder, hydra_files, path, environment().rank in ranks)
+    callbacks += [Preemption(folder), start_callback, take_over]
     if path:
         check_same_data(path, checkpoint.get("lockstep", {}), config, splits)
         check_checkpoint_fits(path, checkpoint, module.state_dict(), config, steps)
@@ -122,11 +132,11 @@ def fit_and_test(
             reason = next(filter(None, map(stop_reason, callbacks)), "a callback stopped it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
         if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
-            untyped: Any = trainer  # the same object, so that its attributes can be set
+            untyped: Any = trainer  # the same object as Any, so that mypy lets the next lines set its attributes
             untyped.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
             # WeightAveraging would load from the checkpoint the weights that are not averaged.
             untyped.callbacks = [each for each in untyped.callbacks if not isinstance(each, WeightAveraging)]
-            trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
+            trainer.test(module, datamodule=data, ckpt_path=_best_path(callbacks), verbose=False)
             run.record_test()
     except Interrupted as interrupted:
         run.record_fit()
@@ -150,7 +160,7 @@ def fit_and_test(
     summary = run.finish("completed", None)
     if rank == 0:
         one_epoch = trainer.global_step >= steps_per_epoch(config, samples)  # before that, chance level is normal
-        chance = chance_level_line(run.metrics, splits, lines_at_start.lr) if one_epoch else None
+        chance = chance_level_line(run.metrics, splits, start_callback.lr) if one_epoch else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary
@@ -203,7 +213,7 @@ def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
     return replace(splits, train=Subset(splits.train, first), balanced=False)  # type: ignore[arg-type]
 
 
-def _best(callbacks: list[pl.Callback]) -> str | None:
+def _best_path(callbacks: list[pl.Callback]) -> str | None:
     """Return the best checkpoint's path, the same on all ranks: rank zero's, since the others may not see the file."""
     paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
     return broadcast_from_rank_zero(paths[0] if paths else None)

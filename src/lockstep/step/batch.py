@@ -22,18 +22,19 @@ class MicroBatch:
         ids: the samples' ids in the training set, int64 [n], at least one. They stay on the host.
         device: number of the device that computes it, over all nodes.
         piece: its number in the step.
-        epochs: the key of each sample's augmentation, beside the seed and the id, int64 [n]: the epoch; with balanced
-            sampling, the upper 32 bits count how often the epoch has taken the sample before.
+        epoch_keys: for each sample, the key that makes its random numbers differ between epochs, int64 [n]. It is the
+            epoch. With balanced sampling, which may take a sample several times in an epoch, the upper 32 bits count
+            how often the epoch has taken it before.
         batch: the collated samples as the data set returns them; of images `(uint8 [n, C, H, W], int64 [n])`.
-        draws: the random numbers in [0, 1) of the augmentation, float32 [n, k]; None without augmentation.
+        augmentation_numbers: random numbers in [0, 1) for `Augment`, float32 [n, k]; None without augmentation.
     """
 
     ids: NDArray[np.int64]
     device: int
     piece: int
-    epochs: NDArray[np.int64]
+    epoch_keys: NDArray[np.int64]
     batch: Any = None
-    draws: Tensor | None = None
+    augmentation_numbers: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -78,9 +79,9 @@ class StepBatch:
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> "StepBatch":
-        moved = apply_to_collection([(each.batch, each.draws) for each in self.micro_batches], Tensor, move)
-        pairs = zip(self.micro_batches, moved, strict=True)
-        micro_batches = [replace(each, batch=batch, draws=draws) for each, (batch, draws) in pairs]
+        tensors = [(each.batch, each.augmentation_numbers) for each in self.micro_batches]
+        pairs = zip(self.micro_batches, apply_to_collection(tensors, Tensor, move), strict=True)
+        micro_batches = [replace(each, batch=batch, augmentation_numbers=numbers) for each, (batch, numbers) in pairs]
         return replace(self, micro_batches=micro_batches)
 
 
@@ -113,7 +114,7 @@ class StepData(Protocol):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to a device."""
 
-    def samples_here(self, split: str) -> int:
+    def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates."""
 
 

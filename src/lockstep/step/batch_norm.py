@@ -32,7 +32,7 @@ class BatchNormStats:
 
     Args:
         gradients: the gradient sum. If it is exact, the statistics are summed exactly, too.
-        exponents: the exponents of the exact sums' grids, from a checkpoint; empty for a new run.
+        exponents: `ExactSum.exponents` of the statistics' sum, from a checkpoint; empty for a new run.
     """
 
     def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:

@@ -29,14 +29,14 @@ class FiniteGradientCheck(StepHook):
 
     Args:
         policy: `stop` raises `NonFinite`; `skip` leaves weights, buffers and optimizer unchanged and continues.
-        later: whether `stop` may get the result one step later; for GPUs.
+        one_step_later: whether `stop` may get the result one step later; for GPUs.
         can_skip: whether the run could use `skip`. An error message then suggests it.
     """
 
-    def __init__(self, policy: str, later: bool = False, can_skip: bool = True) -> None:
+    def __init__(self, policy: str, one_step_later: bool = False, can_skip: bool = True) -> None:
         self.policy = policy
         self.can_skip = can_skip
-        self.later = later and policy == "stop"
+        self.one_step_later = one_step_later and policy == "stop"
         self._buffers: dict[str, Tensor] = {}  # their values before the step
         self._pending: Any = None  # a step's result, the event after which it can be read, and the step
 
@@ -64,12 +64,13 @@ class FiniteGradientCheck(StepHook):
         if not gradients and not staged:
             return False
         self.flush()
-        wide = torch.float64 if self.later else None  # a float32 sum may overflow, and `later` has no second check
+        # A float32 sum may overflow, and with `one_step_later` nothing checks the elements again.
+        wide = torch.float64 if self.one_step_later else None
         sums = [gradient.sum(dtype=wide) for gradient in gradients] or [next(module.parameters()).new_zeros(())]
         finite = torch.stack(sums).isfinite().all()
         if staged:
             dist.all_reduce(finite := finite.int(), dist.ReduceOp.MIN)
-        if self.later:
+        if self.one_step_later:
             answer = finite.to("cpu", non_blocking=True)
             event = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
             self._pending = answer, event, step

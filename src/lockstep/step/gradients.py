@@ -23,8 +23,8 @@ from lockstep.text import plural
 if TYPE_CHECKING:
     from lockstep.step.passes import Step
 
-Gradients = list[Tensor | None]  # by parameter; None: it has no gradient
-# the gradients; with exact=true also the largest element of each group of tensors, to choose the next sums' grids
+Gradients = list[Tensor | None]  # one for each trained parameter; None: the parameter has no gradient
+# the gradients; with exact=true also the largest element of each group of tensors that share a grid (exact_sum.py)
 Result = tuple[Gradients, list[float]]
 
 
@@ -50,8 +50,8 @@ class StartedSum:
         """Wait for the sum. Every process must read the results of its sums in the same order.
 
         Returns:
-            For each of the `parameters` its gradient, or None if no process has one; and with exact=true the largest
-            element of each group of tensors that share a grid (see exact_sum.py), else an empty list.
+            For each of the `parameters` its gradient, or None if no process has one. With exact=true also the largest
+            element of each group, from which the next sums' grids are chosen; else an empty list.
         """
         return self.wait()
 
@@ -91,7 +91,7 @@ class GradientSum:
         self.strategy = strategy
         self.world_size = world_size
         self.options = SumOptions()
-        self._by_reducer = False  # whether DDP's reducer sends this step's gradients
+        self._reducer_sends = False  # whether DDP's reducer sends this step's gradients
 
     @property
     def processes(self) -> int:
@@ -107,8 +107,9 @@ class GradientSum:
         Args:
             step_batch: the part of the step that this process computes.
         """
-        by_ddp = self.world_size > 1 and self.options.uses_reducer
-        self._by_reducer = by_ddp and step_batch.all_ranks_have_data and not self.strategy.trained_parameters_changed
+        allowed = self.world_size > 1 and self.options.uses_reducer
+        can_send = step_batch.all_ranks_have_data and not self.strategy.trained_parameters_changed
+        self._reducer_sends = allowed and can_send
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return the weight of a micro-batch's mean loss.
@@ -119,16 +120,16 @@ class GradientSum:
 
     def before_piece(self, index: int, step_batch: StepBatch) -> None:
         """Prepare the forward pass of micro-batch `index`: start DDP's reducer before the last one."""
-        if self._by_reducer and index == len(step_batch.micro_batches) - 1:
+        if self._reducer_sends and index == len(step_batch.micro_batches) - 1:
             self.strategy.start_reducer(first=index == 0)
 
     def collect(self, index: int, step_batch: StepBatch) -> None:
         """Collect the gradient after the backward pass of micro-batch `index`."""
-        if self._by_reducer and index == len(step_batch.micro_batches) - 1:
+        if self._reducer_sends and index == len(step_batch.micro_batches) - 1:
             self.strategy.finish_reducer()
 
     def reduce(self, step: "Step") -> "Step | None":
-        """Sum over all processes after the last pass, unless DDP did.
+        """Sum over all processes after the last pass, unless DDP's reducer has done so.
 
         If no process has a gradient for a parameter, its gradient stays None, as on one device: with a gradient of 0,
         an optimizer would apply weight decay.
@@ -136,31 +137,32 @@ class GradientSum:
         Returns:
             The step whose gradient the parameters now have; None if no optimizer step is due.
         """
-        if not self._by_reducer and self.world_size > 1:
+        if not self._reducer_sends and self.world_size > 1:
             self.apply(self.start(step.batch))
         return step
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Move this process's gradients out of the parameters and start their sum over all processes."""
         parameters = trained_parameters(self.strategy.lightning_module)
-        mine = [parameter.grad for parameter in parameters]
+        local_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         if self.world_size == 1:
-            return StartedSum(parameters, lambda: (mine, []))
-        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, mine, strict=True)]
+            return StartedSum(parameters, lambda: (local_gradients, []))
+        pairs = zip(parameters, local_gradients, strict=True)
+        gradients = [torch.zeros_like(p) if gradient is None else gradient for p, gradient in pairs]
         # 1 or 0 for each parameter; the sum over all ranks is the number of ranks that have a gradient for it
-        has_gradient = gradients[0].new_tensor([gradient is not None for gradient in mine])
+        has_gradient = gradients[0].new_tensor([gradient is not None for gradient in local_gradients])
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), has_gradient])
         work = dist.all_reduce(flat, async_op=True)
 
         def wait() -> Result:
             work.wait()
-            *parts, num_ranks = flat.split([*(p.numel() for p in parameters), len(parameters)])
+            *parts, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
             sums: Gradients = []
-            for parameter, part, ranks in zip(parameters, parts, num_ranks.tolist(), strict=True):
-                part /= self.world_size
-                sums.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if ranks else None)
+            for parameter, part, num_ranks in zip(parameters, parts, counts.tolist(), strict=True):
+                part /= self.world_size  # as DDP does; `weight` includes this factor
+                sums.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if num_ranks else None)
             return sums, []
 
         return StartedSum(parameters, wait)
@@ -211,7 +213,9 @@ class ExactGradientSum(GradientSum):
         self.sum: Any = None  # the sum of the current step
         self.all_parameters: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
-        self.exponents: list[int | None] = []  # of the grids, by group; from earlier steps, so checkpoints have them
+        # for each group of parameters that share a grid, the exponent from which the next sum's grid follows
+        # (`ExactSum.exponents`); it is chosen from the gradients of earlier steps, so checkpoints have it
+        self.exponents: list[int | None] = []
 
     def begin(self, step_batch: StepBatch) -> None:
         """Start a step. Make new sums if other parameters are trained than before."""
@@ -219,15 +223,19 @@ class ExactGradientSum(GradientSum):
         if not self.all_parameters:
             self.all_parameters = list(module.parameters())
         parameters = [p for p in self.all_parameters if p.requires_grad]
-        if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:  # after unfreezing
-            ids = segment_ids(module, parameters)  # only parameters with one id may share a grid
+        if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:
+            # Parameters share a grid only within a segment, so sums are the same wherever a cut into stages is.
+            ids = segment_ids(module, parameters)
             summed_here = [self.strategy.holds(p) for p in parameters]
             self.parameters = parameters
             names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-            checked = [names[id(p)] for p in parameters] if self.options.check_messages else ()
+            names_to_check = [names[id(p)] for p in parameters] if self.options.check_messages else ()
             like = [p.detach() for p in parameters]
-            self.sums = [ExactSum(like, None, ids, summed_here, checked) for _ in range(self.options.sums_at_once)]
-            # keep exponents from a checkpoint or the last sums, unless they are those of other groups
+            self.sums = [
+                ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
+                for _ in range(self.options.sums_at_once)
+            ]
+            # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
             if len(self.exponents) != len(self.sums[0].exponents):
                 self.exponents = self.sums[0].exponents
             for each in self.sums:
@@ -242,7 +250,7 @@ class ExactGradientSum(GradientSum):
             parameter.grad = None
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
-        """Return the micro-batch's number of samples. The step's samples divide the sum at the end."""
+        """Return the micro-batch's number of samples. `reduce` divides the sum by the step's number of samples."""
         return float(micro_batch.size)
 
     def before_piece(self, index: int, step_batch: StepBatch) -> None:
@@ -270,25 +278,26 @@ class ExactGradientSum(GradientSum):
             return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
 
         started = StartedSum(self.parameters, wait)
-        # The first step of a run chooses the grids, so the sums of later steps must wait for it.
-        if self.options.sums_at_once > 1 and None in exact_sum.q_exponents:
+        # A group's first grid follows from the result of its first sum. The next sum may begin before this one is
+        # applied, so wait for the result here.
+        if self.options.sums_at_once > 1 and None in exact_sum.grid_exponents:
             exact_sum.update_grids(started.result[1])
         return started
 
     def apply(self, started: StartedSum) -> None:
         """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
         maxima = started.result[1]
-        # There is another count of groups if parameters were frozen or unfrozen since the sum was started.
+        # The number of groups differs if parameters were frozen or unfrozen since the sum was started.
         if self.sum is not None and len(maxima) == len(self.sum.local_groups):
             self.sum.update_grids(maxima)
         super().apply(started)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the exponents of the grids, to which the next sums round. Every process calls this."""
+        """Return the exponents from which the next sums' grids follow. Every process calls this."""
         return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the exponents of the grids; see `GradientSum.load_state_dict`."""
+        """Restore the exponents from `state_dict`; see `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
 
@@ -356,7 +365,7 @@ class WrappedGradientSum(GradientSum):
 def gather_exponents(
     strategy: PieceStrategy, exponents: list[int | None], exact_sum: ExactSum | None
 ) -> list[int | None]:
-    """Gather the exponents of all groups' grids. Every process calls this.
+    """Gather the exponents of all groups (`ExactSum.exponents`). Every process calls this.
 
     Args:
         strategy: the trainer's strategy.
@@ -366,8 +375,8 @@ def gather_exponents(
     Returns:
         On rank zero, the exponents of all groups, each from the process that sums the group.
     """
-    mine = exact_sum.local_groups if exact_sum is not None else []
-    gathered = strategy.gather_parts({group: exponents[group] for group in mine})
+    local_groups = exact_sum.local_groups if exact_sum is not None else []
+    gathered = strategy.gather_dicts({group: exponents[group] for group in local_groups})
     return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
 
 

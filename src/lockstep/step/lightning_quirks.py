@@ -49,7 +49,7 @@ class StepLogs(_LoggerConnector):
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
-        samples = data_of(trainer).samples_here("test" if trainer.testing else "val") if several else 1
+        samples = data_of(trainer).num_local_samples("test" if trainer.testing else "val") if several else 1
         results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)
         return super().update_eval_epoch_metrics()
 
@@ -151,7 +151,7 @@ class StepEpochLoop(_TrainingEpochLoop):
             return
         super().update_lr_schedulers(interval, update_plateau_schedulers=False)
         follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
-        if interval == "step" and follows and not validates(self.trainer):
+        if interval == "step" and follows and not validation_or_epoch_end_follows(self.trainer):
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     def follow_metrics(self) -> None:
@@ -183,7 +183,7 @@ def is_last_step(trainer: pl.Trainer) -> bool:
     return trainer.global_step == trainer.max_steps or (last_epoch and trainer.is_last_batch)
 
 
-def validates(trainer: pl.Trainer) -> bool:
+def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
     """Check whether a validation, or the end of an epoch, follows the step just taken.
 
     A checkpoint must wait for it. A run that resumed from an earlier checkpoint would miss the validation, and with it

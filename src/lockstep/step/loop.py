@@ -95,7 +95,8 @@ class StepLoop(StepEpochLoop):
         if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
-        step_batch, batch_idx = next(data_fetcher)[0], self.batch_idx + 1  # counted by `increment_ready`, below
+        step_batch = next(data_fetcher)[0]
+        batch_idx = self.batch_idx + 1  # + 1: `increment_ready`, below, has not counted this batch yet
         progress.is_last_batch = data_fetcher.done
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
@@ -135,7 +136,7 @@ class StepLoop(StepEpochLoop):
 
         def forward(batch: Any) -> Any:
             results.batch = batch
-            results.batch_size = None  # so `self.log`, which weights its means by the size, finds it in the batch
+            results.batch_size = None  # so `self.log`, which weights its means by this size, reads it from the batch
             args = (batch, batch_idx) if self._takes_batch_idx else (batch,)
             return call._call_strategy_hook(trainer, "training_step", *args)
 
@@ -152,7 +153,7 @@ class StepLoop(StepEpochLoop):
 
         @torch.enable_grad()
         def closure() -> Tensor:
-            zero_grad()  # before the forward pass, so that gradients and activations do not add up in memory
+            zero_grad()  # before the forward pass, so that memory never has both the last gradients and the activations
             outputs.update(self.passes.run(trainer, step_batch, forward, backward))
             results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
             return outputs["loss"]
@@ -174,8 +175,8 @@ class StepLoop(StepEpochLoop):
             prepare()
             return torch.zeros(())
 
-        step = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
-        call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
+        args = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
+        call._call_lightning_module_hook(self.trainer, "optimizer_step", *args)
 
     def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook of the callbacks in their order, then of the module. Return the result of the module's hook."""

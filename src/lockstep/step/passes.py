@@ -34,7 +34,8 @@ class StepPasses:
         self.gradients = gradients
         self.hooks = hooks
         self.seed = seed
-        # from a checkpoint, for each group of BatchNorm's exact sum: the spacing of its grid is 2**exponent
+        # BatchNorm's part of a checkpoint: for each group of tensors that share a grid, the exponent from which the
+        # next step's grid follows (`ExactSum.exponents`)
         self._restored_exponents: list[int | None] = []
 
     @cached_property
@@ -111,7 +112,7 @@ class StepPasses:
             hook.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later steps depend: the gradient sum's state and BatchNorm's grids (exact=true).
+        """Return the state on which later steps depend: of the gradient sum and, with exact=true, of BatchNorm's sum.
 
         Every process calls this.
         """
@@ -149,7 +150,8 @@ class Step:
         self.passes, self.trainer, self.batch = passes, trainer, batch
         self.strategy: PieceStrategy = passes.gradients.strategy
         self._forward, self._backward = forward, backward
-        self._under_way: dict[int, tuple[Any, Tensor]] = {}  # batches and losses between a forward and a backward pass
+        # by index: the batch and loss of each micro-batch that has had its forward pass, but not its backward pass
+        self._pending: dict[int, tuple[Any, Tensor]] = {}
         self._outputs: list[Outputs] = []
 
     @property
@@ -177,21 +179,24 @@ class Step:
         micro_batch, strategy = self.batch.micro_batches[index], self.strategy
         batch = self._prepared(micro_batch)
         loss, outputs = self._training_step(batch, micro_batch)
-        self._under_way[index] = batch, loss
-        if not strategy.repeats_training_step:
+        self._pending[index] = batch, loss
+        if strategy.has_last_stage:
             self._outputs.append(outputs)
 
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
         micro_batch, strategy = self.batch.micro_batches[index], self.strategy
-        batch, loss = self._under_way.pop(index)
-        if strategy.repeats_training_step:
+        batch, loss = self._pending.pop(index)
+        if not strategy.has_last_stage:
             with torch.no_grad():
                 self._outputs.append(self._training_step(batch, micro_batch)[1])
         self._differentiate(loss, micro_batch)
 
     def compute(self, micro_batch: MicroBatch) -> None:
-        """Run both passes of a micro-batch that is not part of this step. Its loss and metrics are not recorded."""
+        """Run both passes of a piece of this step once more, whichever process computes it in the step.
+
+        Its loss and the other numbers of `training_step` are not recorded.
+        """
         loss, _ = self._training_step(self._prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
@@ -200,7 +205,7 @@ class Step:
 
         The sample ids, and what `training_step` returned, stay.
         """
-        micro_batches = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
+        micro_batches = [replace(each, batch=None, augmentation_numbers=None) for each in self.batch.micro_batches]
         step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=micro_batches))
         step._outputs = self._outputs
         return step
@@ -230,10 +235,10 @@ class Step:
             return outputs_of(self._forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Run the backward pass of a weighted loss."""
+        """Weight a micro-batch's loss and run its backward pass."""
         assert self._backward is not None
         weight = 1.0
-        if not self.strategy.repeats_training_step:  # otherwise the next stage sends a gradient that has the weight
+        if self.strategy.has_last_stage:  # an earlier stage receives a gradient that is weighted already
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
@@ -258,10 +263,13 @@ def overrides_method(owner: Any, name: str, base: type) -> bool:
 
 
 def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
-    """Split the result of `training_step` into its loss, with the graph, and all its numbers by name, detached.
+    """Split the result of `training_step` into its loss, which keeps its graph, and its numbers, which do not.
 
     Args:
         output: a loss, or a dict with `loss` and other numbers.
+
+    Returns:
+        The loss, and the numbers by name, the loss among them.
 
     Raises:
         UserError: there is no loss, or it is not one number.

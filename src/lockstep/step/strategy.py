@@ -42,16 +42,16 @@ class PieceStrategy(Strategy):
     """A Lightning strategy that runs the micro-batches of a step and gives the order of their passes.
 
     Attributes:
-        staged: whether each process has another part of the network and sees all samples.
-        repeats_training_step: whether `training_step` runs once more before the backward pass, without gradients. In a
-            process with an earlier stage of the network, the first call ends with the stage's output, and the second
-            one gets the network's output and returns the loss.
+        staged: whether each process has a different part of the network, a stage, and computes it for all samples.
+        has_last_stage: whether this process has the network's last stage, or the whole network. If not, its first call
+            of `training_step` ends with its stage's output. Before the backward pass it calls `training_step` again,
+            without gradients. This call gets the network's output and returns the loss.
         hooks: the hooks of the trainer's steps.
         substitute: the object that computes in the module's place; see `computing_with`.
     """
 
     staged = False
-    repeats_training_step = False
+    has_last_stage = True
     hooks: Sequence[StepHook] = ()
     substitute: Any = None
 
@@ -92,14 +92,14 @@ class PieceStrategy(Strategy):
         """
 
     def finish_reducer(self) -> None:
-        """End the part that `start_reducer` began."""
+        """Stop summing gradients over all processes, after `start_reducer`."""
 
     def holds(self, thing: Any) -> bool:
         """Check whether this process has a parameter or layer and computes with it."""
         return True
 
-    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
-        """Gather the values of processes with different parts of the network on rank zero. Every process calls this."""
+    def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
+        """Merge the dicts of processes that have different stages, on rank zero. Every process calls this."""
         return local_values
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
@@ -107,7 +107,7 @@ class PieceStrategy(Strategy):
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the module, such as `training_step`, the way of this strategy.
+        """Run a method of the module, such as `training_step`, as this strategy runs it.
 
         Args:
             name: name of the method.
@@ -170,8 +170,8 @@ class PieceStrategy(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, with states in the memory format of their parameters.
 
-        torch's fused optimizers on CPU pair elements in storage order without a check, and the run before may have used
-        another memory format.
+        torch's fused optimizers on CPU pair elements in storage order without a check, and the run that saved the
+        checkpoint may have used another memory format.
         """
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:
@@ -193,9 +193,9 @@ class SingleDevice(PieceStrategy, SingleDeviceStrategy):
 
 
 def proxy(thing: Any, overrides: type) -> Any:
-    """Return an object that shares the attributes of `thing`, whose methods are those of `overrides`, then its own.
+    """Return an object that shares the attributes of `thing` and has other methods. `thing` does not change.
 
-    `thing` itself does not change.
+    Its methods are those of `overrides`; the methods that `overrides` lacks are those of `thing`.
     """
     kind: Any = type(thing)
     instance = object.__new__(_proxy_class(kind, overrides))

@@ -21,8 +21,8 @@ from lockstep.testing.runs import check_overrides
 from lockstep.testing.server import server
 
 SAMPLES = 16  # evenly spaced samples of each split that are compared
-HANGING = 60.0  # seconds until a process that fetches them counts as hanging
-EPOCHS = 2
+HANGING = 60.0  # seconds until a process that fetches samples counts as hanging
+EPOCHS = 2  # epochs whose first steps are compared
 SEEDED = "draw from the global generators of torch, Python or numpy, which are seeded for each sample"
 
 
@@ -61,7 +61,7 @@ class DataTests:
                 fail(f"images of {name} are {batch[0].dtype}: return uint8, 0 to 255, or normalised floats")
 
     def test_labels_are_in_range(self, splits: Splits) -> None:
-        """Check that labels are int64, from 0 to the number of classes in the `Spec`; or the targets of its task."""
+        """Check that labels are int64 and numbers of classes of the `Spec`, or that targets fit its task."""
         for name, ids, batch in fetched(splits):
             labels = batch[1]
             if splits.spec.task != "classification":
@@ -89,13 +89,13 @@ class DataTests:
         self, splits: Splits, request: pytest.FixtureRequest
     ) -> None:
         """Check that another process that opens the data set gets the same samples, labels and classes."""
-        before, call = digests(splits), server(request.session).call
+        expected, helper_process = digests(splits), server(request.session)
         try:
-            after = call("lockstep.testing.data_tests.reopened", overrides=list(self.overrides))
+            results = helper_process.call("lockstep.testing.data_tests.reopened", overrides=list(self.overrides))
         except UserError as error:
             fail(f"another process could not open the data set: {error}")
-        for what, value in before.items():
-            if after[what] != value:
+        for what, value in expected.items():
+            if results[what] != value:
                 fail(
                     f"opened again, {what} differ: a data set must be the same in every process and every run: sort "
                     "what comes from a set or from listing a folder, and seed what is drawn "
@@ -103,7 +103,7 @@ class DataTests:
                 )
 
     def test_the_order_of_a_step_is_a_pure_function(self, splits: Splits) -> None:
-        """Check that the samples of a step follow from seed, epoch and step alone, whatever was computed before."""
+        """Check that the samples of a step follow from seed, epoch and step, whatever was computed before."""
         if len({len(splits.train) for _ in range(3)}) > 1 or steps(splits) != steps(splits, backwards=True):
             fail(
                 "the samples of a step differ when they are computed again: __len__ and the attribute `labels` or "
@@ -113,16 +113,17 @@ class DataTests:
     def test_a_sample_follows_from_seed_epoch_and_number(self, splits: Splits) -> None:
         """Check that a training sample with its transforms is the same alone, in a batch, and fetched again."""
         ids = chosen(splits.train)
-        first, again = (parts(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
-        if wrong := unequal(ids, first, again):
+        first, second = (samples_as_bytes(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
+        if wrong := unequal(ids, first, second):
             fail(
                 f"sample {wrong[0]} of train is another one when it is fetched again: {SEEDED}, and not from a "
-                "generator that you make (random.Random(), numpy.random.default_rng()); leave out draws = False, and "
-                "keep no state between calls"
+                "generator that you make (random.Random(), numpy.random.default_rng()); leave out uses_random_numbers "
+                "= False, and keep no state between calls"
             )
-        turned = parts(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
-        alone = [part for each in ids for part in parts(fetch(splits.train, np.array([each]), seed=0, epoch=1))]
-        if wrong := unequal(ids, first, turned) or unequal(ids, first, alone):
+        reversed_batch = samples_as_bytes(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
+        batches = (fetch(splits.train, np.array([each]), seed=0, epoch=1) for each in ids)
+        single_samples = [sample for batch in batches for sample in samples_as_bytes(batch)]
+        if wrong := unequal(ids, first, reversed_batch) or unequal(ids, first, single_samples):
             fail(
                 f"sample {wrong[0]} of train is another one in another batch: other layouts have other batches: let "
                 "__getitems__ return a list of samples, each drawn by itself, or leave it out and define __getitem__"
@@ -134,11 +135,11 @@ class DataTests:
             if (part := getattr(splits, name)) is None:
                 continue
             ids = chosen(part)
-            one, other = (parts(fetch(part, ids, seed=seed, epoch=seed)) for seed in (0, 1))
+            one, other = (samples_as_bytes(fetch(part, ids, seed=seed, epoch=seed)) for seed in (0, 1))
             if wrong := unequal(ids, one, other):
                 fail(
                     f"sample {wrong[0]} of {name} is random: give the Source val= and test= without augmentation, or "
-                    "val_candidates= (the samples of train without it), or leave augmentation to conf/data/transforms/"
+                    "val_candidates= (the samples of train, not augmented), or augment by conf/data/transforms/"
                 )
 
     def test_processes_that_fetch_at_the_same_time_get_the_same(self, splits: Splits) -> None:
@@ -163,7 +164,7 @@ class DataTests:
 
 
 def opened(overrides: Sequence[str]) -> Splits:
-    """Open the data set that overrides choose; fail the test if that is refused."""
+    """Open the data set that overrides choose. Fail the test if it is refused."""
     try:
         config = compose(*check_overrides(overrides))
         return open_data(config["data"], config["data_dir"], config["seed"])
@@ -172,19 +173,19 @@ def opened(overrides: Sequence[str]) -> Splits:
 
 
 def check_range(name: str, ids: Ids, labels: Any, splits: Splits) -> None:
-    """Fail if a label of a split is no number of a class."""
+    """Fail the test if a label of a split is no number of a class."""
     last = splits.spec.num_classes - 1
     outside = np.flatnonzero((labels < 0) | (labels > last))
     if len(outside):
-        at = outside[0]
+        index = outside[0]
         fail(
-            f"sample {ids[at]} of {name} has the label {labels[at]}, and the Spec has {last + 1} classes: "
+            f"sample {ids[index]} of {name} has the label {labels[index]}, and the Spec has {last + 1} classes: "
             f"labels must be 0 to {last}, in the order of Spec(classes=...)"
         )
 
 
 def check_targets(name: str, targets: Any, spec: Spec) -> None:
-    """Fail if targets of a split do not fit the task of the `Spec`, which is not classification."""
+    """Fail the test if targets of a split do not fit the task of the `Spec`, which is not classification."""
     masks = spec.task == "segmentation"
     shape = (spec.image_size, spec.image_size) if masks else (spec.num_classes,)
     right = targets.dtype == torch.uint8 if masks else targets.is_floating_point()
@@ -218,14 +219,18 @@ def fetched(splits: Splits) -> Iterator[tuple[str, Ids, Any]]:
             yield name, ids, fetch(part, ids)
 
 
-def parts(batch: Any) -> list[bytes]:
-    """Return the samples of a batch as bytes: of a tensor by its first dimension, of other values all at once."""
+def samples_as_bytes(batch: Any) -> list[bytes]:
+    """Return the bytes of each sample of a batch.
+
+    A tensor has a sample for each entry of its first dimension. A list, tuple or dict has several values of each
+    sample. Another value is one sample.
+    """
     if isinstance(batch, Tensor):
         return [each.contiguous().numpy().tobytes() for each in batch]
     values = list(batch.values()) if isinstance(batch, dict) else batch
     if not isinstance(values, list | tuple):
         return [repr(values).encode()]
-    return [b"".join(each) for each in zip(*map(parts, values), strict=False)]
+    return [b"".join(each) for each in zip(*map(samples_as_bytes, values), strict=False)]
 
 
 def unequal(ids: Ids, one: Sequence[bytes], other: Sequence[bytes]) -> list[int]:
@@ -235,11 +240,11 @@ def unequal(ids: Ids, one: Sequence[bytes], other: Sequence[bytes]) -> list[int]
 
 def samples_of(splits: Splits) -> list[list[bytes]]:
     """Return the chosen samples of each split as bytes."""
-    return [parts(batch) for _, _, batch in fetched(splits)]
+    return [samples_as_bytes(batch) for _, _, batch in fetched(splits)]
 
 
 def steps(splits: Splits, backwards: bool = False) -> dict[tuple[int, int], list[int]]:
-    """Return the sample numbers of some steps by their place (epoch, step), computed in this or the reverse order."""
+    """Return the sample numbers of some steps by (epoch, step). `backwards`: the last step is computed first."""
     size = min(SAMPLES, len(splits.train))
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=size)
     order = splits.order(layout, seed=0)
@@ -248,22 +253,25 @@ def steps(splits: Splits, backwards: bool = False) -> dict[tuple[int, int], list
 
 
 def digests(splits: Splits) -> dict[str, Any]:
-    """Return what must be the same in every process that opens the data set, in plain values by what it is."""
+    """Return what must be the same in every process that opens the data set.
+
+    The keys name the values in error messages. The values are plain data.
+    """
     results: dict[str, Any] = {"the classes of the Spec": list(splits.spec.classes)}
     for name, _, batch in fetched(splits):
         results[f"the samples of {name}"] = [
             len(getattr(splits, name)),
-            *(hashlib.sha256(part).hexdigest() for part in parts(batch)),
+            *(hashlib.sha256(sample).hexdigest() for sample in samples_as_bytes(batch)),
         ]
     return results
 
 
 def reopened(overrides: list[str]) -> dict[str, Any]:
-    """Open a data set in a new worker, and return its digests. The server calls this.
+    """Open a data set in a new worker, and return its digests. The helper process of the tests calls this.
 
     Raises:
-        UserError: the data set can't be opened.
-        WorkerFailed: its samples can't be fetched.
+        UserError: The data set can't be opened.
+        WorkerFailed: Its samples can't be fetched.
     """
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=1)
     result: dict[str, Any] = launch(digests_of, overrides, layout=layout)

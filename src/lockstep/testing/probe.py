@@ -83,7 +83,7 @@ def outside_a_run(config: Config, splits: Splits) -> pl.LightningModule:
     Its `log` and `log_dict` do nothing either.
     """
     module = make_module(config, splits)
-    module.load_state_dict(checkpoint_io.load(str(config.checkpoint), together=True)["state_dict"], strict=False)
+    module.load_state_dict(checkpoint_io.load(str(config.checkpoint), broadcast=True)["state_dict"], strict=False)
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     module.log = module.log_dict = lambda *args, **options: None  # type: ignore[method-assign, assignment]
     return module.eval().requires_grad_(False)

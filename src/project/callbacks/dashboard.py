@@ -33,7 +33,7 @@ class Dashboard(Callback):
         headline: step, layout and length of the run.
     """
 
-    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
+    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(self, config: Mapping[str, Any], headline: str) -> None:
         self._config = config

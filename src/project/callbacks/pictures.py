@@ -19,7 +19,7 @@ MOST_CLASSES = 100  # most classes for a confusion matrix and for curves of each
 MOST_NUMBERS = 25  # most classes for numbers in the cells of a confusion matrix
 MISTAKES = 10  # number of shown mistakes, those with the largest loss
 COLUMNS = 5  # mistakes in a row
-NAME = 7  # shown characters of a class's name
+NAME_LENGTH = 7  # shown characters of a class's name
 
 
 class Pictures(Callback):
@@ -29,22 +29,20 @@ class Pictures(Callback):
     confusion matrix and the worst mistakes (`wrong/`). It draws them after the last validation if there is no test, and
     after other validations from time to time.
 
-    A hook reads the output of `forward` in evaluation. So it works with any module that calls `self(x)` on a batch
-    `(x, y)` and gets logits or log-probabilities, one for each class. For other modules it draws nothing. Every rank
-    counts its samples, and rank zero draws.
-
-    For data of another task than classification it draws nothing either.
+    A forward hook reads the output of `forward` in evaluation. So the callback works with any module that calls
+    `self(x)` on a batch `(x, y)` and gets logits or log-probabilities, one for each class. For other modules, and for
+    tasks other than classification, it draws nothing. Every rank counts its samples, and rank zero draws.
 
     Args:
-        seconds: least time between two validations that are drawn.
+        seconds: shortest time between two validations that are drawn.
     """
 
-    changes_weights = False  # left out where the settings that affect the weights are recorded or compared
+    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # time from which a validation is drawn
         self._hook: Any = None  # the forward hook during an evaluation
-        self._seen: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
+        self._last_pass: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
         self._confusion: MulticlassConfusionMatrix
         self._mistakes: Mistakes
 
@@ -60,25 +58,26 @@ class Pictures(Callback):
         self._confusion = confusion.to(pl_module.device)
         self._mistakes = Mistakes(data.splits.spec)
 
-        def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            self._seen = (args[0] if args else None), output
+        def store_pass(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            self._last_pass = (args[0] if args else None), output
 
-        self._hook = pl_module.register_forward_hook(remember)
+        self._hook = pl_module.register_forward_hook(store_pass)
 
     def _count(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        (seen_images, logits), self._seen = self._seen, (None, None)
+        (images, logits), self._last_pass = self._last_pass, (None, None)
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        is_this_batch = seen_images is x and trainer.datamodule.samples_here(_split(trainer)) > 0
-        if is_this_batch and _classified(x, logits, y, self._confusion.num_classes):
+        # A rank without samples of the split evaluates one sample that does not count.
+        counts = images is x and trainer.datamodule.num_local_samples(_split(trainer)) > 0
+        if counts and _is_classification_batch(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
     def _remove_hook(self, *args: Any, **kwargs: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self._hook, self._seen = None, (None, None)
+        self._hook, self._last_pass = None, (None, None)
 
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         if self._hook is None:
@@ -87,28 +86,28 @@ class Pictures(Callback):
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
         with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
-            last = split == "test" or (data.splits.test is None and is_last_step(trainer))
-            drawn = last or trainer.strategy.broadcast(time.monotonic() >= self._next)
-            if drawn and data.layout.replicas > 1:
+            is_last = split == "test" or (data.splits.test is None and is_last_step(trainer))
+            must_draw = is_last or trainer.strategy.broadcast(time.monotonic() >= self._next)
+            if must_draw and data.layout.replicas > 1:
                 self._mistakes.gather()
             if not trainer.is_global_zero or not confusion.any():
                 return
-            few = len(confusion) <= MOST_CLASSES
+            few_classes = len(confusion) <= MOST_CLASSES
             hits, counts = confusion.diagonal(), confusion.sum(dim=1)
-            if split == "val" and few:
+            if split == "val" and few_classes:
                 rows = zip(self._mistakes.classes, hits.tolist(), counts.tolist(), strict=True)
                 accuracies = {f"val_class/{name}": hit / count for name, hit, count in rows if count}
                 for board in boards(trainer):
                     board.log_metrics(accuracies, step)
-            if drawn:
+            if must_draw:
                 right, count = int(hits.sum()), int(counts.sum())
                 title = f"{split}, step {step}: "
                 figures = {"mistakes": self._mistakes.draw(f"{title}the worst of {count - right:,} mistakes")}
-                if few:
+                if few_classes:
                     title += f"{right:,} of {count:,} right"
                     figures["confusion"] = _matrix(confusion, self._mistakes.classes, title)
-                for board, (name, made) in product(boards(trainer), figures.items()):
-                    board.experiment.add_figure(f"wrong/{split}_{name}", made, step)
+                for board, (name, drawing) in product(boards(trainer), figures.items()):
+                    board.experiment.add_figure(f"wrong/{split}_{name}", drawing, step)
                 self._next = time.monotonic() + self._seconds
 
     on_validation_start = on_test_start = _start_counting
@@ -119,25 +118,25 @@ class Pictures(Callback):
 
 def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
     """Return a figure of a confusion matrix [true class, predicted class], with the accuracy of each class."""
-    made = figure(max(HEIGHT, 0.17 * len(classes) + 0.65), title)
-    axes = made.add_subplot()
+    drawing = figure(max(HEIGHT, 0.17 * len(classes) + 0.65), title)
+    axes = drawing.add_subplot()
     shares = (confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.set_xlabel("taken for", fontsize=8)
     if len(classes) > MOST_NUMBERS:
-        return made
+        return drawing
     ticks, size = range(len(classes)), min(8, 110 / len(classes))
-    turned = 90 if max(map(len, classes)) > 2 else 0
-    axes.set_xticks(ticks, [name[:NAME] for name in classes], rotation=turned, fontsize=8)
-    axes.set_yticks(ticks, [f"{name[:NAME]} {shares[i][i]:.0%}" for i, name in enumerate(classes)], fontsize=8)
+    rotation = 90 if max(map(len, classes)) > 2 else 0
+    axes.set_xticks(ticks, [name[:NAME_LENGTH] for name in classes], rotation=rotation, fontsize=8)
+    axes.set_yticks(ticks, [f"{name[:NAME_LENGTH]} {shares[i][i]:.0%}" for i, name in enumerate(classes)], fontsize=8)
     for (row, column), number in np.ndenumerate(confusion.numpy()):
         if number:
             colour = "white" if shares[row][column] > 0.5 else "black"
             axes.text(column, row, number, ha="center", va="center", fontsize=size, color=colour)
-    return made
+    return drawing
 
 
-Mistake = tuple[float, int, int, float, NDArray[np.uint8]]
+Mistake = tuple[float, int, int, float, NDArray[np.uint8]]  # see `Mistakes.worst`
 
 
 class Mistakes:
@@ -158,13 +157,13 @@ class Mistakes:
         """Add n samples: normalised images x [n, c, h, w], logits or log-probabilities [n, classes], labels y [n]."""
         logs = logits.detach().double().log_softmax(dim=1)
         top_logs, predictions = logs.max(dim=1)
-        losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
+        losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)  # -1: not a mistake
         indices = losses.topk(min(self._most, len(y))).indices
         mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
         pixels = ((x[indices] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         images = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        facts = (part[indices].tolist() for part in (losses, y, predictions, top_logs.exp()))
-        self.worst = self._worst(self.worst + [each for each in zip(*facts, images, strict=True) if each[0] >= 0])
+        columns = (values[indices].tolist() for values in (losses, y, predictions, top_logs.exp()))
+        self.worst = self._worst(self.worst + [each for each in zip(*columns, images, strict=True) if each[0] >= 0])
 
     def gather(self) -> None:
         """Keep the worst mistakes of all ranks. Every rank must call this."""
@@ -173,14 +172,16 @@ class Mistakes:
     def draw(self, title: str) -> Any:
         """Return a figure of the images, with the predicted class, its probability and the true class below each."""
         rows = max(1, -(-len(self.worst) // COLUMNS))
-        made = figure(max(HEIGHT, 0.25 + rows), title)
-        for axes in made.subplots(rows, COLUMNS, squeeze=False).flat:
+        drawing = figure(max(HEIGHT, 0.25 + rows), title)
+        for axes in drawing.subplots(rows, COLUMNS, squeeze=False).flat:
             axes.axis("off")
-        for axes, (_, label, predicted, probability, image) in zip(made.axes, self.worst, strict=False):
+        for axes, (_, label, predicted, probability, image) in zip(drawing.axes, self.worst, strict=False):
             axes.imshow(image[..., : 3 if image.shape[-1] >= 3 else 1], cmap="gray", vmin=0, vmax=255)
-            caption = f"{self.classes[predicted][:NAME]} {probability:.0%}\nis {self.classes[label][:NAME]}"
+            caption = (
+                f"{self.classes[predicted][:NAME_LENGTH]} {probability:.0%}\nis {self.classes[label][:NAME_LENGTH]}"
+            )
             axes.set_title(caption, fontsize=8, y=-0.55)
-        return made
+        return drawing
 
     def _worst(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
         return sorted(mistakes, key=lambda mistake: mistake[0], reverse=True)[: self._most]
@@ -190,7 +191,7 @@ def _split(trainer: Trainer) -> str:
     return "test" if trainer.testing else "val"
 
 
-def _classified(x: Any, logits: Any, y: Any, classes: int) -> bool:
+def _is_classification_batch(x: Any, logits: Any, y: Any, classes: int) -> bool:
     """Check whether these are images [n, C, H, W], a score for each class [n, classes] and valid labels [n]."""
     return (
         all(isinstance(part, Tensor) for part in (x, logits, y))

@@ -82,7 +82,7 @@ def image_folder(
     layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
     about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
     spec = image_spec(image_size, channels, mean, std, classes)
-    return Source(train, test, spec, val, about=about, divided=not parts)
+    return Source(train, test, spec, val, about=about, split_by_opener=not parts)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:
@@ -135,7 +135,7 @@ class ImageFiles(LabelledFiles):
         UserError: A path does not exist, there is no image, none can be decoded, or `channels` is not 1 or 3.
     """
 
-    draws = False
+    uses_random_numbers = False
 
     def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
         if channels not in MODES:

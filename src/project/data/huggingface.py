@@ -27,19 +27,19 @@ class RowImages(LabelledFiles):
     rows: Any  # a datasets.Dataset whose column of images is not decoded
     image: str  # the name of this column
 
-    draws = False
+    uses_random_numbers = False
     otherwise = ""
 
     def name(self, index: int) -> str:
         return str(index)
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.names[0]}: image of row {index}"
 
     def encoded(self, index: int) -> Path | io.BytesIO:
         value = self.rows[int(index)][self.image] or {}
         if value.get("bytes") is None and not value.get("path"):
-            raise UserError(f"{self.where(index)} is missing: each row must have one")
+            raise UserError(f"{self.location(index)} is missing: each row must have one")
         return Path(value["path"]) if value.get("bytes") is None else io.BytesIO(value["bytes"])
 
     def fingerprint(self) -> str:
@@ -101,7 +101,7 @@ def huggingface(
     ids = split_ids(parts["train"], val_fraction, test_fraction, split_seed)
     of_ids = subsets(parts["train"], ids)
     about = f"huggingface: {path}; {split_text(val_fraction)}"
-    return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, divided=True)
+    return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, split_by_opener=True)
 
 
 def load(path: str, subset: str | None) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def image_list(
     if isinstance(files, MaskedFiles):
         files.check_masks()
     spec = image_spec(image_size, channels, mean, std, names_of_targets, target.task)
-    return Source(train, test, spec, val, about=about, divided="split" not in rows[0])
+    return Source(train, test, spec, val, about=about, split_by_opener="split" not in rows[0])
 
 
 def read(file: Path, of: Columns) -> list[dict[str, Any]]:

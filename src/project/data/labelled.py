@@ -20,21 +20,22 @@ from torch.utils.data import Subset
 from lockstep import Spec, UserError, available_cores, join_names, plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's modes, by channels
-UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-UNDECODABLE = (*UNREADABLE, struct.error)
-DEEP = "32-bit pixels: save it with 8"
-# ImageNet's mean and std, the usual choice for photographs. Grey images have the means over its channels.
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # errors of opening a damaged file
+UNDECODABLE = (*UNREADABLE, struct.error)  # errors of decoding it
+TOO_DEEP = "32-bit pixels: save it with 8"  # for messages
+# ImageNet's mean and std by channels, the usual choice for photographs. For grey images: the means over RGB.
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
-PARTS = ("train", "val", "test")  # names of folders and values of the column split
-CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
-SKIP = "data.skip_broken=true to leave such files out"
+PARTS = ("train", "val", "test")  # names of folders, and the values of the column `split` in a table of labels
+CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # `check_headers` opens about so many files, for at most so long
+SKIP = "data.skip_broken=true to leave such files out"  # for messages
 
 
 @dataclass(eq=False)
 class LabelledFiles:
     """A data set of image files that are decoded when they are read.
 
-    The short side is resized to `image_size`, and the middle is cut out. With transforms, `whole` gives the full image.
+    The short side is resized to `image_size`, and the middle is cut out. If the run has transforms, Lockstep reads
+    samples by `whole`, which does neither.
     """
 
     root: Path  # the folder that names are relative to
@@ -43,8 +44,8 @@ class LabelledFiles:
     image_size: int  # pixels
     channels: int  # 1 or 3
 
-    streams = True
-    draws = False
+    wants_workers = True
+    uses_random_numbers = False
     otherwise = f", or {SKIP}"  # the end of a message on an image that can't be decoded
 
     def __len__(self) -> int:
@@ -54,23 +55,29 @@ class LabelledFiles:
         return self.decoded(index, self.image_size)
 
     def whole(self, index: int) -> tuple[Tensor, Any]:
+        """Return a sample whose image is neither resized nor cut."""
         return self.decoded(index, None)
 
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, Any]:
+        """Return a sample; see `decode` for `image_size`.
+
+        Raises:
+            UserError: The image can't be decoded.
+        """
         label = int(self.labels[index]) if self.labels.ndim == 1 else torch.from_numpy(self.labels[index])
         try:
             image = decode(self.encoded(index), image_size, MODES[self.channels])
         except UNDECODABLE as error:
             reason = f"can't be decoded ({error}): repair or remove it{self.otherwise}"
-            raise UserError(f"{self.where(index)} {reason}") from error
+            raise UserError(f"{self.location(index)} {reason}") from error
         return image, label
 
     def encoded(self, index: int) -> Path | io.BytesIO:
-        """Return what Pillow opens."""
+        """Return the image's file, or its bytes, for Pillow to open."""
         return self.path(index)
 
-    def where(self, index: int) -> str:
-        """Return the place of an image, for a message."""
+    def location(self, index: int) -> str:
+        """Return where an image lies, for messages."""
         return str(self.path(index))
 
     def name(self, index: int) -> str:
@@ -80,6 +87,7 @@ class LabelledFiles:
         return self.root / self.name(index)
 
     def part(self, ids: NDArray[np.int64]) -> "LabelledFiles":
+        """Return the samples with these numbers."""
         return replace(self, names=self.names[ids], labels=self.labels[ids])
 
     def fingerprint(self) -> str:
@@ -108,8 +116,8 @@ def decode(source: Path | io.BytesIO, image_size: int | None, mode: str) -> Tens
         mode: Pillow's mode, `L` or `RGB`.
 
     Raises:
-        OSError: It can't be decoded. Other damage raises other errors: see `UNDECODABLE`.
-        ValueError: It has 32-bit pixels.
+        OSError: The image can't be decoded. Some damage raises another error of `UNDECODABLE`.
+        ValueError: The image has 32-bit pixels.
     """
     with Image.open(source) as image:
         ImageOps.exif_transpose(image, in_place=True)
@@ -127,7 +135,7 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
         ValueError: The image has 32-bit pixels.
     """
     if too_deep(image):
-        raise ValueError(DEEP)
+        raise ValueError(TOO_DEEP)
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8))
@@ -149,7 +157,7 @@ def image_spec(
     classes: Sequence[str],
     task: str = "classification",
 ) -> Spec:
-    """Return the spec of the images from the options of an opener.
+    """Return the spec of the images from the options of a function that opens a data set, such as `image_folder`.
 
     Raises:
         ValueError: An option is out of range.
@@ -172,7 +180,7 @@ def image_spec(
 
 
 def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
-    """Split files into training, validation and test, as `split_ids`. A part with the fraction 0 is None."""
+    """Split files into training, validation and test, as `split_ids` does. An empty part is None."""
     parts = [files.part(ids) for ids in split_ids(files, val_fraction, test_fraction, seed)]
     return [part if len(part) else None for part in parts]
 
@@ -180,9 +188,10 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
 def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) -> list[NDArray[np.int64]]:
     """Return the numbers of the training, validation and test files.
 
-    The files of each class are sorted by a hash of their names and `seed`; without classes, all files are. The first
-    ones are for the test, so that `val_fraction` does not change it, and the next ones for validation. A class with
-    three files or more has at least one in each part. A file that is added later hardly moves any other.
+    The files of each class are sorted by a hash of their names and `seed`. If labels are not classes, all files are
+    sorted together. The first files are for the test, the next ones for validation, the rest for training. So
+    `val_fraction` does not change the test. A class of three or more files has at least one in each part whose fraction
+    is not 0. If a file is added later, hardly any other file moves to another part.
 
     Raises:
         ValueError: A fraction is out of range.
@@ -190,36 +199,37 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
     if type(test_fraction) not in (int, float) or not 0 <= test_fraction < 1 - val_fraction:
         raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and together with val_fraction below 1")
     names = map(files.name, range(len(files)))
-    keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
-    by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
+    keys = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
+    by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keys], dtype=np.uint64), kind="stable")
     part_of = np.zeros(len(files), dtype=np.int64)
     classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
     for label in np.unique(classes):
         members = by_hash[classes[by_hash] == label]
+        minimum = 1 if len(members) >= 3 else 0
         start = 0
-        for part, fraction in ((2, test_fraction), (1, val_fraction)):
-            least = fraction > 0 and len(members) >= 3
-            stop = min(start + max(round(fraction * len(members)), int(least)), len(members) - 1)
+        for part, fraction, later_parts in ((2, test_fraction, 1 + minimum), (1, val_fraction, 1)):
+            size = max(round(fraction * len(members)), minimum if fraction > 0 else 0)
+            stop = min(start + size, len(members) - later_parts)  # a file remains for each later part
             part_of[members[start:stop]] = part
             start = stop
     return [np.flatnonzero(part_of == part) for part in range(3)]
 
 
 def split_text(val_fraction: float) -> str:
-    """Return what decided the parts of `split_ids`, for a run's first lines. With folds, `val_fraction` is 0."""
+    """Return the options that decided the parts of `split_ids`, for a message. With folds, `val_fraction` is 0."""
     return f"split by {'data.val_fraction, ' if val_fraction else ''}data.test_fraction and data.split_seed"
 
 
 def subsets(files: Any, ids: Sequence[NDArray[np.int64]]) -> list[Any]:
-    """Return the parts of a data set that have these numbers; None for an empty one."""
+    """Return the parts of a data set, from the numbers of the samples of each; an empty part is None."""
     return [Subset(files, part) if len(part) else None for part in ids]  # type: ignore[arg-type]
 
 
 def check_headers(parts: Sequence[LabelledFiles]) -> None:
-    """Open images spread over all parts, as many as time allows, so that a broken file does not end a run later.
+    """Open images spread over all parts, as many as time allows, so that broken files are found before training.
 
     Raises:
-        UserError: Some can't be read. The message names the first ones and their number.
+        UserError: Some images can't be read. The message counts them and names the first ones.
     """
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
@@ -229,9 +239,9 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
         try:
             with Image.open(files.encoded(index)) as image:
                 if too_deep(image):
-                    broken.append(f"{files.where(index)} ({DEEP})")
+                    broken.append(f"{files.location(index)} ({TOO_DEEP})")
         except UNREADABLE:
-            broken.append(files.where(index))
+            broken.append(files.location(index))
         if time.monotonic() > stop:
             break
     if broken:
@@ -246,14 +256,15 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
         For each part the numbers of the images that can be decoded, and a text that counts the others.
     """
     paths = [part.path(index) for part in parts for index in range(len(part))]
-    kinds = [MODES[part.channels] for part in parts for _ in range(len(part))]
+    modes = [MODES[part.channels] for part in parts for _ in range(len(part))]
     with ThreadPoolExecutor(available_cores()) as pool:
-        whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
-    broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
-    text = f"{plural(len(broken), 'file')} that can't be decoded left out: {join_names(broken, 5)}"
+        is_good = np.array([*pool.map(_can_be_decoded, paths, modes)], dtype=bool)
+    broken = [str(path) for path, good in zip(paths, is_good, strict=True) if not good]
+    text = f"all {plural(len(paths), 'file')} can be decoded"
+    if broken:
+        text = f"{plural(len(broken), 'file')} that can't be decoded left out: {join_names(broken, 5)}"
     borders = np.cumsum([len(part) for part in parts])[:-1]
-    text = text if broken else f"all {plural(len(paths), 'file')} can be decoded"
-    return [np.flatnonzero(part) for part in np.split(whole, borders)], text
+    return [np.flatnonzero(part) for part in np.split(is_good, borders)], text
 
 
 def _can_be_decoded(path: Path, mode: str) -> bool:

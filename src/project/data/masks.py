@@ -32,7 +32,7 @@ class MaskedFiles(LabelledFiles):
     num_classes: int
     unlabelled: int | None  # the value of pixels that do not count
 
-    draws = False
+    uses_random_numbers = False
 
     def __post_init__(self) -> None:
         if self.unlabelled is not None and not self.num_classes <= self.unlabelled <= UNLABELLED:

@@ -13,7 +13,10 @@ from typing import IO, Any, NamedTuple
 from lockstep import UserError
 
 IMAGES, LABELS = ("jpg", "jpeg", "png"), ("cls", "txt", "json")
-FOLDERS, MEMBERS = "the folders in its names", "its .cls, .txt or .json members"  # where labels come from
+FOLDERS, TEXTS = (
+    "folders",
+    "texts",
+)  # label sources: folders in the images' names; .cls, .txt or .json members, or a column
 LONGEST = 1 << 20  # bytes of a text
 DAMAGED = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError)
 
@@ -29,9 +32,10 @@ class Sample(NamedTuple):
 
 @dataclass
 class Shard:
-    """The images of a shard. `classes` has their names in order, or says where labels come from."""
+    """The images of a shard, and the kind of their labels."""
 
-    classes: str | tuple[str, ...]
+    label_source: str  # FOLDERS or TEXTS; empty: there is no image yet
+    class_names: tuple[str, ...] = ()  # the classes in order, if the shard lists them
     samples: list[Sample] = field(default_factory=list)
 
 
@@ -109,11 +113,11 @@ def add(path: Path, shard: Shard, images: list[Sample], texts: dict[str, str], l
         if not value:
             members = f"a .cls, .txt or .json member (with the key {label}) beside it"
             raise UserError(f"{path}: {each.name} has no label: it must have {members}, or a folder in its name")
-        classes = MEMBERS if text is not None else FOLDERS
-        if shard.classes not in ("", classes):
+        source = TEXTS if text is not None else FOLDERS
+        if shard.label_source not in ("", source):
             missing = f"{each.name} has no .cls, .txt or .json member" if text is None else f"only {each.name} has one"
             raise UserError(f"{path}: {missing}: all images must have a label of one kind, or none of them")
-        shard.classes = classes
+        shard.label_source = source
         shard.samples.append(each._replace(label=value))
 
 
@@ -142,7 +146,7 @@ def scan_parquet(path: Path, image: str | None, label: str, packed: IO[bytes]) -
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError(f"{path}: parquet files need pyarrow: pip install -e .[huggingface]") from error
-    shard, image = Shard(MEMBERS), image or "image"
+    shard, image = Shard(TEXTS), image or "image"
     row = 0
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
@@ -150,8 +154,7 @@ def scan_parquet(path: Path, image: str | None, label: str, packed: IO[bytes]) -
             if missing := [each for each in (image, label) if each not in schema.names]:
                 columns = f"its columns are {', '.join(schema.names)}"
                 raise UserError(f"{path}: no column {missing[0]}, {columns}: choose by data.image= and data.label=")
-            names = class_names(schema.metadata, label)
-            shard.classes = names or MEMBERS
+            shard.class_names = names = class_names(schema.metadata, label)
             for batch in file.iter_batches(batch_size=64, columns=[image, label], use_threads=False):
                 rows: Any = zip(*(batch.column(each).to_pylist() for each in (image, label)), strict=True)
                 for value, number in rows:

@@ -1,8 +1,8 @@
-"""The index of shards: where each image lies, so that any of them can be read without those before it.
+"""The index of shards: where each image lies, so that each can be read without those before it.
 
-It is made once, and its columns are mapped into memory. So opening it takes as long with ten million samples as with
-ten, and processes share its pages. tar files are read where they lie. Parquet files are compressed in groups of rows,
-so their images are copied once, into a file beside the index.
+The index is made once, and its columns are mapped into memory. So opening it takes as long with ten million samples as
+with ten, and processes share its memory. tar files are read where they lie. Parquet files are compressed in groups of
+rows, so their images are copied once, into a file beside the index.
 """
 
 import contextlib
@@ -25,31 +25,31 @@ from numpy.typing import NDArray
 
 from lockstep import UserError, plural
 from project.data.labelled import LabelledFiles, check_headers, fingerprint_of
-from project.data.shard_files import IMAGES, MEMBERS, scan_parquet, scan_tar
+from project.data.shard_files import IMAGES, TEXTS, scan_parquet, scan_tar
 
-VERSION = 1  # of the index's form
-COLUMNS = ("names", "labels", "places")
-PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])
-LONGEST = 200  # characters of a label
+VERSION = 1  # of the index's format
+COLUMNS = ("names", "labels", "places")  # a part has a file for each
+PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
+MAX_LABEL = 200  # characters
 Stamp = tuple[int, int]  # size and time of the last change of a file
 
 
 @dataclass(eq=False)
 class ShardImages(LabelledFiles):
-    """Images in shards, in the order of their classes and names. Each is read by one `pread`."""
+    """Images in shards, in the order of their classes and names. Each image is read by one `pread`."""
 
     places: NDArray[Any]  # of dtype PLACE
-    files: Sequence[Path]
-    stamps: Sequence[Stamp]
-    sha256: str
+    files: Sequence[Path]  # the shards, and after them the file with the images of parquet files, if there are any
+    stamps: Sequence[Stamp]  # of `files`, when they were indexed
+    sha256: str  # the fingerprint
 
-    draws = False
+    uses_random_numbers = False
     otherwise = ""
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.names[index])
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.files[self.places[index]['file']]}: image {self.name(index)}"
 
     def encoded(self, index: int) -> io.BytesIO:
@@ -62,7 +62,7 @@ class ShardImages(LabelledFiles):
                     raise UserError(f"{path}: changed after it was indexed: start again, and it is indexed again")
                 return io.BytesIO(os.pread(shard.fileno(), size, start))
         except (OSError, OverflowError, MemoryError) as error:
-            raise UserError(f"{self.where(index)} can't be read ({error})") from error
+            raise UserError(f"{self.location(index)} can't be read ({error})") from error
 
     def fingerprint(self) -> str:
         return self.sha256
@@ -70,7 +70,7 @@ class ShardImages(LabelledFiles):
 
 @dataclass(frozen=True)
 class Index:
-    """An index that is ready.
+    """A complete index of shards.
 
     Attributes:
         folder: its folder.
@@ -83,11 +83,11 @@ class Index:
     classes: list[str]
 
     def arrays(self, name: str, compute: Callable[[], Sequence[NDArray[np.int64]]]) -> list[NDArray[np.int64]]:
-        """Return arrays that are computed at the first call with this name, and then mapped into memory."""
+        """Return the arrays of this name. The first call computes and stores them; later ones map them into memory."""
 
-        def fill(new: Path) -> None:
+        def fill(new_folder: Path) -> None:
             for number, array in enumerate(compute()):
-                np.save(new / f"{number}.npy", array)
+                np.save(new_folder / f"{number}.npy", array)
 
         folder = self.folder / name
         if not folder.is_dir() and not os.access(self.folder, os.W_OK):
@@ -109,7 +109,7 @@ def open_index(
     Args:
         root: the folder of the shards.
         shards: the files of each part, the training part first.
-        options: `image` and `label`, as of `scan_tar` and `scan_parquet`.
+        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`.
         index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
         image_size: pixels.
         channels: 1 or 3.
@@ -119,45 +119,45 @@ def open_index(
     """
     files = [*chain(*shards.values())]
     stamps = [stamp(file.stat()) for file in files]
-    listed = {part: [str(file.relative_to(root)) for file in paths] for part, paths in shards.items()}
-    kind = f"shards-{digest([VERSION, dict(options)])[:16]}"
-    name = f"{kind}-{digest([listed, stamps])[:24]}"
+    paths_by_part = {part: [str(file.relative_to(root)) for file in paths] for part, paths in shards.items()}
+    prefix = f"shards-{digest([VERSION, dict(options)])[:16]}"
+    name = f"{prefix}-{digest([paths_by_part, stamps])[:24]}"
 
     def load(folder: Path) -> Index:
         packed = [path for path in [folder / "images.bin"] if path.is_file()]
         all_stamps = [*stamps, *(stamp(path.stat()) for path in packed)]
         try:
-            about = json.loads((folder / "index.json").read_text("utf-8"))
+            content = json.loads((folder / "index.json").read_text("utf-8"))
             parts = {}
-            for part, sha256 in about["fingerprints"].items():
+            for part, sha256 in content["fingerprints"].items():
                 names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
-                of_part = (root, names, labels, image_size, channels, places, [*files, *packed], all_stamps, sha256)
-                parts[part] = ShardImages(*of_part)
-            return Index(folder, parts, about["classes"])
+                fields = (root, names, labels, image_size, channels, places, [*files, *packed], all_stamps, sha256)
+                parts[part] = ShardImages(*fields)
+            return Index(folder, parts, content["classes"])
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error
 
-    def fill(new: Path) -> None:
-        logging.getLogger("lockstep").info("indexing %s in %s, once", plural(len(files), "shard"), new.parent)
-        build(new, shards, options)
-        check_headers([*load(new).parts.values()])
+    def fill(new_folder: Path) -> None:
+        logging.getLogger("lockstep").info("indexing %s in %s, once", plural(len(files), "shard"), new_folder.parent)
+        build(new_folder, shards, options)
+        check_headers([*load(new_folder).parts.values()])
 
-    place = digest(str(root.resolve()))[:16]
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
-    homes = [Path(index_dir).expanduser().absolute() / place] if index_dir else [root / ".index", user / place]
-    home = next((each for each in homes if (each / name).is_dir()), None) or first_writable(homes)
-    make_once(home / name, fill)
-    for old in home.glob(f"{kind}-*"):  # of these shards before they changed
-        if old.name != name:
-            shutil.rmtree(old, ignore_errors=True)
-    return load(home / name)
+    root_key = digest(str(root.resolve()))[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
+    folders = [Path(index_dir).expanduser().absolute() / root_key] if index_dir else [root / ".index", cache / root_key]
+    parent = next((each for each in folders if (each / name).is_dir()), None) or first_writable(folders)
+    make_once(parent / name, fill)
+    for index in parent.glob(f"{prefix}-*"):
+        if index.name != name:  # an index of the same folder from before its shards changed
+            shutil.rmtree(index, ignore_errors=True)
+    return load(parent / name)
 
 
 def first_writable(folders: Sequence[Path]) -> Path:
     """Return the first of some folders that can be written, and make it if it is missing.
 
     Raises:
-        UserError: There is none.
+        UserError: None of them can be written.
     """
     for folder in folders:
         try:
@@ -183,31 +183,33 @@ def column(path: Path) -> NDArray[Any]:
 
 
 def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder by `fill`, which writes to a folder that is renamed at the end. One process makes it, others wait.
+    """Make a folder if it is missing. `fill` writes its files to another folder, which is renamed at the end.
+
+    If several processes call this, one of them makes the folder, and the others wait for it.
 
     Raises:
-        UserError: It can't be written.
+        UserError: The folder can't be written.
     """
-    new = folder.with_name(f".new_{os.getpid()}")
+    new_folder = folder.with_name(f".new_{os.getpid()}")
     if folder.is_dir():
         return
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # a link in a stranger's folder may point anywhere
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # in a stranger's folder a link may point anywhere
         with open(os.open(folder.parent / ".lock", flags, 0o666), "wb") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: then several make it, and the first wins
+            with contextlib.suppress(OSError):  # a file system without locks: several make it, and the first wins
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.is_dir():
                 return
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir()
+            shutil.rmtree(new_folder, ignore_errors=True)
+            new_folder.mkdir()
             try:
-                fill(new)
-                for path in new.rglob("*.*"):
+                fill(new_folder)
+                for path in new_folder.rglob("*.*"):
                     with open(path, "rb") as file:
                         os.fsync(file)
-                os.rename(new, folder)
+                os.rename(new_folder, folder)
             finally:
-                shutil.rmtree(new, ignore_errors=True)
+                shutil.rmtree(new_folder, ignore_errors=True)
     except OSError as error:
         if not folder.is_dir():
             where = f"{folder.parent}: can't be written ({error.strerror})"
@@ -220,24 +222,27 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
     the images are distributed to shards.
     """
-    number_of: dict[str, int] = {}  # of a label, in the order of appearance
-    first: tuple[Path, Any] | None = None
-    rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}
+    label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
+    first: tuple[Path, Any] | None = None  # the first shard with images, and the kind of its labels
+    rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
     files = ((part, path) for part, paths in shards.items() for path in paths)
     with open(folder / "images.bin", "wb") as packed:
-        for number, (part, path) in enumerate(files):
+        for file_number, (part, path) in enumerate(files):
             is_parquet = path.suffix == ".parquet"
             shard = scan_parquet(path, **options, packed=packed) if is_parquet else scan_tar(path, **options)
             if not shard.samples:
                 continue
-            first = first or (path, shard.classes)
-            if shard.classes != first[1]:
-                raise UserError(f"{path}: its labels are of another kind than those of {first[0]}: they must be of one")
-            if odd := [each for each in shard.samples if len(each.label) > LONGEST or not each.label.isprintable()]:
+            kind = (shard.label_source, shard.class_names)
+            first = first or (path, kind)
+            if kind != first[1]:
+                raise UserError(
+                    f"{path}: its labels are of another kind than those of {first[0]}: all must be of one kind"
+                )
+            if odd := [each for each in shard.samples if len(each.label) > MAX_LABEL or not each.label.isprintable()]:
                 raise UserError(f"{path}: the label of {odd[0].name} is no class: it must be one line, and short")
             names = np.array([os.fsencode(each.name) for each in shard.samples])
-            labels = np.array([number_of.setdefault(each.label, len(number_of)) for each in shard.samples])
-            places = np.array([(number, each.start, each.size) for each in shard.samples], dtype=PLACE)
+            labels = np.array([label_numbers.setdefault(each.label, len(label_numbers)) for each in shard.samples])
+            places = np.array([(file_number, each.start, each.size) for each in shard.samples], dtype=PLACE)
             rows[part].append((names, labels, places))
     if not (folder / "images.bin").stat().st_size:
         (folder / "images.bin").unlink()
@@ -245,19 +250,20 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         if not rows[part]:
             raise UserError(f"{paths[0]}: no image in it: known are {', '.join(IMAGES)}")
     assert first is not None
-    classes = in_order(first[1], number_of)
-    position = {label: number for number, label in enumerate(classes)}
-    numbers = np.array([position[label] for label in number_of])
-    known: NDArray[np.int64] | None = None
+    label_source, class_names = first[1]
+    classes = ordered_classes(label_source, class_names, label_numbers)
+    class_numbers = {label: number for number, label in enumerate(classes)}
+    class_by_label_number = np.array([class_numbers[label] for label in label_numbers])
+    first_labels: NDArray[np.int64] | None = None  # the label numbers of the first part
     fingerprints = {}
-    for part, of_shards in rows.items():
-        names, labels, places = (np.concatenate(each) for each in zip(*of_shards, strict=True))
+    for part, columns in rows.items():
+        names, labels, places = (np.concatenate(each) for each in zip(*columns, strict=True))
         present = np.unique(labels)
-        known = present if known is None else known
-        if len(others := np.setdiff1d(present, known)) and isinstance(first[1], str):
-            what = f"only {part} has the class {[*number_of][others[0]]}"
+        first_labels = present if first_labels is None else first_labels
+        if len(others := np.setdiff1d(present, first_labels)) and not class_names:
+            what = f"only {part} has the class {[*label_numbers][others[0]]}"
             raise UserError(f"{shards[part][0].parent}: {what}: {next(iter(rows))} must have it, too")
-        labels = numbers[labels]
+        labels = class_by_label_number[labels]
         order = np.lexsort((names, labels))
         (folder / part).mkdir()
         for name, array in zip(COLUMNS, (names, labels, places), strict=True):
@@ -267,10 +273,14 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     (folder / "index.json").write_text(json.dumps({"classes": classes, "fingerprints": fingerprints}), "utf-8")
 
 
-def in_order(known: str | tuple[str, ...], labels: Collection[str]) -> list[str]:
-    """Return the names of the classes: those known, else folders by name, and other labels by number if they have."""
-    if not isinstance(known, str):
-        return [*known]
-    if known == MEMBERS and all(map(str.isdecimal, labels)):
+def ordered_classes(label_source: str, class_names: Sequence[str], labels: Collection[str]) -> list[str]:
+    """Return the names of the classes in order.
+
+    If the shards list the names, this is their order. Texts that are all whole numbers are sorted as numbers. Other
+    labels are sorted as text.
+    """
+    if class_names:
+        return [*class_names]
+    if label_source == TEXTS and all(map(str.isdecimal, labels)):
         return sorted(labels, key=int)
     return sorted(labels)

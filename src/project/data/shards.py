@@ -69,7 +69,7 @@ def shards(
         what = "nothing is tested" if test is None else "a part of train is used for validation" if val is None else ""
     about = "; ".join(filter(None, [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what]))
     spec = image_spec(image_size, channels, mean, std, index.classes)
-    return Source(train, test, spec, val, about=about, divided=alone)
+    return Source(train, test, spec, val, about=about, split_by_opener=alone)
 
 
 def hidden(path: Path) -> bool:

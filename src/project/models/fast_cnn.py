@@ -20,7 +20,7 @@ class FastCNN(ImageClassifier):
 
     Args:
         width: channels of each convolution.
-        task: options of ImageClassifier.
+        classifier_options: options of ImageClassifier.
 
     Raises:
         ValueError: An option is out of range, or the images are too small.
@@ -33,7 +33,7 @@ class FastCNN(ImageClassifier):
         image_size: int,
         num_classes: int,
         width: Sequence[int] = (16, 32, 64, 128),
-        **task: Any,
+        **classifier_options: Any,
     ) -> None:
         if not isinstance(width, Sequence) or len(width) != 4 or min(width) < 1:
             raise ValueError(f"width={width}: must be four whole numbers of at least 1, channels of convolutions")
@@ -62,4 +62,4 @@ class FastCNN(ImageClassifier):
                 logits=nn.Linear(four * (side // 2) ** 2, num_classes),
             )
         )
-        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **classifier_options)

@@ -13,13 +13,15 @@ class MnistCNN(ImageClassifier):
 
     Args:
         dropout: probability that a hidden unit is dropped in training.
-        task: options of ImageClassifier.
+        classifier_options: options of ImageClassifier.
 
     Raises:
         ValueError: An option is out of range, or the images are too small.
     """
 
-    def __init__(self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **task: Any) -> None:
+    def __init__(
+        self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **classifier_options: Any
+    ) -> None:
         side = (image_size - 8) // 2  # each convolution removes 4 pixels, and the pool halves the rest
         if side < 1:
             raise ValueError(f"mnist_cnn needs images of at least 10 x 10 pixels, not {image_size} x {image_size}")
@@ -40,4 +42,4 @@ class MnistCNN(ImageClassifier):
                 logits=nn.Linear(50, num_classes),
             )
         )
-        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **classifier_options)

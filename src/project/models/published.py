@@ -24,11 +24,11 @@ class Published(ImageClassifier):
     Args:
         arch: the net's name in the library.
         smallest_piece: samples of the smallest piece of a step. A net whose BatchNorm needs more samples is refused.
-        pretrained: start from the library's ImageNet weights. Layers that do not fit (other classes) start with new
-            weights.
-        weights: a file to start from instead; see `lockstep.load_weights`.
+        pretrained: whether the net starts from the library's ImageNet weights. Layers that do not fit, such as the last
+            one for other classes, start with new weights.
+        weights: a file with other weights to start from; see `lockstep.load_weights`.
         options: further arguments of the architecture, `{dropout: 0.2}`.
-        task: options of ImageClassifier.
+        classifier_options: options of ImageClassifier.
 
     Raises:
         ValueError: There is no such net, it does not fit the images, or its weights can't be loaded.
@@ -45,14 +45,14 @@ class Published(ImageClassifier):
         pretrained: bool = False,
         weights: str | None = None,
         options: Mapping[str, Any] | None = None,
-        **task: Any,
+        **classifier_options: Any,
     ) -> None:
         if not isinstance(pretrained, bool) or (pretrained and weights):
             raise ValueError(f"pretrained={pretrained}: must be true or false, and false with weights=<file>")
         images = f"{channels} x {image_size} x {image_size} images"
         try:
             net = self.make(arch, channels, image_size, num_classes, pretrained, dict(options or {}))
-            out = _tried(net, torch.zeros(min(2, smallest_piece), channels, image_size, image_size))
+            out = _training_output(net, torch.zeros(min(2, smallest_piece), channels, image_size, image_size))
         except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
             message = str(error).partition("\n")[0]
             if message.startswith(("arch=", "pretrained=")):
@@ -64,13 +64,13 @@ class Published(ImageClassifier):
                 )
             raise ValueError(f"arch={arch}: does not take {images}: {message}") from error
         if not isinstance(out, Tensor) or out.shape[1:] != (num_classes,):
-            made = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
+            shown = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(
-                f"arch={arch}: returns {made} for each image in training: it must return logits [n, {num_classes}]"
+                f"arch={arch}: returns {shown} for each image in training: it must return logits [n, {num_classes}]"
             )
         if weights:
-            LOG.info(load_weights("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)).message)
-        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+            LOG.info(load_weights("model.weights", net, weights, adapt=partial(_adapt_weights, net, channels)).message)
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **classifier_options)
 
     def make(
         self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
@@ -107,7 +107,7 @@ def torchvision_net(
         channels: channels of the images.
         image_size: pixels of the images.
         num_classes: numbers of the output.
-        pretrained: whether it starts from ImageNet weights, all that fit.
+        pretrained: whether all layers that fit start from ImageNet weights.
         options: further arguments of the architecture.
 
     Raises:
@@ -115,25 +115,25 @@ def torchvision_net(
     """
     from torchvision import models
 
-    _must_be_known(arch, models.list_models(module=models), "torchvision")
+    _check_arch(arch, models.list_models(module=models), "torchvision")
     options = dict(options or {})
-    sized: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if arch.startswith("vit_"):
-        sized = {"image_size": image_size}
+        defaults = {"image_size": image_size}
     elif arch.startswith("maxvit_"):
-        sized = {"input_size": (image_size, image_size)}
+        defaults = {"input_size": (image_size, image_size)}
     elif arch in ("googlenet", "inception_v3"):  # no auxiliary head: its loss is not part of the training step
-        sized = {"aux_logits": False, "init_weights": True}
-    net = models.get_model(arch, weights=None, num_classes=num_classes, **{**sized, **options})
-    taken = inspect.signature(type(net)).parameters
-    if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # **kwargs would accept and ignore them
-        raise TypeError(f"{arch} takes no option {', '.join(odd)}: it takes {', '.join(taken)}")
+        defaults = {"aux_logits": False, "init_weights": True}
+    net = models.get_model(arch, weights=None, num_classes=num_classes, **{**defaults, **options})
+    parameters = inspect.signature(type(net)).parameters
+    if unknown := "kwargs" in parameters and sorted(options.keys() - parameters.keys()):  # **kwargs would hide them
+        raise TypeError(f"{arch} takes no option {', '.join(unknown)}: it takes {', '.join(parameters)}")
     if pretrained:
-        left = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))
-        LOG.info(weights_message("model.pretrained", len(net.state_dict()), left))
+        not_copied = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))
+        LOG.info(weights_message("model.pretrained", len(net.state_dict()), not_copied))
     _, first = _first_convolution(net)
     first.in_channels = channels
-    first.weight = nn.Parameter(_of_channels(first.weight.detach(), channels))
+    first.weight = nn.Parameter(_adapt_convolution(first.weight.detach(), channels))
     return net
 
 
@@ -144,14 +144,14 @@ def segmentation_net(arch: str, channels: int, num_classes: int, pretrained: boo
         arch: the net's name in torchvision.
         channels: channels of the images, which must be 3.
         num_classes: number of classes.
-        pretrained: whether all but the last layers start from ImageNet weights.
+        pretrained: whether all layers but the last ones start from ImageNet weights.
 
     Raises:
         ValueError: There is no such net, it does not take the images, or its pretrained weights can't be loaded.
     """
     from torchvision import models
 
-    _must_be_known(arch, models.list_models(module=models.segmentation), "torchvision")
+    _check_arch(arch, models.list_models(module=models.segmentation), "torchvision")
     if channels != 3:
         raise ValueError(f"arch={arch}: takes images of 3 channels, and these have {channels}: use data.channels=3")
     net = models.get_model(arch, weights=None, weights_backbone=None, num_classes=num_classes)
@@ -172,19 +172,20 @@ class Timm(Published):
         except ImportError:
             raise ValueError(f"arch={arch}: timm is not installed: pip install -e .[timm]") from None
         name, _, tag = arch.partition(".")
-        _must_be_known(name, timm.list_models(), "timm")
+        _check_arch(name, timm.list_models(), "timm")
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{name}.*")]
         if tag and tag not in tags:
             raise ValueError(f"arch={arch}: {name} has no weights {tag}: known are {', '.join(tags) or 'none'}")
-        of_its_weights = timm.get_pretrained_cfg(arch)
-        if of_its_weights is not None and of_its_weights.fixed_input_size:
+        pretrained_cfg = timm.get_pretrained_cfg(arch)
+        if pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
             options = {"img_size": image_size, **options}
-        made: dict[str, Any] = {"in_chans": channels, "num_classes": num_classes, "checkpoint_path": ""}
+        # `options` can't set these, so a config from a checkpoint can't name a file
+        required: dict[str, Any] = {"in_chans": channels, "num_classes": num_classes, "checkpoint_path": ""}
         if not pretrained:
-            return timm.create_model(arch, pretrained=False, **made, **options)
+            return timm.create_model(arch, pretrained=False, **required, **options)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would log each of ten attempts
         try:
-            return timm.create_model(arch, pretrained=True, **made, **options)
+            return timm.create_model(arch, pretrained=True, **required, **options)
         except Exception as error:  # no network, no such weights, a damaged file: one message for all
             reason = str(error).partition("\n")[0]
             raise ValueError(f"pretrained=true: no usable weights ({reason}): use model.weights=<file>") from error
@@ -197,7 +198,7 @@ def downloaded(weights: Any) -> dict[str, Tensor]:
         weights: a member of one of torchvision's weights enums.
 
     Raises:
-        ValueError: They can't be loaded.
+        ValueError: The weights can't be loaded.
     """
     name = weights.url.rpartition("/")[2]
     try:
@@ -209,11 +210,11 @@ def downloaded(weights: Any) -> dict[str, Tensor]:
     return state
 
 
-def _must_be_known(arch: str, known: Iterable[str], library: str) -> None:
+def _check_arch(arch: str, known: Iterable[str], library: str) -> None:
     """Check that a library has a net with this name.
 
     Raises:
-        ValueError: It has none. The message has the nearest names.
+        ValueError: The library has no such net. The message has the nearest names.
     """
     names = list(known)
     if arch not in names:
@@ -223,7 +224,7 @@ def _must_be_known(arch: str, known: Iterable[str], library: str) -> None:
             if near
             else f"it has {plural(len(names), 'net')}, {names[0]} for example"
         )
-        raise ValueError(f"arch={arch}: {library} has no such classifier: {hint}")
+        raise ValueError(f"arch={arch}: {library} has no such net: {hint}")
 
 
 def _first_convolution(net: nn.Module) -> tuple[str, Any]:
@@ -231,19 +232,19 @@ def _first_convolution(net: nn.Module) -> tuple[str, Any]:
     return next((f"{name}.weight", layer) for name, layer in net.named_modules() if isinstance(layer, nn.Conv2d))
 
 
-def _for_images_of(net: nn.Module, channels: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights from a file, with the first convolution's adapted from RGB to `channels`."""
+def _adapt_weights(net: nn.Module, channels: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights `state`, with the first convolution's weight adapted from RGB to `channels`."""
     name, layer = _first_convolution(net)
     if name not in state or state[name].ndim != layer.weight.ndim:
         return state
-    return {**state, name: _of_channels(state[name], channels)}
+    return {**state, name: _adapt_convolution(state[name], channels)}
 
 
-def _of_channels(weight: Tensor, channels: int) -> Tensor:
+def _adapt_convolution(weight: Tensor, channels: int) -> Tensor:
     """Adapt a first convolution's weight [out, 3, k, k] to other channels, as timm does.
 
-    For one channel it is the sum over the three. For more channels they are repeated and scaled, so that outputs keep
-    their size.
+    For one channel the three channels of the weight are added. For another number they are repeated and scaled, so that
+    outputs keep their size.
     """
     if weight.shape[1] != RGB or channels == RGB:
         return weight
@@ -252,7 +253,7 @@ def _of_channels(weight: Tensor, channels: int) -> Tensor:
     return weight.repeat(1, math.ceil(channels / RGB), 1, 1)[:, :channels] * (RGB / channels)
 
 
-def _tried(net: nn.Module, images: Tensor) -> Any:
+def _training_output(net: nn.Module, images: Tensor) -> Any:
     """Return a net's output for images in training mode. Its buffers and the random state do not change."""
     before = [buffer.clone() for buffer in net.buffers()]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -22,7 +22,7 @@ class ResNet18(ImageClassifier):
         norm: 'batch' or 'group'. Group norm normalises each sample alone, so the number of pieces has no effect on it.
         pretrained: start from torchvision's ImageNet weights. Layers that do not fit (small stem, other classes) start
             with new weights.
-        task: options of ImageClassifier.
+        classifier_options: options of ImageClassifier.
 
     Raises:
         ValueError: An option is out of range, the images are too small, or pretrained weights do not fit.
@@ -37,7 +37,7 @@ class ResNet18(ImageClassifier):
         stem: str = "auto",
         norm: str = "batch",
         pretrained: bool = False,
-        **task: Any,
+        **classifier_options: Any,
     ) -> None:
         for name, value, known in (("stem", stem, STEMS), ("norm", norm, NORMS)):
             if value not in known:
@@ -62,7 +62,7 @@ class ResNet18(ImageClassifier):
             from torchvision.models import ResNet18_Weights
 
             copy_weights(net, downloaded(ResNet18_Weights.DEFAULT))
-        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **classifier_options)
 
     def stages(self) -> list[nn.Module]:
         """Return the net's layers in order, for strategy=pipeline. torchvision's forward() flattens between them."""

@@ -18,7 +18,7 @@ class ResNet9(ImageClassifier):
 
     Args:
         width: channels of the four convolutions of the trunk.
-        task: options of ImageClassifier.
+        classifier_options: options of ImageClassifier.
 
     Raises:
         ValueError: An option is out of range, or the images are too small.
@@ -31,7 +31,7 @@ class ResNet9(ImageClassifier):
         image_size: int,
         num_classes: int,
         width: Sequence[int] = (24, 48, 96, 192),
-        **task: Any,
+        **classifier_options: Any,
     ) -> None:
         if not isinstance(width, Sequence) or len(width) != 4 or min(width) < 1:
             raise ValueError(f"width={width}: must be four whole numbers of at least 1, channels of convolutions")
@@ -51,7 +51,7 @@ class ResNet9(ImageClassifier):
                 logits=nn.Linear(four, num_classes),
             )
         )
-        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **classifier_options)
 
 
 class Residual(nn.Module):

@@ -31,7 +31,7 @@ from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 PATTERN = 1 << 16  # numbers in a test message
-BARRIER_SECONDS = 5.0  # time that ranks with a damaged sum wait for ranks that may not have one
+BARRIER_SECONDS = 5.0  # a rank with a damaged sum waits so long for the others; those with a right sum never come
 Digests = tuple[bytes, ...]  # hashes of a gradient, one for each parameter
 
 
@@ -46,6 +46,9 @@ class WrongGradient(WorkerFailed):
 class AuditHook(StepHook):
     """Chooses pieces, computes them again, and compares the results. All ranks make the same decisions.
 
+    The owner is the device that computes a piece in the step. The auditor is the device that computes it again. If
+    their results differ, all devices of the `Choice` compute the piece once more: owner, auditor and perhaps a third.
+
     Args:
         share: share of the steps with a piece that is computed again.
         seed: the run's seed.
@@ -59,9 +62,10 @@ class AuditHook(StepHook):
         self.share, self.seed, self.layout = share, seed, layout
         self.pieces = 0
         self.choice: Choice | None = None  # of the current step
-        self._start: dict[str, Tensor] = {}  # the module's buffers before the current step
-        self._first: Digests | None = None  # the owner's result; only on the owner's rank
-        self._right_up_to: dict[int, int] = {}  # by device: the step up to which its results were right
+        self._start_buffers: dict[str, Tensor] = {}  # the module's buffers before the current step
+        self._owner_digests: Digests | None = None  # the owner's result; None on other ranks
+        # by device: the number of steps after its last right result; without one, at the start of this process
+        self._good_steps: dict[int, int] = {}
         self._devices = range(layout.num_devices)
         self._local_devices = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
@@ -70,16 +74,16 @@ class AuditHook(StepHook):
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
         layout = step.data.assignment.layout_at(step.number)
-        self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, layout), None
-        self._right_up_to = self._right_up_to or dict.fromkeys(self._devices, step.number)
-        self._start = copy_buffers(step.module) if self.choice else {}
+        self.choice, self._owner_digests = choose_piece(self.share, self.seed, step.number, sizes, layout), None
+        self._good_steps = self._good_steps or dict.fromkeys(self._devices, step.number)
+        self._start_buffers = copy_buffers(step.module) if self.choice else {}
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
         if self.choice and self.choice.piece == micro_batch.piece:
-            self._first = digests([parameter.grad for parameter in trained_parameters(step.module)])
+            self._owner_digests = digests([parameter.grad for parameter in trained_parameters(step.module)])
 
     def after_passes(self, step: Step) -> None:
-        """Compare the two results, before the gradient is summed.
+        """Compute the chosen piece again and compare the two results, before the gradient is summed.
 
         Raises:
             WrongGradient: The results differ.
@@ -88,28 +92,27 @@ class AuditHook(StepHook):
             return
         piece, (owner, auditor, *_) = self.choice.piece, self.choice.devices
 
-        def computed(devices: Sequence[int]) -> list[tuple[int, Digests]]:
-            mine = [device for device in devices if device in self._local_devices]
-            return [(device, digests(self._compute_again(step, piece, device))) for device in mine]
+        def compute_locally(devices: Sequence[int]) -> list[tuple[int, Digests]]:
+            local_devices = [device for device in devices if device in self._local_devices]
+            return [(device, digests(self._compute_again(step, piece, device))) for device in local_devices]
 
-        first = [] if self._first is None else [(owner, self._first)]
-        results = _gather_flat(first + computed([auditor]))
+        local_result = [] if self._owner_digests is None else [(owner, self._owner_digests)]
+        results = _gather_flat(local_result + compute_locally([auditor]))
         one, other = (result for _, result in results)
         if one == other:
             self.pieces += 1
-            self._right_up_to |= dict.fromkeys((owner, auditor), step.number + 1)
+            self._good_steps |= dict.fromkeys((owner, auditor), step.number + 1)
             return
-        wrong, permanent = verdict(results + _gather_flat(computed(self.choice.devices)))
+        wrong, permanent = verdict(results + _gather_flat(compute_locally(self.choice.devices)))
         names = [name for name, p in step.module.named_parameters() if p.requires_grad]
-        odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
-        places = dict(
-            _gather_flat([(device, self._place(step.trainer, device)) for device in sorted(self._local_devices)])
-        )
-        who = " or ".join(places[device] for device in wrong)
-        what = join_names(odd, 1) + f" ({len(odd)} of {plural(len(names), 'tensor')})"
-        how = "twice" if permanent else "once; it was right the second time"
-        good_step = min(self._right_up_to[device] for device in wrong) if permanent else step.number
-        text = f"step {step.number + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
+        differing = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
+        local_names = [(device, self._name(step.trainer, device)) for device in sorted(self._local_devices)]
+        device_names = dict(_gather_flat(local_names))
+        suspects = " or ".join(device_names[device] for device in wrong)
+        tensors = join_names(differing, 1) + f" ({len(differing)} of {plural(len(names), 'tensor')})"
+        times = "twice" if permanent else "once; it was right the second time"
+        good_step = min(self._good_steps[device] for device in wrong) if permanent else step.number
+        text = f"step {step.number + 1}, piece {piece}: {suspects} computed a wrong gradient of {tensors}, {times}"
         text += f"; the step was not applied, and checkpoints up to step {good_step} are good"
         raise WrongGradient(text, suspects=tuple(wrong), last_good_step=good_step)
 
@@ -124,15 +127,15 @@ class AuditHook(StepHook):
 
     def _compute_again(self, step: Step, piece: int, device: int) -> Gradients:
         """Compute a piece again on a device of this process, with the buffers that the step began with."""
-        with restoring_module(step, self._start):
+        with restoring_module(step, self._start_buffers):
             step.compute(step.data.fetch_piece(step.batch, piece, device))
             return [parameter.grad for parameter in trained_parameters(step.module)]
 
-    def _place(self, trainer: Any, device: int) -> str:
+    def _name(self, trainer: Any, device: int) -> str:
         """Return the name of a device of this process for messages."""
         devices = getattr(trainer.strategy, "devices", [trainer.strategy.root_device])
-        name = "rank" if self.layout.replicas > 1 else "device"
-        return f"{name} {device} ({devices[device % len(devices)]} on {platform.node()})"
+        kind = "rank" if self.layout.replicas > 1 else "device"
+        return f"{kind} {device} ({devices[device % len(devices)]} on {platform.node()})"
 
 
 class LogAuditCount(Callback):
@@ -154,19 +157,20 @@ class Muted:
 
 
 @contextmanager
-def restoring_module(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
-    """Compute inside with the buffers `start`; restore the module, gradients and random state afterwards.
+def restoring_module(step: Step, start_buffers: dict[str, Tensor]) -> Iterator[None]:
+    """Set the module's buffers to `start_buffers` and its gradients to None for the body of a `with` statement.
 
-    Metrics and logs do not change either.
+    Afterwards buffers, gradients and random state are as before. In the body, the module logs nothing, and its metrics
+    are copies.
     """
     module, strategy = step.module, step.strategy
-    gradients, now, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
+    gradients, buffers, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(muted(module)):
-        restore_buffers(module, start)
+        restore_buffers(module, start_buffers)
         for parameter in module.parameters():
             parameter.grad = None
         yield
-    restore_buffers(module, now)
+    restore_buffers(module, buffers)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
 
@@ -189,32 +193,37 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
 
     If the sum is damaged on all ranks, each rank sends a test message to the next rank and to the one after that. A
     rank that sends or gets two damaged messages is at fault. With two ranks, either may be at fault. If the sum is
-    damaged on some ranks only, these return the error that they have.
+    damaged on some ranks only, these ranks return `damaged`.
+
+    Args:
+        damaged: the error of this rank.
+        step: number of the step, from 0; so many steps were applied before it.
+        device: the device of the test messages.
     """
-    if not barrier_with_timeout(f"a damaged sum in step {step}", BARRIER_SECONDS):
+    if not barrier_with_timeout(f"a damaged sum in step {step + 1}", BARRIER_SECONDS):
         return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern, wrong = torch.arange(PATTERN, device=device), []
-    for away in (1, 2)[: world - 1]:
-        source, got = (rank - away) % world, torch.zeros_like(pattern)
-        to = dist.P2POp(dist.isend, pattern.clone(), (rank + away) % world)
-        for work in dist.batch_isend_irecv([to, dist.P2POp(dist.irecv, got, source)]):
+    for distance in (1, 2)[: world - 1]:
+        source, received = (rank - distance) % world, torch.zeros_like(pattern)
+        send = dist.P2POp(dist.isend, pattern.clone(), (rank + distance) % world)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, source)]):
             work.wait()
-        wrong += [] if torch.equal(got, pattern) else [(source, rank)]
-    links = _gather_flat(wrong)
-    odd = tuple(end for end, count in Counter(end for link in links for end in link).items() if count > 1)
+        wrong += [] if torch.equal(received, pattern) else [(source, rank)]
+    links = _gather_flat(wrong)  # pairs (sender, receiver) of damaged messages
+    faulty = tuple(end for end, count in Counter(end for link in links for end in link).items() if count > 1)
     diagnosis = "test messages arrive undamaged"
-    if odd:
-        diagnosis = f"what rank {' or '.join(map(str, odd))} sends or gets is damaged again"
+    if faulty:
+        diagnosis = f"what rank {' or '.join(map(str, faulty))} sends or gets is damaged again"
     elif links:
         diagnosis = "what rank {} sends to rank {} is damaged again".format(*links[0])
-    suspects = odd or (links[0] if links else tuple(range(world)))
+    suspects = faulty or (links[0] if links else tuple(range(world)))
     return WrongGradient(f"{damaged}; {diagnosis}", suspects=suspects, last_good_step=step)
 
 
-def _gather_flat(mine: list[Any]) -> list[Any]:
+def _gather_flat(local_items: list[Any]) -> list[Any]:
     """Return the items of all ranks, in the order of ranks. Every rank must call it."""
-    return [each for part in gather_objects(mine) for each in part]
+    return [each for items in gather_objects(local_items) for each in items]
 
 
 def digests(gradients: Gradients) -> Digests:

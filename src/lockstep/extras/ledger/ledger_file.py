@@ -1,9 +1,11 @@
 """Write and read `ledger.jsonl`.
 
-A line is written after its checkpoint, which stores the line too. So the next start can repair the file: it adds a line
-that a kill prevented, and removes lines after the checkpoint from which the run continues. Weights can be reproduced on
-the same layout without `exact=true`, and on every layout with it. So the ledger does not need `exact=true`, and records
-the layout where the bits depend on it.
+A line holds hashes: of a checkpoint, of the samples since the line before, and of the line before. So somebody can
+train the run's steps again and compare. With `exact=true` the bits are the same on every layout. Without it they are
+the same on the run's own layout only, so the ledger then records the layout.
+
+A line is written after its checkpoint, which stores the line too. If a run is killed in between, the next start adds
+the missing line. It also removes lines after the checkpoint from which the run continues.
 """
 
 import hashlib
@@ -28,20 +30,23 @@ from lockstep.run.summary import weights_sha256
 LOG = logging.getLogger("lockstep")
 LEDGER_FILE = "ledger.jsonl"
 ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII
-MAX_BYTES = 1 << 28  # a larger file is refused as too long for a ledger; this is about half a million lines
+MAX_BYTES = 1 << 28  # about half a million lines; a larger file is refused as too long for a ledger
 # Keys of train.yaml that do not affect the bits of the weights. For the layout see `decisive_config`.
 NOT_DECISIVE = (
     *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
-# The parts of a checkpoint other than the weights that affect the next step. The last three are those of Lightning's
+# The keys of a checkpoint, other than the weights, that affect the next step. The last three are those of Lightning's
 # loss scaler and of EMA.
 STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
 
 
 class LedgerFile:
-    """Writes the file. Only rank zero has one. The thread that writes checkpoints calls its methods.
+    """Writes `ledger.jsonl`. Only rank zero has a LedgerFile. The thread that writes checkpoints calls its methods.
+
+    Keys of a line: `step` and `since` are the optimizer steps at its checkpoint and at the line before, and `before` is
+    the SHA-256 of the line before. docs/extras/ledger.md has all keys.
 
     Args:
         folder: the run's folder.
@@ -54,25 +59,27 @@ class LedgerFile:
     ) -> None:
         self._path = folder / LEDGER_FILE
         self._order = splits.order(config.layout, config.seed)
+        # the value of the key `about`, which the first line has, and each line after a change of it
         self._about: dict[str, Any] = {"config": decisive_config(config), "data": splits.fingerprint}
         self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
         # the ledger line that the resumed checkpoint stores; empty: none
         self._resumed_line: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
+        # the first line, if a new ledger begins
         self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
         self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
         self._last: dict[str, Any] | None = None  # the last line; None until the file is repaired
-        self._changed = False  # whether `_about` differs from the file
+        self._changed = False  # whether `_about` differs from the last `about` in the file
         self._begin = self._end = 0  # the last line's bytes in the file
 
     def before_write(self, checkpoint: dict[str, Any]) -> None:
         """Store in the checkpoint, under `ledger`, the line that `after_write` will append to the file."""
         previous, step = self.repair(), checkpoint["global_step"]
-        again = previous["step"] == step and not self._changed  # a second checkpoint of a step replaces the first
-        self._end = self._begin if again else self._end
-        since = previous["since"] if again else previous["step"]
-        previous_sha256 = previous["before"] if again else line_sha256(text_of(previous))
+        replaces = previous["step"] == step and not self._changed  # the line of a second checkpoint of the same step
+        self._end = self._begin if replaces else self._end
+        since = previous["since"] if replaces else previous["step"]
+        previous_sha256 = previous["before"] if replaces else line_sha256(text_of(previous))
         line = {"step": step, "since": since, "before": previous_sha256, **hashes(checkpoint)}
-        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._facts(again, previous)}
+        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._config_keys(replaces, previous)}
         self._last, self._changed = line, False
         checkpoint["ledger"] = text_of(line)
 
@@ -92,16 +99,17 @@ class LedgerFile:
         self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
         lines = read(self._path) if self._path.exists() else []
         resumed = parse_line(self._resumed_line) if self._resumed_line else {}
-        ends = [line for line in lines if line == self._resumed_line or line_sha256(line) == resumed.get("before")]
-        if resumed.get("step") == self._opening["step"] and ends:
-            valid_lines = lines[: lines.index(ends[-1]) + 1]
+        # the checkpoint's own line, and the one before it
+        last_two = [line for line in lines if line == self._resumed_line or line_sha256(line) == resumed.get("before")]
+        if resumed.get("step") == self._opening["step"] and last_two:
+            valid_lines = lines[: lines.index(last_two[-1]) + 1]
             valid_lines += [self._resumed_line] * (valid_lines[-1] != self._resumed_line)
             last_about: dict[str, Any] = next(
                 (about for line in reversed(valid_lines) if (about := parse_line(line).get("about"))), {}
             )
             self._changed = any(last_about.get(key) != value for key, value in self._about.items() if key != "data_dir")
         else:
-            opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
+            opening = {**self._opening, "before": None, **self._config_keys(False, {}, is_first=True)}
             valid_lines = [text_of(opening)]
             if self._opening["step"]:
                 LOG.warning(
@@ -112,29 +120,29 @@ class LedgerFile:
         self._last = parse_line(valid_lines[-1])
         return self._last
 
-    def _facts(self, again: bool, previous: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
-        """Return the config's hash, and `_about` if the file does not have it yet."""
-        facts: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
-        facts |= {"about": previous["about"]} if again and "about" in previous else {}
-        return {"config_sha256": config_sha256(self._about["config"]), **facts}
+    def _config_keys(self, replaces: bool, previous: Mapping[str, Any], is_first: bool = False) -> dict[str, Any]:
+        """Return a line's keys on the config: its hash, and `about` if the lines before do not have it."""
+        about: dict[str, Any] = {"about": self._about} if is_first or self._changed else {}
+        about |= {"about": previous["about"]} if replaces and "about" in previous else {}
+        return {"config_sha256": config_sha256(self._about["config"]), **about}
 
-    def _write(self, at: int, line: str) -> None:
-        """Write a line at byte `at`, and make it the last one of the file."""
+    def _write(self, start: int, line: str) -> None:
+        """Write a line at byte `start`, and make it the last one of the file."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise type(error)(error.errno, f"can't write ({error.strerror})", str(self._path)) from error
         with open(descriptor, "r+b") as file:
-            file.seek(at)
+            file.seek(start)
             file.truncate()
             file.write(f"{line}\n".encode(ENCODING))
-            self._begin, self._end = at, file.tell()
+            self._begin, self._end = start, file.tell()
             file.flush()
             os.fsync(file.fileno())
 
 
 class RepairLedger(Callback):
-    """Repairs the ledger at the end of a run that had nothing left to train and so wrote no checkpoint."""
+    """Repairs the ledger at the end of a run, also of one that had no step left and so wrote no checkpoint."""
 
     def __init__(self, ledger: LedgerFile) -> None:
         self.ledger = ledger
@@ -144,7 +152,7 @@ class RepairLedger(Callback):
 
 
 def decisive_config(config: Config) -> dict[str, Any]:
-    """Return the part of the resolved config that affects the weights' bits. Without `exact` it has the layout too."""
+    """Return the part of the resolved config that affects the weights' bits: the layout too, unless `exact=true`."""
     layout, record = config.layout, config.record
     decisive = {key: value for key, value in record.items() if key not in NOT_DECISIVE}
     callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
@@ -166,7 +174,7 @@ def decisive_config(config: Config) -> dict[str, Any]:
 
 
 def _may_change(name: str, options: Mapping[str, Any]) -> bool:
-    """Check whether a callback may change the weights: its class has no `changes_weights = False`."""
+    """Check whether a callback may change the weights. It may not if its class has `changes_weights = False`."""
     target = locate(f"callbacks.{name}._target_", str(options.get("_target_")))
     return bool(getattr(target, "changes_weights", True))
 
@@ -196,8 +204,8 @@ def parse_line(line: str) -> dict[str, Any]:
         content = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    whole = isinstance(content, dict) and all(type(content.get(key)) is int for key in ("step", "since"))
-    return content if whole and isinstance(content.get("about", {}), dict) else {}
+    valid = isinstance(content, dict) and all(type(content.get(key)) is int for key in ("step", "since"))
+    return content if valid and isinstance(content.get("about", {}), dict) else {}
 
 
 def text_of(line: Mapping[str, Any]) -> str:
@@ -213,7 +221,7 @@ def config_sha256(config: Mapping[str, Any]) -> str:
 
 
 def samples_sha256(order: DataOrder, since: int, step: int) -> str:
-    """Return the SHA-256 over the sample ids, int64, of the optimizer steps after `since` up to `step`, in order."""
+    """Return the SHA-256 of the sample ids, int64, of the steps after step count `since` and up to `step`, in order."""
     sha256 = hashlib.sha256()
     for position in map(order.position, range(since, step)):
         sha256.update(order.step(*position).astype("<i8").tobytes())
@@ -223,18 +231,19 @@ def samples_sha256(order: DataOrder, since: int, step: int) -> str:
 def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of a checkpoint: of its weights, and of the other state that affects the next step.
 
-    That state is the optimizer's, the schedule's and the late gradients.
+    That state is the optimizer's, the schedule's and others of STATE, and gradients of earlier steps that are not
+    applied yet (`GradientSum.waiting`).
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
     state = {name: checkpoint[name] for name in STATE if name in checkpoint}
     state["waiting"] = loop.get("gradients", {}).get("waiting", [])
     sha256 = hashlib.sha256()
-    for part in _parts(state):
+    for part in _identifying_bytes(state):
         sha256.update(part)
     return {"weights_sha256": weights_sha256(checkpoint["state_dict"]), "optimizer_sha256": sha256.hexdigest()}
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _identifying_bytes(value: Any) -> Iterator[Any]:
     """Yield bytes that identify a value, for a hash."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{list(value.shape)}".encode()
@@ -243,10 +252,10 @@ def _parts(value: Any) -> Iterator[Any]:
         yield f"{{{len(value)}".encode()
         for key in sorted(value, key=str):
             yield f"{key}:".encode()
-            yield from _parts(value[key])
+            yield from _identifying_bytes(value[key])
     elif isinstance(value, list | tuple):
         yield f"[{len(value)}".encode()
         for part in value:
-            yield from _parts(part)
+            yield from _identifying_bytes(part)
     else:
         yield f"{value!r};".encode()

@@ -2,10 +2,10 @@
 
 Every process runs the module's own `training_step` on every piece, up to its call of `self(x)`. There, the first stage
 computes from `x` and sends its output to the next stage. Each later stage computes from what it receives. The last
-stage, on rank zero, continues to the loss. The other processes leave their `training_step` at this call. When they
-have received the last stage's output, they run `training_step` again, with this output in place of the forward pass,
-so every rank has the losses, metrics and logs. In the backward pass, gradients are sent the other way: an autograd
-node at the end of a stage receives the gradient, and another at its beginning sends one.
+stage, on rank zero, sends its output to all processes and continues to the loss. The other processes leave their
+`training_step` at the call. Later they run it a second time, with gradients disabled. This time `self(x)` returns the
+last stage's output, so every rank has the losses, metrics and logs. In the backward pass, gradients are sent the other
+way: an autograd node at the end of a stage receives the gradient, and another at its beginning sends one.
 
 The schedule is 1F1B (Narayanan et al., PipeDream, 2019). A stage with r stages after it starts with r forward passes,
 and then alternates between forward and backward passes. So it stores the activations of r + 1 pieces, however many
@@ -37,10 +37,10 @@ from lockstep.step.network_parts import contents, parts_of
 from lockstep.step.strategy import Action, PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
-TIMED_PASSES = 3  # the fastest of these counts
+TIMED_PASSES = 3  # a part's time is its shortest in so many passes
 HEADER = 1 << 13  # bytes for a tensor's dtype, shape and strides, and the generators' states (5,056 on the host)
 MAX_IN_FLIGHT = 2  # most unfinished sends to one rank
-ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd reach both ends of a frozen stage, too
+ANCHOR = torch.zeros((), requires_grad=True)  # has a gradient, so autograd reaches both ends of a frozen stage
 
 
 class StagedStrategy(PieceStrategy, DDPStrategy):
@@ -49,7 +49,8 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     Parameters of other stages keep their names and shapes, and their values are nan.
 
     Args:
-        split: numbers or names of the parts with which the second and later stages begin; empty: cut by measured time.
+        split: numbers or names of the parts with which the second and later stages begin; empty: the
+            parts' time is measured, and the slowest stage is as fast as possible.
 
     Attributes:
         waited: seconds that this process has waited for other stages.
@@ -62,10 +63,10 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         self.waited = 0.0
         self._split = split
         self._stage: Any = None
-        self._first = False
+        self._is_first_stage = False
         self._rank_of: dict[int, int] = {}  # by id of a parameter, buffer or layer
-        self._names: dict[str, int] = {}  # by name of a parameter or buffer
-        self._sends: dict[int, deque[Any]] = defaultdict(deque)
+        self._rank_of_name: dict[str, int] = {}  # by name of a parameter or buffer
+        self._sends: dict[int, deque[Any]] = defaultdict(deque)  # unfinished sends, by the rank that receives
         self._group_back: Any = None  # the process group for sends towards the first stage
         self._step = ""  # the name of the module's step method that is running
         self._calls = 0  # calls of forward() in it
@@ -73,13 +74,13 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     # --- the cut ---
 
     def setup(self, trainer: pl.Trainer) -> None:
-        Strategy.setup(self, trainer)  # without DDP
+        Strategy.setup(self, trainer)  # that of DDPStrategy would wrap the module for DDP
 
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
             self._cut(model)
-            self.repeats_training_step = self.global_rank > 0
-            self._first = self.global_rank == self.world_size - 1
+            self.has_last_stage = self.is_global_zero
+            self._is_first_stage = self.global_rank == self.world_size - 1
             self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
         return model
@@ -97,7 +98,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             raise UserError(f"{wrong}: it needs {needs} (docs/extras/pipeline.md)")
         if len(parts) < stages:
             raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts for {stages} stages: use fewer devices")
-        seconds = self.broadcast(self._measured(model, parts))
+        seconds = self.broadcast(self._measure_parts(model, parts))
         starts = stage_starts(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
         for rank, start, end in zip(reversed(range(stages)), [0, *starts], [*starts, len(parts)], strict=True):
             stage = nn.Sequential(*parts[start:end])
@@ -108,7 +109,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             self._rank_of |= dict.fromkeys(map(id, contents(stage)), rank)
             if rank == self.global_rank:
                 self._stage = stage
-        self._names = {name: self._owner(value) for name, value in model.state_dict(keep_vars=True).items()}
+        self._rank_of_name = {name: self._owner(value) for name, value in model.state_dict(keep_vars=True).items()}
         for layer in model.modules():
             if isinstance(layer, Metric):  # every rank gets all samples
                 layer.distributed_available_fn = lambda: False
@@ -122,32 +123,32 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         if self.is_global_zero:
             LOG.info("%d parts, stages begin with part %s", len(parts), ", ".join(map(str, [0, *starts])))
 
-    def _measured(self, model: Any, parts: list[nn.Module]) -> list[float]:
-        """Return the seconds that each part takes for a piece.
+    def _measure_parts(self, model: Any, parts: list[nn.Module]) -> list[float]:
+        """Return the seconds that the forward pass of each part takes for a piece.
 
         Raises:
-            UserError: The parts one after the other don't give the result of `forward`.
+            UserError: The parts, called one after the other, don't give the result of `forward`.
         """
         modes = [(layer, layer.training) for layer in model.modules()]
         model.eval()
-        seconds, why = [math.inf] * len(parts), ""
+        seconds, reason = [math.inf] * len(parts), ""
         with torch.no_grad(), self.precision_plugin.forward_context():
             x = y = self._example(model)
             wanted = model.forward(x.clone())
             try:
                 for _ in range(TIMED_PASSES):
                     y = x.clone()
-                    for at, part in enumerate(parts):
+                    for index, part in enumerate(parts):
                         start = time.perf_counter()
                         y = part(y)
                         if x.is_cuda:
                             torch.cuda.synchronize()
-                        seconds[at] = min(seconds[at], time.perf_counter() - start)
+                        seconds[index] = min(seconds[index], time.perf_counter() - start)
             except Exception as error:
-                why = f" (part {at}: {str(error).splitlines()[0]})"
+                reason = f" (part {index}: {str(error).splitlines()[0]})"
         same = isinstance(wanted, Tensor) and wanted.shape == y.shape
-        if why or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
-            what = f"the parts of {type(model).__name__} in order don't give the result of its forward(){why}"
+        if reason or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
+            what = f"the parts of {type(model).__name__} in order don't give the result of its forward(){reason}"
             raise UserError(f"strategy=pipeline: {what}: stages() must return all parts, in order")
         for layer, training in modes:
             layer.training = training
@@ -161,6 +162,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         return self.call(name, *args[: len(signature(getattr(model, name)).parameters)])
 
     def _owner(self, thing: Any) -> int:
+        """Return the rank whose stage has a parameter, buffer or layer; 0 if no stage has it."""
         return self._rank_of.get(id(thing), 0)
 
     def holds(self, thing: Any) -> bool:
@@ -169,27 +171,27 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     # --- passes ---
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of 1F1B: a stage with r stages after it is r pieces ahead."""
+        """Yield the passes of 1F1B: a stage with r stages after it runs r forward passes ahead."""
         count = len(micro_batches)
-        ahead = min(self.global_rank, count)
+        pieces_ahead = min(self.global_rank, count)
         for index in range(count):
             yield Action.FORWARD, index
-            if index >= ahead:
-                yield Action.BACKWARD, index - ahead
-        for index in range(count - ahead, count):
+            if index >= pieces_ahead:
+                yield Action.BACKWARD, index - pieces_ahead
+        for index in range(count - pieces_ahead, count):
             yield Action.BACKWARD, index
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step method of the module.
 
-        On a stage before the last, `training_step` returns the tensor that starts its backward pass. With gradients
-        disabled it returns the step's real outputs.
+        In the first run of `training_step` on a stage before the last, return the tensor from which this stage's
+        backward pass starts. In the second run, with gradients disabled, return what the method returns.
         """
         self._step, self._calls = name, 0
         try:
             output = getattr(proxy(self.lightning_module, _StagedForward), name)(*args, **kwargs)
-        except _StepLeft as left:
-            return left.args[0]
+        except _StepLeft as error:
+            return error.args[0]
         if not self._calls:
             raise UserError(f"strategy=pipeline: {name} called no self(x): it must call self(x), not single layers")
         return output
@@ -209,13 +211,13 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     def _train(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # the second run: the last stage has computed this piece
             return self.receive(0)
-        y: Tensor = self._stage(x if self._first else _Receive.apply(ANCHOR, self))
+        y: Tensor = self._stage(x if self._is_first_stage else _Receive.apply(ANCHOR, self))
         if self.global_rank:
             raise _StepLeft(_Send.apply(y, ANCHOR, self))
         return self._send_to_all(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
-        y: Tensor = self._stage(x if self._first else self.receive(self.global_rank + 1))
+        y: Tensor = self._stage(x if self._is_first_stage else self.receive(self.global_rank + 1))
         if not self.global_rank:
             return self._send_to_all(y)
         self.send(y, self.global_rank - 1)
@@ -228,29 +230,30 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     # --- sending and receiving ---
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor with its memory layout, which affects the rounding of kernels, and the generators' states.
+    def send(self, tensor: Tensor, receiver: int) -> None:
+        """Send a tensor, its memory layout and the states of the random generators to the rank `receiver`.
 
-        The next stage's layers continue the random numbers from these states.
+        The memory layout affects the rounding of kernels. The next stage's layers continue the random numbers.
         """
         if not tensor.is_floating_point():
             raise UserError(
                 f"strategy=pipeline: {tensor.dtype} from a stage has no gradient: use another strategy.split=[...]"
             )
-        once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-        stored = once if dense(once) else once.contiguous()
-        strides = [old and new for old, new in zip(tensor.stride(), stored.stride(), strict=True)]
+        # of an expanded dimension (stride 0), one element is sent
+        unexpanded = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+        stored = unexpanded if dense(unexpanded) else unexpanded.contiguous()
+        strides = [new if old else 0 for old, new in zip(tensor.stride(), stored.stride(), strict=True)]
         states = [generator.get_state().numpy() for generator in generators(self.root_device)]
         header = bytearray(pickle.dumps((tensor.dtype, tensor.shape, strides, states)).ljust(HEADER))
-        group = self._group_back if to > self.global_rank else None
-        parts = torch.frombuffer(header, dtype=torch.uint8), _flat(stored)
-        self._sends[to].append([(dist.isend(part, to, group), part) for part in parts])
-        while len(self._sends[to]) > MAX_IN_FLIGHT:
-            for work, _ in self._sends[to].popleft():
+        group = self._group_back if receiver > self.global_rank else None
+        messages = torch.frombuffer(header, dtype=torch.uint8), _flat(stored)
+        self._sends[receiver].append([(dist.isend(message, receiver, group), message) for message in messages])
+        while len(self._sends[receiver]) > MAX_IN_FLIGHT:
+            for work, _ in self._sends[receiver].popleft():
                 work.wait()
 
     def receive(self, source: int) -> Tensor:
-        """Wait for a tensor from rank `source` and return it. Take over the generators' states that come with it."""
+        """Wait for a tensor from rank `source` and return it. Set the random generators to the states sent with it."""
         began = time.perf_counter()
         group = self._group_back if source < self.global_rank else None
         header = torch.empty(HEADER, dtype=torch.uint8)
@@ -265,14 +268,14 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     # --- over all stages ---
 
-    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
-        parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), local_values), parts)
-        return {key: value for part in parts or [local_values] for key, value in part.items()}
+    def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
+        dicts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
+        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), local_values), dicts)
+        return {key: value for values in dicts or [local_values] for key, value in values.items()}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return {**state, **self.gather_parts(self._select_local(state))}
+        return {**state, **self.gather_dicts(self._select_local(state))}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         local_state = self._select_local(checkpoint["state_dict"])  # before the cut this is the whole state
@@ -280,11 +283,11 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     def _select_local(self, state: Mapping[str, Any]) -> dict[str, Any]:
         rank = self.global_rank
-        return {name: value for name, value in state.items() if self._names.get(name, rank) == rank}
+        return {name: value for name, value in state.items() if self._rank_of_name.get(name, rank) == rank}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         state = self._select_local_state(optimizer, super().optimizer_state(optimizer))
-        return {**state, "state": dict(sorted(self.gather_parts(state["state"]).items()))}
+        return {**state, "state": dict(sorted(self.gather_dicts(state["state"]).items()))}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = map(self._select_local_state, self.optimizers, checkpoint["optimizer_states"])
@@ -309,7 +312,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
 
 class _StagedForward:
-    """Methods of the module's proxy: `forward` passes all stages."""
+    """Methods of the module's proxy: `forward` runs the strategy's `forward`, which passes all stages."""
 
     trainer: Any
 
@@ -357,7 +360,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _StepLeft(BaseException):
-    """Leaves a step method at its call of `forward`, with a tensor. No `except Exception` there catches it."""
+    """Leaves a step method at its call of `forward`, with a tensor. An `except Exception` in it does not catch this."""
 
 
 def _refuse(name: str, _: Tensor) -> None:
@@ -382,10 +385,10 @@ def stage_starts(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[
         stages: number of stages.
 
     Raises:
-        UserError: A part does not exist, their number does not fit the stages, or they are out of order.
+        UserError: A part does not exist, or the number or the order of the parts is wrong.
     """
-    paths = {id(layer): name for name, layer in module.named_modules()}
-    names = [paths.get(id(part), str(at)).rpartition(".")[2] for at, part in enumerate(parts)]
+    dotted_names = {id(layer): name for name, layer in module.named_modules()}
+    names = [dotted_names.get(id(part), str(at)).rpartition(".")[2] for at, part in enumerate(parts)]
     setting = f"strategy.split=[{','.join(map(str, split))}]"
     if unknown := [part for part in split if part not in names and part not in range(len(parts))]:
         raise UserError(
@@ -401,16 +404,19 @@ def balanced(seconds: Sequence[float], stages: int) -> list[int]:
     """Return the parts with which the second and later stages begin, so that the slowest stage is as fast as possible.
 
     Args:
-        seconds: time of each part.
+        seconds: measured seconds of each part.
         stages: number of stages.
     """
 
     @cache
-    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Return the time of the slowest of `left` stages over the parts from `start` on, and their first parts."""
-        if left == 1:
+    def best(start: int, count: int) -> tuple[float, tuple[int, ...]]:
+        """Cut the parts from `start` on into `count` stages.
+
+        Return the time of the slowest stage, and the first parts of the second and later stages.
+        """
+        if count == 1:
             return sum(seconds[start:]), ()
-        cuts = ((cut, best(cut, left - 1)) for cut in range(start + 1, len(seconds) - left + 2))
+        cuts = ((cut, best(cut, count - 1)) for cut in range(start + 1, len(seconds) - count + 2))
         return min((max(sum(seconds[start:cut]), slowest), (cut, *later)) for cut, (slowest, later) in cuts)
 
     return list(best(0, stages)[1])
