@@ -25,6 +25,7 @@ from hypothesis import settings
 from omegaconf import OmegaConf
 
 from lockstep.config import check as config_check
+from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
 
@@ -120,7 +121,7 @@ def template(folder: Path) -> Path:
 
 def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
     """What a program is given."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         raw: Any = OmegaConf.to_container(compose(page, list(overrides)), resolve=True)
     return {str(key): value for key, value in raw.items()}
 

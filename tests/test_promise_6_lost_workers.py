@@ -62,7 +62,7 @@ def test_what_was_killed_leaves_no_temporary_files(run_train: Program) -> None:
     """Nor do its loader processes: the next run on the machine removes their sockets, too."""
     with tempfile.TemporaryDirectory() as folder:  # of a short name
         process = run_train.start(*JOB, "num_workers=1", env={"TMPDIR": folder})
-        wait_for(lambda: [*Path(folder).glob("lockstep_*/pymp-*/listener-*")], process)
+        wait_for(lambda: [*Path(folder).glob("lockstep_*/pymp-*/*")], process)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         time.sleep(1)  # what is younger may be about to be locked

@@ -18,17 +18,23 @@ class CheckedSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         from lockstep.launch.environment import environment
-        from lockstep.run.lock import lock_folder
+        from lockstep.run.cli import BAD_INPUT, remove_refused_folder
+        from lockstep.run.lock import FolderBusy, lock_folder
         from lockstep.run.sweeps import check_jobs, report_failed_jobs
 
         assert self.config is not None
         assert self.hydra_context is not None
-        HydraConfig.instance().set_config(self.config)  # where the sweep's folder is, should it be refused
+        HydraConfig.instance().set_config(self.config)  # the checks read the overrides there; Hydra 1.4 sets it itself
         folder = Path(self.config.hydra.sweep.dir)
-        with lock_folder(folder, environment().rank == 0):
-            arguments = check_jobs(self.config, self.hydra_context, arguments)
-            with report_failed_jobs(folder):
-                return super().sweep(arguments)
+        try:
+            with lock_folder(folder, environment().rank == 0):
+                arguments = check_jobs(self.config, self.hydra_context, arguments)
+                with report_failed_jobs(folder):
+                    return super().sweep(arguments)
+        except BAD_INPUT as refused:
+            if environment().rank == 0 and not isinstance(refused, FolderBusy):
+                remove_refused_folder(folder)
+            raise
 
 
 class JobLauncher(BasicLauncher):

@@ -25,6 +25,7 @@ from lockstep.config.arguments import (
     search_path_override,
     split_flags,
 )
+from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
@@ -263,7 +264,7 @@ def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
     single = [argument for argument in command_line.overrides if not is_sweep(argument)]
     if command_line.config_dir:
         single += search_path_override([os.path.abspath(command_line.config_dir)])
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         return compose(config_name, overrides=single)
 
 

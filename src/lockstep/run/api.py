@@ -18,6 +18,7 @@ from omegaconf import OmegaConf, open_dict
 
 from lockstep.checkpoint import resume
 from lockstep.config.arguments import check_arguments, quote_path
+from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.config.value_checks import ROOT, show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
@@ -74,7 +75,7 @@ def _compose_config(overrides: Sequence[str], for_command: bool = False) -> tupl
     try:
         cli.register_folder()
         task = resume.expand_resume(check_arguments(list(overrides)), "train")
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
             cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
         folder = ""
         if for_command:

@@ -28,6 +28,7 @@ from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
 from lockstep.config import arguments, portable, value_checks
 from lockstep.config.arguments import check_arguments
+from lockstep.config.hydra_versions import VERSION_BASE, register_resolver
 from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
@@ -160,7 +161,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
             portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(run_job)()
+        hydra.main(**VERSION_BASE, config_path=str(ROOT / "conf"), config_name=config_name)(run_job)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         requeue_line = slurm.requeue() if code == 143 else None
@@ -171,11 +172,6 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
     except Exception as refused:  # of Hydra or of the check of a sweep, before any job; or a job's folder is busy
         raised[:] = [refused]
         failure_code = REFUSED
-        sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        is_bad_input = isinstance(refused, BAD_INPUT)
-        belongs_to_another = isinstance(refused, lock.FolderBusy)
-        if sweeping and is_bad_input and not belongs_to_another and environment().rank == 0:
-            remove_refused_folder(Path(HydraConfig.get().sweep.dir))
     if not raised:
         return 0, ""
     (error,) = raised
@@ -249,7 +245,7 @@ def remove_refused_folder(folder: Path) -> None:
 
 def register_folder() -> None:
     """Register the resolver `folder` of conf/hydra/default.yaml, which names the folder of a new run."""
-    OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)
+    register_resolver("folder", _folder)
 
 
 def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
