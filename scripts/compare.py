@@ -8,19 +8,22 @@ shown but does not affect the order. If all models name another metric as `monit
 Notes below the table name the rows that took the same steps on different layouts.
 
 For runs with data.folds a second table has the mean over the folds, their standard deviation, and the score of all
-validation samples as one set. Folds that do not belong together are refused.
+validation samples as one set. Runs whose folds are of different splits (data.folds, data.split_seed) are refused. So
+are two completed runs of the same fold, folds of different numbers of samples, and incomplete sets of folds that have
+no fold in common: they are probably one set, in which a setting or the seed differs by mistake.
 
 If rows have several seeds, another table has the difference of each row from the first one, and whether the difference
 is larger than the noise. Rows with the same seeds are compared seed by seed.
 
 The tables are printed. They are also written, with plots of loss, accuracy and speed, as compare.md and compare.json.
-The folder for these files is `compare` in the given folder, or in the parent of several; `--to` names another.
+The folder for these files is `compare` in the given folder, or in the folder that contains all given ones; `--to`
+names another.
 
 `--by lr` adds a table and a plot of test accuracy by the values of lr. Each combination of values of the other keys is
 a column of the table and a line of the plot; combinations with a single value of lr are left out.
 
-Two run folders are compared in detail instead, down to the bits of their weights; `--why` finds the first step and the
-first layer at which they differ, and the cause.
+Two run folders get no table: they are compared in detail, down to the bits of their weights. `--why` finds the first
+step and the first layer at which the two runs differ, and the cause.
 
 Exit codes: 0 compared, 2 bad input.
 """
@@ -44,7 +47,7 @@ from comparison import noise, pair
 from comparison.folds import CrossValidation, cross_validations
 from comparison.runs import (
     Group,
-    Lines,
+    PlotLines,
     Run,
     brief,
     find_runs,
@@ -93,13 +96,13 @@ def main() -> int:
     return 0
 
 
-def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
+def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> None:
     """Print and write the tables, best rows first, and draw the plots.
 
     Args:
         folders: folders with runs.
         key: the key of `--by`.
-        to: the folder to write to; None: `compare` in the folder that has all `folders`.
+        output: the folder to write to; None: `compare` in the folder that contains all `folders`.
 
     Raises:
         UserError: there is nothing to compare.
@@ -108,8 +111,8 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     metric, mode = followed_metric(groups)
     groups.sort(key=partial(sort_key, metric=metric, mode=mode), reverse=True)
     validations = cross_validations(groups)
-    differences = noise.differences_from_first(without_same_steps(groups), metric)
-    lines = scores_by_key(groups, key) if key else {}
+    differences = noise.differences_from_first(first_and_different(groups), metric)
+    plot_lines = scores_by_key(groups, key) if key else {}
     root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
     rows = [{"folder": folder_names(group, root), **group.row(metric)} for group in groups]
     notes = [best_note(groups, root, metric, mode), *same_steps_notes(groups, root), *left_out_notes(groups, len(runs))]
@@ -118,19 +121,19 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     text += "\n\n" + "\n".join([f"folder: relative to {os.path.relpath(root)}", caption, *filter(None, notes)]) + "\n"
     text += folds_text(validations, metric) + noise_text(groups, differences)
     if key:
-        text += f"\n{table_by_key(lines, key)}\n"
+        text += f"\n{table_by_key(plot_lines, key)}\n"
     print(text)
 
-    folder = to or root / "compare"
+    folder = output or root / "compare"
     folder.mkdir(parents=True, exist_ok=True)
     from comparison.charts import draw_by_key, draw_plots  # matplotlib takes a second
 
-    plots = draw_plots(groups, folder) + ([draw_by_key(lines, key, folder)] if key else [])
+    plots = draw_plots(groups, folder) + ([draw_by_key(plot_lines, key, folder)] if key else [])
     (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
         row["cross_validation"] = [each.row(metric) for each in validations if each.runs[0] in group.runs]
-        row["noise"] = {name: asdict(difference) for differing, name, difference in differences if differing is group}
+        row["noise"] = {name: asdict(difference) for other, name, difference in differences if other is group}
     (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n")
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
@@ -182,7 +185,7 @@ def same_steps_notes(groups: Sequence[Group], root: Path) -> list[str]:
     for members in same_steps(groups):
         rows = " and ".join(f"{folder_names(group, root)} ({group.layout_name})" for group in members)
         exact = members[0].layout("exact")
-        if len({group.weights_sha256 for group in members}) == 1:
+        if len({group.hashes_by_run for group in members}) == 1:
             sentences.append(f"{rows} took the same steps, to the same bits of the weights.")
         elif exact:
             sentences.append(
@@ -226,8 +229,8 @@ def folds_text(validations: Sequence[CrossValidation], metric: str) -> str:
     lines = [f"\nCross-validation with {validations[0].folds} folds: scores of the weights at the end of training\n"]
     lines += [table([each.row(metric) for each in validations]), ""]
     lines += [f"val {metric}, val loss: means over the folds; +-: their standard deviations over the folds"]
-    samples = {f"{sum(each.sizes):,}" for each in validations if each.sizes and not each.missing}
-    for count in samples:
+    counts = {f"{sum(each.sizes):,}" for each in validations if each.sizes and not each.missing}
+    for count in counts:
         lines += [f"out-of-fold: all {count} samples as one set, each predicted by the run that was not trained on it"]
     for each in validations:
         if each.missing:
@@ -236,16 +239,23 @@ def folds_text(validations: Sequence[CrossValidation], metric: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def without_same_steps(groups: Sequence[Group]) -> list[Group]:
-    """Return the first group and those that took other steps. The same steps have the same results up to rounding."""
+def first_and_different(groups: Sequence[Group]) -> list[Group]:
+    """Return the first group, and the groups whose steps differ from the first one's.
+
+    Groups that took the same steps have the same results up to rounding, so there is no difference to test.
+    """
     same = next((members for members in same_steps(groups) if groups[0] in members), [])
     return [group for group in groups if group is groups[0] or group not in same]
 
 
 def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, noise.Difference]]) -> str:
-    """Return the table of the differences from the first row, or which runs it needs. It is empty for a single row."""
+    """Return the table of the differences from the first row.
+
+    If no row can be compared, because rows have a single run, return a sentence that asks for more seeds. Return an
+    empty string if fewer than two rows with different steps have a completed run.
+    """
     if not differences:
-        if sum(bool(group.completed) for group in without_same_steps(groups)) < 2:
+        if sum(bool(group.completed) for group in first_and_different(groups)) < 2:
             return ""
         return (
             "one run of a row does not show whether a difference is larger than the noise: train several seeds "
@@ -272,16 +282,16 @@ def noise_text(groups: Sequence[Group], differences: Sequence[tuple[Group, str, 
     return "\n".join(lines) + "\n"
 
 
-def table_by_key(lines: Lines, key: str) -> str:
-    """Return a table with a row for each value of the key and a column for each line."""
+def table_by_key(plot_lines: PlotLines, key: str) -> str:
+    """Return a table with a row for each value of the key and a column for each line of the plot."""
 
     def cell(scores: Sequence[float]) -> str:
         spread = f" +- {stdev(scores):.4f}" if len(scores) > 1 else ""
         return f"{fmean(scores):.4f}{spread}" if scores else ""
 
-    values = sorted({value for points in lines.values() for value in points})
-    rows = ([brief(value), *(cell(points.get(value, [])) for points in lines.values())] for value in values)
-    return markdown([key, *lines], rows)
+    values = sorted({value for points in plot_lines.values() for value in points})
+    rows = ([brief(value), *(cell(points.get(value, [])) for points in plot_lines.values())] for value in values)
+    return markdown([key, *plot_lines], rows)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 The file includes normalisation. Its input is decoded images, uint8 [n, channels, size, size] for any n. Its output is
 float32 and depends on the task of the data: probabilities of the classes or labels, [n, classes]; values, [n, values];
-or probabilities of the classes of each pixel, [n, classes, size, size]. The program reads the file again and compares
-its output with that of the model. It also writes model.json: class names, shape, and the largest difference.
+or probabilities of the classes of each pixel, [n, classes, size, size]. In an ONNX file the input is named `images`,
+and the output `probabilities` or `values`. The program reads the file again and compares its output with that of the
+model. It also writes model.json: class names, shape, and the largest difference.
 """
 
 import importlib.util
@@ -31,14 +32,14 @@ from lockstep.run import cli
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
 TOLERANCE = 1e-5  # largest allowed difference: absolute for outputs up to 1, relative above
-# The function that turns what the model's `forward` returns into the output of the file, by the task of the data.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "classification": partial(torch.softmax, dim=1),
-    "multi_label": torch.sigmoid,
-    "regression": lambda values: values,
-    "segmentation": partial(torch.softmax, dim=1),
+# By the task of the data: the name of the output, and the function that computes it from what `forward` returns.
+OUTPUTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "classification": ("probabilities", partial(torch.softmax, dim=1)),
+    "multi_label": ("probabilities", torch.sigmoid),
+    "regression": ("values", lambda values: values),
+    "segmentation": ("probabilities", partial(torch.softmax, dim=1)),
 }
-BATCH_SIZES = (1, 2, 7)  # of the comparison
+BATCH_SIZES = (1, 2, 7)  # batch sizes at which the outputs are compared
 ONNX_PACKAGES = ("onnx", "onnxscript")
 
 
@@ -54,7 +55,8 @@ class Deployed(nn.Module):
 
     def __init__(self, net: nn.Module, spec: Spec) -> None:
         super().__init__()
-        self.net, self.activation = net, ACTIVATIONS[spec.task]
+        self.net = net
+        self.output_name, self.activation = OUTPUTS[spec.task]
         mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (spec.mean, spec.std))
         self.register_buffer("scale", (1 / (255 * std)).float())
         self.register_buffer("shift", (-mean / std).float())
@@ -114,7 +116,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
 
 def changes_images(module: pl.LightningModule, spec: Spec) -> bool:
     """Check whether the module's own `on_after_batch_transfer` changes images outside training."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide the devices that a Trainer logs
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hide the list of devices that a Trainer logs
     logs.hide_harmless_warnings()
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
@@ -130,7 +132,7 @@ def write_torch(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tens
     return torch.export.load(path).module()
 
 
-def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
+def write_onnx(model: Deployed, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
     """Write the file with torch's ONNX exporter. Return it as a function of images.
 
     The function is onnx's reference evaluator.
@@ -140,7 +142,7 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tenso
         (example,),
         path,
         input_names=["images"],
-        output_names=["probabilities"],
+        output_names=[model.output_name],
         dynamic_shapes={"images": {0: torch.export.Dim("n", min=1)}},
         external_data=False,
         dynamo=True,

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BRANCH = "lockstep"
 COPIED = ("conf", "src", "scripts", "Makefile", "pyproject.toml", "requirements.lock", ".gitignore")
 LEFT_OUT = ("scripts/lab", "scripts/new_project.py")
-TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # targets of the Makefile that need what is left out
+TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # Makefile targets that need files left out
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
 
 import pytest
@@ -66,12 +66,12 @@ def check_name(name: str) -> None:
     """Check that src/ can have a module of this name.
 
     Raises:
-        Refused: it is no module's name, or a module has it already.
+        Refused: a module can't have this name, or there is a module of this name already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise Refused(f"{name or 'NAME'}: must be a module's name: lower-case letters, digits and _, such as dogs")
-    taken = sys.stdlib_module_names | {"lockstep", "project", "train", "evaluate", "predict", "common"}
-    if name in taken or importlib.util.find_spec(name) is not None:
+    used_names = sys.stdlib_module_names | {"lockstep", "project", "train", "evaluate", "predict", "common"}
+    if name in used_names or importlib.util.find_spec(name) is not None:
         raise Refused(f"{name}: a module of this name exists already: choose another name")
 
 
@@ -89,12 +89,12 @@ def write(name: str, folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copy(ROOT / "LICENSE", folder / "src" / "lockstep" / "LICENSE")
     (folder / "src" / "project").rename(folder / "src" / name)
-    renamed = [
+    files_naming_project = [
         *(folder / "src" / name).rglob("*.py"),
         *(folder / "src").glob("*.py"),
         *(folder / "conf").rglob("*.yaml"),
     ]
-    for path in renamed:
+    for path in files_naming_project:
         _replace(
             path, (r"\b((?:from|import) )project\b", rf"\g<1>{name}"), (r"\bproject\.(?=[a-z_]+\.?\w)", f"{name}.")
         )
@@ -115,8 +115,8 @@ def write(name: str, folder: Path) -> None:
     _replace(
         folder / "Makefile",
         (rf"(?m)^(?:{targets}):.*\n(?:\t.*\n)*\n?", ""),
-        (r"(?m)^\.PHONY:.*$", lambda line: re.sub(rf" (?:{targets})(?= |$)", "", line[0])),
-        (r"(?m)^\t.*extras_of_the_core.*\n", ""),  # a check of `make lint` that is a file of tests/
+        (r"(?m)^\.PHONY:.*$", lambda match: re.sub(rf" (?:{targets})(?= |$)", "", match[0])),
+        (r"(?m)^\t.*extras_of_the_core.*\n", ""),  # a command of `make lint` that needs a file of tests/
     )
 
 
@@ -135,7 +135,7 @@ def git(folder: Path, *arguments: str, **environment: str) -> str:
         Refused: git failed.
     """
     author = {f"GIT_{role}_{field}": "lockstep" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
-    # Without git's own variables, which are set if this program runs in a hook and name another repository.
+    # In a hook, git sets GIT_* variables that point to another repository: leave them out.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     variables = inherited | author | environment
     result = subprocess.run(["git", *arguments], cwd=folder, env=variables, capture_output=True, text=True, check=False)
@@ -153,12 +153,12 @@ def commit(name: str, folder: Path) -> bool:
         variables = {"GIT_DIR": git(folder, "rev-parse", "--absolute-git-dir"), "GIT_INDEX_FILE": index}
         git(files, "add", "--all", GIT_WORK_TREE=str(files), **variables)
         tree = git(files, "write-tree", **variables)
-    previous = git(folder, "for-each-ref", "--format=%(objectname)", f"refs/heads/{BRANCH}")
-    if previous and git(folder, "rev-parse", f"{previous}^{{tree}}") == tree:
+    previous_commit = git(folder, "for-each-ref", "--format=%(objectname)", f"refs/heads/{BRANCH}")
+    if previous_commit and git(folder, "rev-parse", f"{previous_commit}^{{tree}}") == tree:
         return False
-    parent = ["-p", previous] if previous else []
-    new = git(folder, "commit-tree", tree, *parent, "-m", "Lockstep, as its make project writes it")
-    git(folder, "update-ref", f"refs/heads/{BRANCH}", new)
+    parent = ["-p", previous_commit] if previous_commit else []
+    new_commit = git(folder, "commit-tree", tree, *parent, "-m", "Files written by Lockstep's `make project`")
+    git(folder, "update-ref", f"refs/heads/{BRANCH}", new_commit)
     return True
 
 

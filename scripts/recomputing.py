@@ -27,7 +27,7 @@ from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")
 # Options of a strategy that affect the bits of the weights. They come from the ledger, the others from this command.
 DECISIVE_STRATEGY_OPTIONS = ("sync_batchnorm", "compression")
-# The ledger records only callbacks that change the weights, and this one does not.
+# The ledger records only callbacks that change the weights. This one does not, so it is added here.
 CHECKPOINT = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
 
 
@@ -48,7 +48,7 @@ class SaveAtSteps(Preemption):
         if trainer.global_step in self._steps:
             # As if all ranks had received the signal: SIGTERM saves and ends the run, SIGUSR1 only saves.
             self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
-            if not validation_or_epoch_end_follows(trainer):  # otherwise Preemption saves after that
+            if not validation_or_epoch_end_follows(trainer):  # if one follows, Preemption saves after it
                 self._save_for_signal(trainer)
 
 
@@ -83,8 +83,8 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
         path: the ledger, for messages.
 
     Raises:
-        UserError: the record names classes that the local conf/ does not name, is no config of a run, or gives the same
-            bits only on another layout.
+        UserError: the record has no config, or one that is not valid; it names classes that the local conf/ does not
+            name; or it gives the same bits only on another layout.
     """
     recorded = about.get("config")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("strategy"), dict):
@@ -129,7 +129,7 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
     The last checkpoint stays in `folder`.
 
     Returns:
-        the lines of the new ledger, by step.
+        the lines of the ledger that this training writes, by step.
 
     Raises:
         Interrupted: the run was interrupted before its last step.
@@ -165,9 +165,9 @@ def _differences(name: str, new: Any, old: Any) -> Iterator[str]:
             yield f"{name} is {new.dtype} {list(new.shape)}, and was {old.dtype} {list(old.shape)}"
         elif not new.equal(old):
             distances = (new.double() - old.double()).abs()
-            count, most = f"{int((distances > 0).sum())} of {new.numel()}", f"{distances.max():.1e}"
-            largest = f"{old.double().abs().max():.1e}"
-            yield f"{name} in {count} elements, by at most {most} (largest element: {largest})"
+            count, largest_distance = f"{int((distances > 0).sum())} of {new.numel()}", f"{distances.max():.1e}"
+            largest_element = f"{old.double().abs().max():.1e}"
+            yield f"{name} in {count} elements, by at most {largest_distance} (largest element: {largest_element})"
     elif isinstance(new, Mapping) and isinstance(old, Mapping):
         for key in dict.fromkeys([*old, *new]):
             yield from _differences(f"{name}.{key}", new.get(key), old.get(key))

@@ -4,7 +4,7 @@
 
 conf/schema/ has one schema for the front page (train.yaml), experiment/ and debug/, and one for each other group. Types
 are those of src/lockstep/config/schema.py, descriptions are the comments of the yaml files. The program also writes
-into each yaml file the line that names its schema. Run it again after a change of keys or comments.
+into each yaml file the line that names its schema. Run the program again after a change of keys or comments.
 """
 
 import argparse
@@ -31,7 +31,7 @@ INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${mod
 def schemas() -> dict[str, Any]:
     """Return all schemas by the names of their files."""
     front_page = (CONF / "train.yaml").read_text()
-    schemas_by_key = _without_references(TypeAdapter(Keys).json_schema())["properties"]
+    schemas_by_key = _for_editors(TypeAdapter(Keys).json_schema())["properties"]
     schemas_by_key["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
     group_schemas = {}
     for folder in sorted({path.parent for path in CONF.rglob("*/*.yaml")}):
@@ -40,7 +40,7 @@ def schemas() -> dict[str, Any]:
             continue
         texts = {f"{group}={file.stem}": file.read_text() for file in sorted(folder.glob("*.yaml"))}
         if group == "data/transforms":
-            schema = _without_references(TypeAdapter(Transforms).json_schema())
+            schema = _for_editors(TypeAdapter(Transforms).json_schema())
         else:
             schema = schemas_by_key[group]
         texts |= {"train.yaml": front_page} if group in schemas_by_key else {}
@@ -77,14 +77,14 @@ def _group_schema(schema: dict[str, Any], group: str, texts: Mapping[str, str]) 
         group: the group's name.
         texts: the texts of the group's yaml files, and of train.yaml if it has the group's key, by name.
     """
-    front_page = _comments({name: text for name, text in texts.items() if name == "train.yaml"})
+    front_page = _comments({name: text for name, text in texts.items() if name == "train.yaml"})["properties"]
     comments = _comments({name: text for name, text in texts.items() if name != "train.yaml"})
-    in_front_page = front_page["properties"].get(group, {}).get("properties", {})
-    comments["properties"] = in_front_page | comments["properties"]
+    front_page_comments = front_page.get(group, {}).get("properties", {})
+    comments["properties"] = front_page_comments | comments["properties"]
     without_description = {word: rule for word, rule in _object_schema(schema).items() if word != "description"}
     described = _with_descriptions(without_description, comments)
-    in_any_group: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}
-    return described | {"type": "object", "properties": in_any_group | described.get("properties", {})}
+    common_keys: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}
+    return described | {"type": "object", "properties": common_keys | described.get("properties", {})}
 
 
 def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -120,19 +120,19 @@ def _with_descriptions(schema: dict[str, Any], comments: Mapping[str, Any]) -> d
     schema = copy.deepcopy(schema)
     if "description" in comments:
         schema = {"description": comments["description"]} | schema
-    if inner := comments.get("properties"):
+    if key_comments := comments.get("properties"):
         mapping = _object_schema(schema)
         properties = mapping.get("properties", {})
-        described = {key: _with_descriptions(properties.get(key, {}), inner[key]) for key in inner}
+        described = {key: _with_descriptions(properties.get(key, {}), key_comments[key]) for key in key_comments}
         mapping["properties"] = properties | described
     return schema
 
 
-def _without_references(root: dict[str, Any]) -> dict[str, Any]:
+def _for_editors(root: dict[str, Any]) -> dict[str, Any]:
     """Return pydantic's schema as editors need it.
 
-    References are replaced by what they name, and titles, defaults and `required` are left out. Each value may also be
-    an interpolation, and each group null.
+    References are replaced by the schemas that they name. Titles, defaults, `required` and the docstrings of classes
+    are left out. Each value may also be an interpolation, and each group null.
     """
 
     def resolved(schema: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _without_references(root: dict[str, Any]) -> dict[str, Any]:
         left_out = ("title", "default", "required", "$defs")
         schema = {word: rule for word, rule in schema.items() if word not in left_out}
         if schema.get("type") == "object":
-            schema.pop("description", None)  # the docstring of a class of ours
+            schema.pop("description", None)  # the docstring of a class
         for word in ("anyOf", "oneOf"):
             if word in schema:
                 schema[word] = [resolved(option) for option in schema[word]]
@@ -150,7 +150,7 @@ def _without_references(root: dict[str, Any]) -> dict[str, Any]:
         return schema
 
     def open_to_hydra(schema: dict[str, Any]) -> dict[str, Any]:
-        """Allow an interpolation or null too. A string may be an interpolation already."""
+        """Allow null for a group and an interpolation for any other value. A string may be an interpolation already."""
         if schema == {"type": "string"}:
             return schema
         other = {"type": "null"} if schema.get("type") == "object" else INTERPOLATION
@@ -165,8 +165,8 @@ def with_modeline(text: str, path: Path) -> str:
     name = "train.json" if group in (".", *LIKE_THE_FRONT_PAGE) else _file_name(group)
     schema_path = os.path.relpath(CONF / "schema" / name, path.parent)
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith(MODELINE)]
-    header_lines = next((number for number, line in enumerate(lines) if not line.startswith("# @")), 0)
-    return "".join([*lines[:header_lines], f"{MODELINE}={schema_path}\n", *lines[header_lines:]])
+    header_length = next((number for number, line in enumerate(lines) if not line.startswith("# @")), 0)
+    return "".join([*lines[:header_length], f"{MODELINE}={schema_path}\n", *lines[header_length:]])
 
 
 def described_files() -> list[Path]:

@@ -5,7 +5,7 @@
 The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
 arguments go to every trial. The search has keys of its own: trials=20, metric= and mode= (by default those of a sweep,
 which are the model's `monitor` and `mode`, or val/acc and max), and folder=. With the folder of an earlier search, the
-same command continues it; several such commands at once share the work. The folder has one run folder and one
+same command continues that search; several such commands at once share the work. The folder has one run folder and one
 <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
 A trial runs the code of src/train.py in a fork of this process, as the jobs of a sweep do (lockstep/run/sweeps.py).
@@ -49,7 +49,7 @@ from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
 # Keys that best.yaml leaves out.
 NOT_IN_BEST = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
-MAX_REFUSED = 3  # if so many trials are refused before one completes, all will be, so the search ends
+MAX_REFUSED = 3  # the search ends if this many trials are refused and none completed: the others will be refused too
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -109,7 +109,7 @@ class Search:
         """Lock a trial until the returned file is closed. Return None if another process holds its lock."""
         file = open(self.folder / f"{number}.lock", "wb")  # noqa: SIM115  `main` closes it after the trial
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a fork does not inherit it
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a forked process does not inherit the lock
         except BlockingIOError:
             file.close()
             return None
@@ -177,9 +177,7 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
         else:
             OmegaConf.update(values, key, value)
     with replacing(search.folder / "experiment" / "best.yaml") as file:
-        header = (
-            f"# @package _global_\n# the best of {search.trials} trials, {best.number}: {metric} {best.value:.4g}\n"
-        )
+        header = f"# @package _global_\n# trial {best.number}, the best of {search.trials}: {metric} {best.value:.4g}\n"
         content = OmegaConf.create({"defaults": [*experiments, *groups, "_self_"]})
         file.write((header + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
@@ -205,7 +203,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             f"hydra.run.dir={quote_path(job.folder)}",
             *flags,
         ]
-        with _output_to(log):
+        with _redirect_output(log):
             code, message = cli.run_command(train, "train")
             if message:
                 print(message, file=sys.stderr)
@@ -222,7 +220,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _output_to(log: Path) -> Iterator[None]:
+def _redirect_output(log: Path) -> Iterator[None]:
     """Append to a file all that this process and its children print."""
     originals = [os.dup(stream) for stream in (1, 2)]
     with open(log, "ab") as file:
@@ -276,7 +274,7 @@ def main(arguments: list[str]) -> int:
             raise
         search.record(trial.number, (summary.get("metrics") or {}).get(settings["metric"]), summary["status"])
         lock.close()
-        for each in search.finished_trials():  # also those of other processes, for the best value
+        for each in search.finished_trials():  # trials of other processes count for the best value too
             progress.add(each.number, {"status": "completed", "metrics": {settings["metric"]: each.value}})
         progress.done = len(search.finished_trials()) - 1  # `report` adds this trial
         progress.report(job, summary)

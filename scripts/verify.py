@@ -1,15 +1,16 @@
-"""Compute parts of a run again, on any layout, and compare the bits:
+"""Compute parts of a run again, on any layout, and compare the bits of weights and optimizer:
 
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=3
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
 
 The run must have a ledger (`extras=[ledger]`). The program first checks it: each line must have the hash of the line
-before, and the samples of all steps must be those of the seed. Then, for each chosen step, it trains from the last
-checkpoint before it up to that step, in a folder that is deleted afterwards. Weights and optimizer must have the bits
-that the ledger records. If the run kept no checkpoint (`checkpoint_keep=-1` keeps all), training starts from the seed.
+before, and the samples of all steps must be those that the run's seed gives. Then, for each chosen step, it trains from
+the last kept checkpoint before the step up to the step, in a folder that is deleted afterwards. Weights and optimizer
+must have the bits that the ledger records. If the run kept no checkpoint before the step (`checkpoint_keep=-1` keeps
+all), training starts from the seed; a ledger that begins at a later step than 0 needs a checkpoint.
 docs/extras/ledger.md explains what this proves and what it does not.
 
-Exit codes: 0 all bits are the same, 1 something differs, 2 bad input (no ledger, or no checkpoint to start from).
+Exit codes: 0 all bits are the same, 1 something differs, 2 bad input (no ledger, or nothing to start from).
 """
 
 import random
@@ -46,6 +47,8 @@ from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
 
+# Each line of a ledger belongs to a checkpoint and covers the steps `since` + 1 to `step`. A line has `about` if a part
+# of the run begins there (see `parts_of_lines`). `read_chain` adds `text`, the line as it is in the file.
 Line = dict[str, Any]
 HASHES = {"weights_sha256": "weights", "optimizer_sha256": "optimizer"}  # keys of a ledger's line -> words for messages
 MAX_STEPS_PER_LINE = 10_000_000  # the samples of more steps would take minutes to hash
@@ -55,10 +58,10 @@ check_seed = checker(Annotated[int, Field(strict=True, ge=0)])
 
 
 class Different(Exception):
-    """Something differs from the ledger.
+    """The ledger was changed, or the run differs from it.
 
     Attributes:
-        step: the optimizer step.
+        step: the step of the line that a checkpoint does not match; 0 for other differences.
     """
 
     def __init__(self, message: str, step: int = 0) -> None:
@@ -74,8 +77,8 @@ def verify(raw: dict[str, Any], folder: Path) -> None:
         folder: a folder for the training; it is deleted afterwards.
 
     Raises:
-        Different: the first step that differs from the ledger.
-        UserError: there is no ledger, or no checkpoint to start from.
+        Different: the ledger was changed, or a step differs from it. The message names the first such step.
+        UserError: there is no ledger, or neither a checkpoint nor the seed to start from.
     """
     try:
         verify_in(raw, folder)
@@ -87,8 +90,8 @@ def verify(raw: dict[str, Any], folder: Path) -> None:
 
 def verify_in(raw: dict[str, Any], folder: Path) -> None:
     """Do the work of `verify`, and leave `folder` for the caller to delete."""
-    torch.set_num_threads(1)  # this process forks, and a child lacks the threads that torch has started
-    wanted, seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
+    torch.set_num_threads(1)  # this process forks, and a forked child does not have torch's threads
+    count_or_steps, choice_seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
     if raw["num_nodes"] != 1 or external_workers():
         raise UserError("verify.py runs on one machine: use num_nodes=1, without torchrun")
     run = Path(str(as_text(raw.pop("run")))).expanduser()
@@ -99,16 +102,21 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
     parts = parts_of_lines(lines, raw, path)
     for line, part in zip(lines[1:], parts[1:], strict=True):
         since, step = line["since"], line["step"]
-        if step - since > MAX_STEPS_PER_LINE or line.get("samples_sha256") != samples_sha256(part.order, since, step):
+        if step - since > MAX_STEPS_PER_LINE:
+            raise UserError(
+                f"{path}: its line of step {step} is for {step - since:,} steps: samples are compared for at most "
+                f"{MAX_STEPS_PER_LINE:,} steps in a line"
+            )
+        if line.get("samples_sha256") != samples_sha256(part.order, since, step):
             raise Different(f"step {step}: the samples of steps {since + 1} to {step} are not those of the seed")
     starts = start_points(run, lines)
-    steps = choose(wanted, seed, lines, starts, run)
+    steps = choose_steps(count_or_steps, choice_seed, lines, starts, run)
     spans = [(max(start for start in starts if start < step), step) for step in steps]
     errors: dict[int, str] = {}  # step -> what differs
     for start, step in spans:
-        difference = compare(lines, parts, start, starts, step, folder / "again")
-        shutil.rmtree(folder / "again", ignore_errors=True)
-        print(f"steps {start} to {step}: {next(iter(difference.values()), 'the same bits')}", flush=True)
+        difference = compare(lines, parts, start, starts, step, folder / "recomputed")
+        shutil.rmtree(folder / "recomputed", ignore_errors=True)
+        print(f"steps {start + 1} to {step}: {next(iter(difference.values()), 'the same bits')}", flush=True)
         errors |= difference
     for note in notes_on_versions(parts[-1].about):
         print(f"note: {note}")
@@ -122,11 +130,11 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
 
 
 def read_chain(path: Path) -> list[Line]:
-    """Return the lines of a ledger. Check that each has the hash of the line before and continues at its step.
+    """Return the lines of a ledger. Check that each line has the hash of the line before, and begins at its step.
 
     Raises:
         Different: a line was changed.
-        UserError: the ledger has no line after the first, so it records no step.
+        UserError: the ledger has only its first line, which records no step.
     """
     texts = read(path)
     if path.stat().st_size > sum(len(text) + 1 for text in texts):
@@ -152,7 +160,7 @@ def read_chain(path: Path) -> list[Line]:
 def parts_of_lines(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Part]:
     """Return, for each line, the part of the run that its steps belong to.
 
-    A part has all lines until the config, the code or the versions change. The first line of a part has `about`.
+    A new part begins where the config, the data, the code or the versions change. The first line of a part has `about`.
 
     Raises:
         Different: the config does not have the recorded hash, or the data differ on this machine.
@@ -202,7 +210,7 @@ def notes_on_versions(about: Mapping[str, Any]) -> list[str]:
     ]
     if about.get("code_sha256") != code_sha256():
         commits = (
-            f"commit {str(git.get('commit'))[:12]}{' and changes' * bool(git.get('dirty'))} {where}"
+            f"commit {str(git.get('commit'))[:12]}{' with uncommitted changes' * bool(git.get('dirty'))} ({where})"
             for where, git in (("in the run", about), ("here", git_info()))
         )
         notes.append(f"src/ is not the same code: {', '.join(commits)}")
@@ -218,9 +226,10 @@ def printable(value: Any) -> str:
 
 
 def start_points(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
-    """Return what training can start from, by step: a kept checkpoint of a step in the ledger, or None for the seed.
+    """Return what training can start from, by the number of steps done: a kept checkpoint, or None for the seed.
 
-    The seed gives step 0. It is left out if the ledger begins at a later step.
+    The checkpoints are those of steps in the ledger. Training from the seed starts at step 0. It is left out if the
+    ledger begins at a later step.
     """
     folder, steps = run / "checkpoints", {line["step"] for line in lines}
     saved = step_checkpoints(folder) if folder.is_dir() else {}
@@ -228,27 +237,31 @@ def start_points(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
     return starts | ({0: None} if lines[0]["step"] == 0 else {})
 
 
-def choose(
-    wanted: int | list[int], seed: int, lines: Sequence[Line], starts: Mapping[int, Any], run: Path
+def choose_steps(
+    count_or_steps: int | list[int], choice_seed: int, lines: Sequence[Line], starts: Mapping[int, Any], run: Path
 ) -> list[int]:
-    """Return the steps to compute: those of the list `wanted`, or as many at random as the number `wanted`.
+    """Return the steps to compute again.
 
-    The random choice is among steps whose previous line has a checkpoint to start from.
+    Args:
+        count_or_steps: a list of steps; or the number of steps to choose at random, among those for which training can
+            start at the step of the line before.
+        choice_seed: the seed of this random choice.
+        starts: what training can start from (`start_points`).
 
     Raises:
-        UserError: a step is not in the ledger, or there is no checkpoint to start from.
+        UserError: a step is not in the ledger, or training can't start before it.
     """
     recorded = {line["step"]: line["since"] for line in lines[1:] if line["step"] > line["since"]}
-    if isinstance(wanted, int):
+    if isinstance(count_or_steps, int):
         candidates = sorted(step for step, since in recorded.items() if since in starts)
-        chosen = sorted(random.Random(seed).sample(candidates, min(wanted, len(candidates))))
+        chosen = sorted(random.Random(choice_seed).sample(candidates, min(count_or_steps, len(candidates))))
     else:
-        chosen = sorted(set(wanted))
+        chosen = sorted(set(count_or_steps))
     for step in chosen:
         if step not in recorded:
             nearest = sorted(sorted(recorded, key=lambda other: abs(other - step))[:3])
             raise UserError(
-                f"steps={show(wanted)}: the ledger has no line at {step}: the nearest are {join_names(nearest)}"
+                f"steps={show(count_or_steps)}: the ledger has no line at {step}: the nearest are {join_names(nearest)}"
             )
     if not chosen or not all(any(start < step for start in starts) for step in chosen):
         raise UserError(f"run={run} has no checkpoint to start from: train with checkpoint_keep=-1 (all) or a number")
@@ -258,25 +271,25 @@ def choose(
 def compare(
     lines: Sequence[Line], parts: Sequence[Part], start: int, starts: Mapping[int, Path | None], step: int, folder: Path
 ) -> dict[int, str]:
-    """Train from step `start` to `step` in `folder`, and compare with each line of the ledger on the way.
+    """Train in `folder` from step `start` to `step`, and compare with each line of the ledger between them.
 
     Returns:
         the first step that differs, and what differs; empty if all bits are the same.
 
     Raises:
-        UserError: the config of the run changed on the way.
+        UserError: the config of the run changed between the two steps.
     """
     # A step has two lines if the run was resumed there with another config and saved again. The later line counts.
-    start_number = max(number for number, line in enumerate(lines) if line["step"] == start)
-    later_lines = [line for line in lines[start_number + 1 :] if line["step"] <= step]
+    start_index = max(number for number, line in enumerate(lines) if line["step"] == start)
+    later_lines = [line for line in lines[start_index + 1 :] if line["step"] <= step]
     if len({line["config_sha256"] for line in later_lines}) > 1:
         raise UserError(
-            f"steps=[{step}]: training would start at step {start}, and the run's config changed in between: "
+            f"steps=[{step}]: training would start at step {start}, and the run's config changed between the two: "
             "name another step"
         )
     try:
-        check_checkpoint(starts[start], lines[start_number])
-        part, steps = parts[start_number + len(later_lines)], [line["step"] for line in later_lines]
+        check_checkpoint(starts[start], lines[start_index])
+        part, steps = parts[start_index + len(later_lines)], [line["step"] for line in later_lines]
         computed_lines = recompute(part, starts[start], steps, folder)
         for line in later_lines:
             saved, computed = check_checkpoint(starts.get(line["step"]), line), computed_lines.get(line["step"], {})
@@ -315,15 +328,17 @@ def conclude(lines: Sequence[Line], parts: Sequence[Part], spans: Sequence[tuple
     """Print what is proven and what is not."""
     layout, total = parts[-1].config.layout, lines[-1]["step"]
     devices = f"{layout.strategy} on {layout.num_devices} devices" if layout.num_devices > 1 else "one device"
-    count = len({step for start, end in spans for step in range(start, end)})
-    ranges = join_names((f"{start} to {end}" for start, end in spans), 8)
+    count = len({step for start, end in spans for step in range(start + 1, end + 1)})
+    ranges = join_names((f"{start + 1} to {end}" for start, end in spans), 8)
     print(
         f"proven: steps {ranges} ({count} of {total}), computed again ({layout.accelerator}, {devices}), have the "
         f"recorded bits of weights and optimizer; all {total} steps have the seed's samples; {len(lines)} lines are "
         f"one chain, whose last hash is {line_sha256(lines[-1]['text'])}"
     )
     other_steps = f"the other {total - count} steps; " if count < total else ""
-    print(f"not proven: {other_steps}other hardware; that this run was not chosen from several")
+    print(
+        f"not proven: {other_steps}results on other hardware; that this is the only run (it may be the best of several)"
+    )
 
 
 if __name__ == "__main__":

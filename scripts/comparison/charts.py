@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from common.showing import our_pyplot, style
-from comparison.runs import Group, Lines, brief
+from comparison.runs import Group, PlotLines, brief
 
 pyplot = our_pyplot()
 MAX_GROUPS = 12  # groups in a plot of curves: the most accurate, which come first
@@ -88,11 +88,11 @@ def _speeds(groups: Sequence[Group], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_by_key(lines: Lines, key: str, folder: Path) -> str:
+def draw_by_key(plot_lines: PlotLines, key: str, folder: Path) -> str:
     """Draw what `scores_by_key` returned against the key. Return the name of the file."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    values = sorted({value for points in lines.values() for value in points})
-    for number, (label, points) in enumerate(lines.items()):
+    values = sorted({value for points in plot_lines.values() for value in points})
+    for number, (label, points) in enumerate(plot_lines.items()):
         at, accuracies = [values.index(value) for value in points], list(points.values())
         axes.errorbar(at, list(map(fmean, accuracies)), _ends(accuracies), capsize=3, label=label, **style(number))
     axes.set_xticks(range(len(values)), [brief(value) for value in values])

@@ -27,7 +27,7 @@ Values = dict[tuple[Any, Any, int], float]  # (seed, fold, number of folds; 0: n
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two means of runs.
+    """The difference of the mean scores of two groups of runs. The names of its fields are keys of compare.json.
 
     Attributes:
         compared: the runs, as text: `5 pairs`, `5 and 4 runs`.
@@ -45,7 +45,7 @@ class Difference:
     @property
     def verdict(self) -> str:
         """The answer to the question whether the difference is larger than the noise."""
-        if not self.margin:  # the scores of a small set take few values, so all can be equal by chance
+        if not self.margin:  # a small data set allows few scores: all differences can be equal by chance
             return "unclear: too few different scores" if self.mean else "no difference"
         return "yes" if abs(self.mean) > self.margin else "no"
 
@@ -57,11 +57,11 @@ def differences_from_first(groups: Sequence[Group], metric: str) -> list[tuple[G
         groups: at least one group.
         metric: name of the metric to compare, without `val/`.
     """
-    wanted = f"val/{metric}", f"test/{metric}"
+    names = f"val/{metric}", f"test/{metric}"
     first, *others = groups
     differences = []
     for group in others:
-        scores = [name for name in wanted if group.values(f"metrics.{name}")] or FALLBACK
+        scores = [name for name in names if group.values(f"metrics.{name}")] or FALLBACK
         for name in scores:
             difference = compare(*(values_by_seed_and_fold(each, f"metrics.{name}") for each in (first, group)))
             if difference is not None:
@@ -88,22 +88,22 @@ def compare(first: Values, second: Values) -> Difference | None:
     shared = sorted(first.keys() & second.keys(), key=str)
     if len(shared) >= 2 and 2 * len(shared) > smaller:
         differences = [second[key] - first[key] for key in shared]
-        variance_per_seed, runs, varying_groups = variance(differences), len(differences), 1
+        variance_per_seed, runs, degrees_per_seed = variance(differences), len(differences), 1
         variance_of_mean, degrees = variance_per_seed * variance_factor(runs, folds), runs - 1.0
         compared, mean = f"{runs} pairs", fmean(differences)
     else:
         variances, sizes = [variance(values.values()) for values in (first, second)], (len(first), len(second))
-        variance_per_seed, runs, varying_groups = sum(variances), smaller, 2
-        parts = [each * variance_factor(size, folds) for each, size in zip(variances, sizes, strict=True)]
-        variance_of_mean = sum(parts)
+        variance_per_seed, runs, degrees_per_seed = sum(variances), smaller, 2
+        mean_variances = [each * variance_factor(size, folds) for each, size in zip(variances, sizes, strict=True)]
+        variance_of_mean = sum(mean_variances)
         # Welch and Satterthwaite's degrees of freedom
-        divisor = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
+        divisor = sum(each**2 / (size - 1) for each, size in zip(mean_variances, sizes, strict=True))
         degrees = variance_of_mean**2 / divisor if divisor else 1.0
         compared, mean = f"{sizes[0]} and {sizes[1]} runs", fmean(second.values()) - fmean(first.values())
     margin = student_quantile((1 + LEVEL) / 2, degrees) * math.sqrt(variance_of_mean)
     if abs(mean) > margin or not mean or folds:
         return Difference(compared, mean, margin, None)
-    return Difference(compared, mean, margin, further_seeds(mean, variance_per_seed, runs, varying_groups))
+    return Difference(compared, mean, margin, further_seeds(mean, variance_per_seed, runs, degrees_per_seed))
 
 
 def variance_factor(runs: int, folds: int) -> float:
@@ -114,8 +114,8 @@ def variance_factor(runs: int, folds: int) -> float:
     return 1 / runs + (1 / (folds - 1) if folds else 0)
 
 
-def further_seeds(mean: float, variance_per_seed: float, runs: int, varying_groups: int) -> int:
-    """Return how many further seeds find a difference like `mean` with the probability POWER.
+def further_seeds(mean: float, variance_per_seed: float, runs: int, degrees_per_seed: int) -> int:
+    """Return how many further seeds find a difference of the size of `mean` with the probability POWER.
 
     The number is at most MAX_FURTHER_SEEDS.
 
@@ -123,12 +123,13 @@ def further_seeds(mean: float, variance_per_seed: float, runs: int, varying_grou
         mean: the difference so far.
         variance_per_seed: variance of the difference of two runs.
         runs: the number of seeds so far.
-        varying_groups: 1 for pairs; 2 for groups with different seeds, whose degrees of freedom add up.
+        degrees_per_seed: the degrees of freedom that a further seed adds: 1 for pairs, 2 for groups with different
+            seeds.
     """
-    normal = sum(NormalDist().inv_cdf(p) for p in ((1 + LEVEL) / 2, POWER))
-    number = max(runs + 1, math.ceil(variance_per_seed * (normal / mean) ** 2))
+    normal_quantiles = sum(NormalDist().inv_cdf(p) for p in ((1 + LEVEL) / 2, POWER))
+    number = max(runs + 1, math.ceil(variance_per_seed * (normal_quantiles / mean) ** 2))
     while number < MAX_FURTHER_SEEDS + runs:
-        quantiles = sum(student_quantile(p, varying_groups * (number - 1)) for p in ((1 + LEVEL) / 2, POWER))
+        quantiles = sum(student_quantile(p, degrees_per_seed * (number - 1)) for p in ((1 + LEVEL) / 2, POWER))
         if quantiles * math.sqrt(variance_per_seed / number) <= abs(mean):
             break
         number += 1
@@ -152,11 +153,11 @@ def _quantile(probability: float, degrees: int) -> float:
     low, high = 0.0, 1e6
     for _ in range(80):  # bisection
         middle = (low + high) / 2
-        low, high = (middle, high) if _inside(middle, degrees) < 2 * probability - 1 else (low, middle)
+        low, high = (middle, high) if _probability_within(middle, degrees) < 2 * probability - 1 else (low, middle)
     return high
 
 
-def _inside(t: float, degrees: int) -> float:
+def _probability_within(t: float, degrees: int) -> float:
     """Return the probability that |T| < t, by the finite sums of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     odd = degrees % 2

@@ -36,7 +36,8 @@ TAGS = {
     "workers/peak_gib": ("workers/peak_gib",),
 }
 Numbers = NDArray[np.float64]
-Lines = dict[str, dict[float, list[float]]]  # label of a line -> value of a key -> test score of each run
+# The lines of the plot of `--by`: label of a line -> value of the key -> test score of each run.
+PlotLines = dict[str, dict[float, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ class Group:
     """Runs that differ in nothing but the seed and the fold."""
 
     runs: list[Run]
-    differing_values: dict[str, Any]  # its values of the keys in which the groups differ, without the layout
+    differing_values: dict[str, Any]  # the group's values of the keys in which the groups differ, without the layout
     efficiency: float | None = None  # samples/s per device, relative to the fastest run on one device
-    label: str = ""  # its name in a plot
+    label: str = ""  # the group's name in a plot
 
     @property
     def completed(self) -> list[Run]:
@@ -104,8 +105,8 @@ class Group:
         )
 
     @property
-    def weights_sha256(self) -> tuple[tuple[Any, Any], ...]:
-        """The seed and fold, as text, and the SHA-256 of the weights of each completed run."""
+    def hashes_by_run(self) -> tuple[tuple[Any, Any], ...]:
+        """For each completed run: its seed and fold, as text, and the SHA-256 of its weights."""
         return tuple(sorted((str(run.seed_and_fold), run.summary.get("weights_sha256")) for run in self.completed))
 
     def values(self, key: str) -> list[float]:
@@ -171,14 +172,14 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
-        inside = {path.parent for path in folder.rglob("summary.json")}
-        inside |= {path.parents[1] for path in folder.rglob(".hydra/config.yaml")}
-        if not inside:
+        run_folders = {path.parent for path in folder.rglob("summary.json")}
+        run_folders |= {path.parents[1] for path in folder.rglob(".hydra/config.yaml")}
+        if not run_folders:
             raise UserError(
                 f"{folder} has no runs: name a run folder, which has summary.json or .hydra/config.yaml, or a folder "
                 "with run folders in it"
             )
-        for run in sorted(inside, key=sort_key):
+        for run in sorted(run_folders, key=sort_key):
             config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
             runs[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
     return list(runs.values())
@@ -229,7 +230,7 @@ def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _is_off(value: Any) -> bool:
-    """Check whether a strategy's option is off. Then its steps are those of a strategy without the option."""
+    """Check whether a strategy's option is off. Then the steps are those of a strategy without the option."""
     return value in (None, False, "none")
 
 
@@ -279,11 +280,11 @@ def brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else show(value)
 
 
-def scores_by_key(groups: Sequence[Group], key: str) -> Lines:
+def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
     """Return the test scores of `followed_metric`, usually accuracy, by the value of a key.
 
-    Each line is one combination of layout and values of the other keys. Combinations with a single value of `key` are
-    left out.
+    Each line of the plot is one combination of layout and values of the other keys. Combinations with a single value of
+    `key` are left out.
 
     Raises:
         UserError: no line is left.
@@ -326,15 +327,15 @@ def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
             first_time = min(series[0].wall_time for series in scalars.values())
             sessions.append((min(first_time, events.FirstEventTimestamp()), scalars))
     points: dict[str, list[tuple[float, float, float]]] = {tag: [] for tag in TAGS}  # step, seconds, value
-    seconds_before = 0.0  # of the earlier files
+    earlier_seconds = 0.0  # the seconds in the earlier files
     for start, scalars in sorted(sessions, key=lambda session: session[0]):
         first_step = min(event.step for series in scalars.values() for event in series)
         for tag, curve in points.items():
             curve[:] = [point for point in curve if point[0] < first_step]
             curve += [
-                (event.step, seconds_before + event.wall_time - start, event.value) for event in scalars.get(tag, ())
+                (event.step, earlier_seconds + event.wall_time - start, event.value) for event in scalars.get(tag, ())
             ]
-        seconds_before = max(point[1] for curve in points.values() for point in curve)
+        earlier_seconds = max(point[1] for curve in points.values() for point in curve)
     samples_per_step = (summary.get("samples_seen") or 0) / (summary.get("steps") or 1) or 1.0
     columns = {tag: np.array(curve, dtype=np.float64).T for tag, curve in points.items() if curve}
     return {tag: Curve(steps * samples_per_step, seconds, values) for tag, (steps, seconds, values) in columns.items()}

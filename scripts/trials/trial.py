@@ -30,7 +30,9 @@ from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
 from lockstep.run.training import fit_and_test
 
-FULL_STEPS = 2  # full steps of an epoch before its short one; few, so that rounding does not hide a wrong short step
+# Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide
+# an error in the short one.
+FULL_STEPS = 2
 HARMLESS = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
 Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
@@ -38,15 +40,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial: a short run to compare with others.
+    """A short run to compare with others.
 
     Attributes:
         changes: changes to the config.
-        fault: a deliberate fault (see trials.record). In a control the comparison must detect it.
+        fault: a deliberate fault (see trials.record). It checks parity.py itself, which must report a difference; the
+            faults of YARDSTICKS instead measure how large differences by rounding are.
         whole: also validate, and keep the callbacks that may change training (all but HARMLESS).
         first_layout: changes to the config for a first start, which is killed inside an epoch. The trial resumes from
             its last checkpoint.
-        by_engine: start the workers as an engine does; they read their rank from the environment.
+        by_engine: start the workers as an engine such as torchrun does; they read their rank from the environment.
     """
 
     name: str
@@ -99,6 +102,10 @@ def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> S
 
 def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder: Path) -> Outcome:
     """Make the first `steps` optimizer steps of a run, test it, and delete its folder.
+
+    Args:
+        raw: the composed config, without the trial's changes.
+        folder: the trial's folder; it must not exist.
 
     Raises:
         UserError: the trial's config is not valid.
@@ -201,7 +208,7 @@ def with_counter(items: Sequence[T], label: str) -> Iterator[T]:
 
 
 def difference(tensors: Tensors, reference: Tensors) -> float:
-    """Return the largest relative difference of a tensor: norm of the difference over norm of the reference.
+    """Return the largest relative difference of any tensor: norm of its difference over norm of its reference.
 
     The divisor is at least a thousandth of the norm of all reference tensors together. The gradient of a bias before
     BatchNorm, for example, is zero except for rounding, so a difference relative to its own norm means nothing.

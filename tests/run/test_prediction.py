@@ -244,12 +244,35 @@ def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Pa
         from onnx.reference import ReferenceEvaluator
 
         session = ReferenceEvaluator(str(run.jobs[1] / "model.onnx"))
+        assert (session.input_names, session.output_names) == (["images"], ["probabilities"])
         (found,) = session.run(None, {"images": images.numpy()})
         assert np.abs(found - expected.numpy()).max() < 1e-5
     else:
         assert run.returncode == 1
         assert "job 1 failed: format=onnx needs " in run.stderr
         assert "; format=torch does not" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("classification", "probabilities"),
+        ("multi_label", "probabilities"),
+        ("regression", "values"),
+        ("segmentation", "probabilities"),
+    ],
+)
+def test_the_output_of_an_onnx_file_is_named_by_the_task(task: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        """Ends the export where onnx, which may not be installed, would begin."""
+
+    def stop(*_: Any, output_names: list[str], **__: Any) -> None:
+        raise Stop(*output_names)
+
+    monkeypatch.setattr(torch.onnx, "export", stop)
+    spec = Spec(1, 4, ("a", "b"), mean=(0.5,), std=(0.25,), task=task)
+    with pytest.raises(Stop, match=f"^{name}$"):
+        export.write_onnx(export.Deployed(torch.nn.Flatten(), spec), torch.zeros(2, 1, 4, 4), Path("model.onnx"))
 
 
 def decoded(path: Path) -> torch.Tensor:
