@@ -20,8 +20,8 @@ class LrScale:
     """Multiplies the learning rate of some parameters by a factor, at every step of every schedule.
 
     Args:
-        lr_scale: factors by patterns of parameter names, `{net.*: 0.1, net.fc.*: 1}`. The last pattern that matches a
-            name counts.
+        lr_scale: factors by patterns of parameter names, `{net.*: 0.1, net.fc.*: 1}`. The factor of the last
+            pattern that matches a name is used.
     """
 
     def __init__(self, lr_scale: Mapping[str, float]) -> None:
@@ -34,7 +34,7 @@ class LrScale:
 
         Args:
             groups: the optimizer's `param_groups`.
-            named_parameters: those of the module.
+            named_parameters: names and parameters of the module.
 
         Raises:
             UserError: A pattern of `lr_scale` matches no name.
@@ -46,7 +46,7 @@ class LrScale:
             raise UserError(f"optimizer.lr_scale: {error}") from error
         parts = []
         for group in groups:
-            # for each parameter of the group, the pattern that counts
+            # for each parameter of the group, the pattern whose factor is used; None: no pattern matches
             matched = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
             for pattern in dict.fromkeys(matched):
                 scale = 1.0 if pattern is None else self.factors[pattern]
@@ -57,7 +57,7 @@ class LrScale:
         return parts
 
     def scaled_options(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return those of a schedule's `options` that are learning rates, as lists with a scaled value for each group.
+        """Return the learning rates among a schedule's `options`, each as a list with a scaled value for each group.
 
         With a single value, of OneCycleLR's max_lr for example, all groups would have the same rate.
         """
@@ -69,18 +69,18 @@ class LrScale:
 class Muon(Optimizer):
     """Updates weights of two and more dimensions by Muon, and all other parameters by AdamW.
 
-    torch.optim.Muon takes matrices only. Here a convolution is a matrix with a row for each output channel. An update
-    of Muon has the size of an update of AdamW, so one learning rate and one schedule fit both. Updates are computed in
-    the precision of the weights, which gives the same bits on every layout.
+    torch.optim.Muon takes matrices only. Here a convolution is a matrix with a row for each output channel. Updates of
+    Muon are scaled to the root mean square of AdamW's, so one learning rate and one schedule fit both. Updates are
+    computed in the precision of the weights, which gives the same bits on every layout.
 
-    Sources: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the size.
+    Sources: Jordan et al., Muon, 2024. The scale: Liu et al., Muon is Scalable for LLM Training, 2025.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        momentum: share of Muon's running mean of gradients that stays at each step.
+        momentum: fraction of Muon's running mean of gradients that stays at each step.
         betas: the same for the two running means of AdamW.
-        weight_decay: this share of a parameter, times lr, is subtracted from it at each step.
+        weight_decay: this fraction of a parameter, times lr, is subtracted from it at each step.
 
     Raises:
         ValueError: An option is out of range.
@@ -123,7 +123,7 @@ class Muon(Optimizer):
 
 
 def _muon_update(state: dict[str, Any], gradient: Tensor, momentum: float) -> Tensor:
-    """Return an update of Muon with Nesterov momentum, scaled to the size of an update of AdamW."""
+    """Return an update of Muon with Nesterov momentum, scaled to the root mean square of AdamW's updates."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(gradient)
     mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)

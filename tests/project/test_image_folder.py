@@ -155,7 +155,7 @@ def spoil(root: Path, how: str) -> None:
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
         ("unreadable", ["2 of 24 image files", "cat/3.png", "cat/4.png: repair or remove them, or data.skip"]),
-        ("deep", ["1 of 25 image files", "cat/6.tiff (32-bit pixels: save it with 8): repair or remove it"]),
+        ("deep", ["1 of 25 image files", "6.tiff (32 bits per channel: save it with 8 bits per channel): repair or"]),
     ],
 )
 def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:

@@ -152,6 +152,14 @@ def test_an_index_is_made_once_and_mapped(tmp_path: Path, monkeypatch: pytest.Mo
     assert len([*(root / ".index").glob("shards-*")]) == 1
 
 
+def test_cached_arrays_keep_their_order(tmp_path: Path) -> None:
+    """More than ten of them: `10.npy` comes before `2.npy` in the order of texts."""
+    index = shard_index.Index(tmp_path, {}, [])
+    for _ in range(2):  # computed, then read
+        arrays = index.cached_arrays("numbers", lambda: [np.array([number]) for number in range(12)])
+        assert np.concatenate(arrays).tolist() == list(range(12))
+
+
 def test_an_index_is_elsewhere_if_the_folder_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_shards(write_folder(tmp_path / "folder"), tmp_path / "shards", "tar")
     (root / ".index").touch()  # root may write everywhere, so a file stands in the way
@@ -324,6 +332,9 @@ def test_folders_of_shards_that_are_refused(tmp_path: Path) -> None:
     assert "has val and test, and no train" in refusal(tmp_path)
     (tmp_path / "test-1.tar").rename(tmp_path / "train-1.tar")
     assert "only val has the class eel: train must have it, too" in refusal(tmp_path)
+    write_tar(tmp_path / "val" / "b.tar", {"1.cls": b"cat", "1.png": png()})
+    of_other = f"{tmp_path}/val/b.tar: its labels come from texts, those of {tmp_path}/train-1.tar from folders"
+    assert of_other in refusal(tmp_path)
     write_tar(tmp_path / "val" / "b.tar", GOOD)
     assert len(opened(tmp_path).val) == 4
     assert opened(tmp_path).test is None

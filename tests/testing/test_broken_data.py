@@ -1,5 +1,7 @@
 """`DataTests`: a data set without a fault passes them all, and each fault fails its test with a message that helps."""
 
+import time
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +79,16 @@ def test_what_is_another_one_when_it_is_opened_again(opener: str, what: str, req
         getattr(Broken(), f"test_{REOPENED}")(opened, request)
 
 
-def test_a_file_that_processes_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_a_file_that_processes_share(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed, also on a busy machine, where one process begins later than the other needs for all samples."""
+
+    def begin_late(threads: int) -> None:
+        time.sleep(delay * (int(current_process().name.rpartition("-")[2]) % 2))  # one of two processes in a row
+
     tests, shared = DataTests(), splits(broken_code.SharedFile(tmp_path / "images"))
     getattr(tests, f"test_{KEYED}")(shared)  # the control: one process after the other
+    monkeypatch.setattr(torch, "set_num_threads", begin_late)
     with pytest.raises(pytest.fail.Exception, match="open a file at first use in __getitem__"):
         getattr(tests, f"test_{SHARED}")(shared)
 

@@ -1,8 +1,10 @@
 """Tests of a user's data set."""
 
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
+from threading import BrokenBarrierError
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,8 +24,8 @@ from lockstep.testing.server import server
 
 SAMPLES = 16  # evenly spaced samples of each split that are compared
 HANGING = 60.0  # seconds until a process that fetches samples counts as hanging
+ROUNDS = 3  # how often two processes fetch the same samples at the same time
 EPOCHS = 2  # epochs whose first steps are compared
-SEEDED = "draw from the global generators of torch, Python or numpy, which are seeded for each sample"
 
 
 class DataTests:
@@ -61,7 +63,7 @@ class DataTests:
                 fail(f"images of {name} are {batch[0].dtype}: return uint8, 0 to 255, or normalised floats")
 
     def test_labels_are_in_range(self, splits: Splits) -> None:
-        """Check that labels are int64 and numbers of classes of the `Spec`, or that targets fit its task."""
+        """Check that labels are int64, 0 to num_classes - 1, or that targets fit the task of the `Spec`."""
         for name, ids, batch in fetched(splits):
             labels = batch[1]
             if splits.spec.task != "classification":
@@ -116,9 +118,10 @@ class DataTests:
         first, second = (samples_as_bytes(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
         if wrong := unequal(ids, first, second):
             fail(
-                f"sample {wrong[0]} of train is another one when it is fetched again: {SEEDED}, and not from a "
-                "generator that you make (random.Random(), numpy.random.default_rng()); leave out uses_random_numbers "
-                "= False, and keep no state between calls"
+                f"sample {wrong[0]} of train is another one when it is fetched again: draw from the global generators "
+                "of torch, Python or numpy, which are seeded for each sample, and not from a generator that you make "
+                "(random.Random(), numpy.random.default_rng()); if the class has uses_random_numbers = False, remove "
+                "it, since samples are then not seeded; and keep no state between calls"
             )
         reversed_batch = samples_as_bytes(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
         batches = (fetch(splits.train, np.array([each]), seed=0, epoch=1) for each in ids)
@@ -126,7 +129,7 @@ class DataTests:
         if wrong := unequal(ids, first, reversed_batch) or unequal(ids, first, single_samples):
             fail(
                 f"sample {wrong[0]} of train is another one in another batch: other layouts have other batches: let "
-                "__getitems__ return a list of samples, each drawn by itself, or leave it out and define __getitem__"
+                "__getitems__ return a list of samples, each drawn by itself, or define __getitem__ only"
             )
 
     def test_validation_and_test_are_not_augmented(self, splits: Splits) -> None:
@@ -139,24 +142,35 @@ class DataTests:
             if wrong := unequal(ids, one, other):
                 fail(
                     f"sample {wrong[0]} of {name} is random: give the Source val= and test= without augmentation, or "
-                    "val_candidates= (the samples of train, not augmented), or augment by conf/data/transforms/"
+                    "val_candidates= (the samples of train without augmentation, from which data.val_fraction and "
+                    "data.folds choose), or augment by conf/data/transforms/"
                 )
 
     def test_processes_that_fetch_at_the_same_time_get_the_same(self, splits: Splits) -> None:
         """Check that two forked processes fetch the same bits at the same time: they must not share a file position."""
         context = get_context("fork")
-        answers, expected = context.SimpleQueue(), samples_of(splits)
+        begin, expected = context.Barrier(2, timeout=HANGING), samples_of(splits)
 
         def compare() -> None:
+            """Exit with code 1 at the first difference in either process."""
             torch.set_num_threads(1)  # a forked child does not have the parent's threads
-            answers.put(samples_of(splits) == expected)
+            try:
+                for _ in range(ROUNDS):
+                    begin.wait()  # otherwise a process that starts first may end before the other begins
+                    if samples_of(splits) != expected:
+                        sys.exit(1)
+            except BrokenBarrierError:  # the other process has failed, or hangs
+                sys.exit(1)
+            except BaseException:
+                begin.abort()  # so the other process does not wait
+                raise
 
         children = [context.Process(target=compare, daemon=True) for _ in range(2)]
         for child in children:
             child.start()
         for child in children:
-            child.join(HANGING)
-        if [child.exitcode for child in children] != [0, 0] or not all(answers.get() for _ in children):
+            child.join(ROUNDS * HANGING)
+        if [child.exitcode for child in children] != [0, 0]:
             fail(
                 "two processes that fetch at the same time get other samples, or fail: open a file at first use in "
                 "__getitem__, never in __init__, since forked processes share an open file's position"
@@ -173,7 +187,7 @@ def opened(overrides: Sequence[str]) -> Splits:
 
 
 def check_range(name: str, ids: Ids, labels: Any, splits: Splits) -> None:
-    """Fail the test if a label of a split is no number of a class."""
+    """Fail the test if a label of a split is not 0 to num_classes - 1."""
     last = splits.spec.num_classes - 1
     outside = np.flatnonzero((labels < 0) | (labels > last))
     if len(outside):
@@ -223,7 +237,7 @@ def samples_as_bytes(batch: Any) -> list[bytes]:
     """Return the bytes of each sample of a batch.
 
     A tensor has a sample for each entry of its first dimension. A list, tuple or dict has several values of each
-    sample. Another value is one sample.
+    sample. Any other value belongs to one sample.
     """
     if isinstance(batch, Tensor):
         return [each.contiguous().numpy().tobytes() for each in batch]
@@ -279,6 +293,6 @@ def reopened(overrides: list[str]) -> dict[str, Any]:
 
 
 def digests_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """Open a data set in this process, and return its digests; raise as `reopened`."""
+    """Open a data set in this process, and return its digests. Its errors are those of `reopened`."""
     config = compose(*overrides)
     return digests(open_data(config["data"], config["data_dir"], config["seed"]))

@@ -37,12 +37,14 @@ class Pictures(Callback):
         seconds: shortest time between two validations that are drawn.
     """
 
-    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
+    changes_weights = False  # this callback is left out where an extra records the settings that affect the weights
 
     def __init__(self, seconds: float = 60.0) -> None:
-        self._seconds, self._next = seconds, time.monotonic() + seconds  # time from which a validation is drawn
+        self._seconds = seconds
+        self._next_drawing = time.monotonic() + seconds  # a validation that ends later is drawn
         self._hook: Any = None  # the forward hook during an evaluation
         self._last_pass: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
+        self._must_gather: bool  # whether the counts of all processes must be added
         self._confusion: MulticlassConfusionMatrix
         self._mistakes: Mistakes
 
@@ -52,8 +54,11 @@ class Pictures(Callback):
         data = trainer.datamodule
         if data.splits.spec.task != "classification":
             return
+        # Several replicas (processes that have a whole network each) count a part of the samples each. The stages of a
+        # pipeline count all samples each.
+        self._must_gather = data.layout.replicas > 1
         confusion = MulticlassConfusionMatrix(
-            data.splits.spec.num_classes, validate_args=False, sync_on_compute=data.layout.replicas > 1
+            data.splits.spec.num_classes, validate_args=False, sync_on_compute=self._must_gather
         )
         self._confusion = confusion.to(pl_module.device)
         self._mistakes = Mistakes(data.splits.spec)
@@ -69,8 +74,8 @@ class Pictures(Callback):
             return
         x, y = batch
         # A rank without samples of the split evaluates one sample that does not count.
-        counts = images is x and trainer.datamodule.num_local_samples(_split(trainer)) > 0
-        if counts and _is_classification_batch(x, logits, y, self._confusion.num_classes):
+        is_counted = images is x and trainer.datamodule.num_local_samples(_split(trainer)) > 0
+        if is_counted and _is_classification_batch(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
@@ -87,8 +92,8 @@ class Pictures(Callback):
         with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
             is_last = split == "test" or (data.splits.test is None and is_last_step(trainer))
-            must_draw = is_last or trainer.strategy.broadcast(time.monotonic() >= self._next)
-            if must_draw and data.layout.replicas > 1:
+            must_draw = is_last or trainer.strategy.broadcast(time.monotonic() >= self._next_drawing)
+            if must_draw and self._must_gather:
                 self._mistakes.gather()
             if not trainer.is_global_zero or not confusion.any():
                 return
@@ -108,7 +113,7 @@ class Pictures(Callback):
                     figures["confusion"] = _matrix(confusion, self._mistakes.classes, title)
                 for board, (name, drawing) in product(boards(trainer), figures.items()):
                     board.experiment.add_figure(f"wrong/{split}_{name}", drawing, step)
-                self._next = time.monotonic() + self._seconds
+                self._next_drawing = time.monotonic() + self._seconds
 
     on_validation_start = on_test_start = _start_counting
     on_validation_batch_end = on_test_batch_end = _count

@@ -28,7 +28,7 @@ class RowImages(LabelledFiles):
     image: str  # the name of this column
 
     uses_random_numbers = False
-    otherwise = ""
+    skip_hint = ""
 
     def name(self, index: int) -> str:
         return str(index)

@@ -22,11 +22,11 @@ from lockstep import Spec, UserError, available_cores, join_names, plural
 MODES = {1: "L", 3: "RGB"}  # Pillow's modes, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # errors of opening a damaged file
 UNDECODABLE = (*UNREADABLE, struct.error)  # errors of decoding it
-TOO_DEEP = "32-bit pixels: save it with 8"  # for messages
+TOO_DEEP = "32 bits per channel: save it with 8 bits per channel"  # for messages
 # ImageNet's mean and std by channels, the usual choice for photographs. For grey images: the means over RGB.
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # names of folders, and the values of the column `split` in a table of labels
-CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # `check_headers` opens about so many files, for at most so long
+CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # `check_headers` opens about so many files, and stops after so long
 SKIP = "data.skip_broken=true to leave such files out"  # for messages
 
 
@@ -35,7 +35,7 @@ class LabelledFiles:
     """A data set of image files that are decoded when they are read.
 
     The short side is resized to `image_size`, and the middle is cut out. If the run has transforms, Lockstep reads
-    samples by `whole`, which does neither.
+    samples by `whole`, which neither resizes nor cuts.
     """
 
     root: Path  # the folder that names are relative to
@@ -44,9 +44,9 @@ class LabelledFiles:
     image_size: int  # pixels
     channels: int  # 1 or 3
 
-    wants_workers = True
-    uses_random_numbers = False
-    otherwise = f", or {SKIP}"  # the end of a message on an image that can't be decoded
+    wants_workers = True  # Lockstep then fetches samples in loader processes
+    uses_random_numbers = False  # Lockstep then does not seed the random generators before each sample
+    skip_hint = f", or {SKIP}"  # the end of a message on an image that can't be decoded
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -68,7 +68,7 @@ class LabelledFiles:
         try:
             image = decode(self.encoded(index), image_size, MODES[self.channels])
         except UNDECODABLE as error:
-            reason = f"can't be decoded ({error}): repair or remove it{self.otherwise}"
+            reason = f"can't be decoded ({error}): repair or remove it{self.skip_hint}"
             raise UserError(f"{self.location(index)} {reason}") from error
         return image, label
 
@@ -117,7 +117,7 @@ def decode(source: Path | io.BytesIO, image_size: int | None, mode: str) -> Tens
 
     Raises:
         OSError: The image can't be decoded. Some damage raises another error of `UNDECODABLE`.
-        ValueError: The image has 32-bit pixels.
+        ValueError: The image has 32 bits per channel.
     """
     with Image.open(source) as image:
         ImageOps.exif_transpose(image, in_place=True)
@@ -132,7 +132,7 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
     """Scale a grey image of 16 bits to 8 bits. Pillow would make all values above 255 white.
 
     Raises:
-        ValueError: The image has 32-bit pixels.
+        ValueError: The image has 32 bits per channel.
     """
     if too_deep(image):
         raise ValueError(TOO_DEEP)
@@ -142,7 +142,7 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
 
 
 def too_deep(image: Image.Image) -> bool:
-    """Check whether an image has 32-bit pixels, whose black and white are not defined.
+    """Check whether an image has 32 bits per channel. Their black and white are not defined.
 
     Pillow reads PNG and PPM files of 16 bits as 32 bits; these are not too deep.
     """
@@ -201,15 +201,15 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
     names = map(files.name, range(len(files)))
     keys = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
     by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keys], dtype=np.uint64), kind="stable")
-    part_of = np.zeros(len(files), dtype=np.int64)
+    part_of = np.zeros(len(files), dtype=np.int64)  # of each file: 0 for training, 1 for validation, 2 for the test
     classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
     for label in np.unique(classes):
         members = by_hash[classes[by_hash] == label]
         minimum = 1 if len(members) >= 3 else 0
         start = 0
-        for part, fraction, later_parts in ((2, test_fraction, 1 + minimum), (1, val_fraction, 1)):
+        for part, fraction, reserved in ((2, test_fraction, 1 + minimum), (1, val_fraction, 1)):
             size = max(round(fraction * len(members)), minimum if fraction > 0 else 0)
-            stop = min(start + size, len(members) - later_parts)  # a file remains for each later part
+            stop = min(start + size, len(members) - reserved)  # so many files remain for the parts after this one
             part_of[members[start:stop]] = part
             start = stop
     return [np.flatnonzero(part_of == part) for part in range(3)]
@@ -246,7 +246,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
             break
     if broken:
         which = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {join_names(broken, 5)}"
-        raise UserError(f"{which}: repair or remove {'it' if len(broken) == 1 else 'them'}{parts[0].otherwise}")
+        raise UserError(f"{which}: repair or remove {'it' if len(broken) == 1 else 'them'}{parts[0].skip_hint}")
 
 
 def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], str]:

@@ -43,8 +43,8 @@ class ShardImages(LabelledFiles):
     stamps: Sequence[Stamp]  # of `files`, when they were indexed
     sha256: str  # the fingerprint
 
-    uses_random_numbers = False
-    otherwise = ""
+    uses_random_numbers = False  # again, since Lockstep does not read it from a base class
+    skip_hint = ""  # data=shards has no option skip_broken
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.names[index])
@@ -82,8 +82,12 @@ class Index:
     parts: dict[str, ShardImages]
     classes: list[str]
 
-    def arrays(self, name: str, compute: Callable[[], Sequence[NDArray[np.int64]]]) -> list[NDArray[np.int64]]:
-        """Return the arrays of this name. The first call computes and stores them; later ones map them into memory."""
+    def cached_arrays(self, name: str, compute: Callable[[], Sequence[NDArray[np.int64]]]) -> list[NDArray[np.int64]]:
+        """Return the arrays that `compute` returns.
+
+        The first call stores them in the folder `name` of the index. Later calls map the stored arrays into memory. If
+        the index's folder can't be written, every call computes them.
+        """
 
         def fill(new_folder: Path) -> None:
             for number, array in enumerate(compute()):
@@ -93,7 +97,7 @@ class Index:
         if not folder.is_dir() and not os.access(self.folder, os.W_OK):
             return [*compute()]
         make_once(folder, fill)
-        return [column(path) for path in sorted(folder.glob("*.npy"))]
+        return [column(path) for path in sorted(folder.glob("*.npy"), key=lambda path: int(path.stem))]
 
 
 def open_index(
@@ -223,7 +227,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     the images are distributed to shards.
     """
     label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
-    first: tuple[Path, Any] | None = None  # the first shard with images, and the kind of its labels
+    first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
     files = ((part, path) for part, paths in shards.items() for path in paths)
     with open(folder / "images.bin", "wb") as packed:
@@ -232,14 +236,17 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
             shard = scan_parquet(path, **options, packed=packed) if is_parquet else scan_tar(path, **options)
             if not shard.samples:
                 continue
-            kind = (shard.label_source, shard.class_names)
-            first = first or (path, kind)
-            if kind != first[1]:
-                raise UserError(
-                    f"{path}: its labels are of another kind than those of {first[0]}: all must be of one kind"
-                )
+            first = first or (path, shard.label_source, shard.class_names)
+            first_path, label_source, class_names = first
+            if shard.label_source != label_source:
+                difference = f"from {shard.label_source}, those of {first_path} from {label_source}"
+                raise UserError(f"{path}: its labels come {difference}: all must come from one kind of source")
+            if shard.class_names != class_names:
+                wanted = "all shards must list the same classes in the same order, or none"
+                raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
             if odd := [each for each in shard.samples if len(each.label) > MAX_LABEL or not each.label.isprintable()]:
-                raise UserError(f"{path}: the label of {odd[0].name} is no class: it must be one line, and short")
+                wanted = f"it must be one line of at most {MAX_LABEL} characters"
+                raise UserError(f"{path}: the label of {odd[0].name} is no class: {wanted}")
             names = np.array([os.fsencode(each.name) for each in shard.samples])
             labels = np.array([label_numbers.setdefault(each.label, len(label_numbers)) for each in shard.samples])
             places = np.array([(file_number, each.start, each.size) for each in shard.samples], dtype=PLACE)
@@ -250,7 +257,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         if not rows[part]:
             raise UserError(f"{paths[0]}: no image in it: known are {', '.join(IMAGES)}")
     assert first is not None
-    label_source, class_names = first[1]
+    _, label_source, class_names = first
     classes = ordered_classes(label_source, class_names, label_numbers)
     class_numbers = {label: number for number, label in enumerate(classes)}
     class_by_label_number = np.array([class_numbers[label] for label in label_numbers])
@@ -276,8 +283,8 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
 def ordered_classes(label_source: str, class_names: Sequence[str], labels: Collection[str]) -> list[str]:
     """Return the names of the classes in order.
 
-    If the shards list the names, this is their order. Texts that are all whole numbers are sorted as numbers. Other
-    labels are sorted as text.
+    If the shards list the names, this is their order. If the labels were read from TEXTS (.cls, .txt or .json members,
+    or a column) and all of them are whole numbers, they are sorted as numbers. All other labels are sorted as text.
     """
     if class_names:
         return [*class_names]

@@ -61,7 +61,7 @@ def shards(
     if alone:
         (images,) = index.parts.values()
         name = f"split-{digest([val_fraction, test_fraction, split_seed])[:16]}"
-        ids = index.arrays(name, lambda: split_ids(images, val_fraction, test_fraction, split_seed))
+        ids = index.cached_arrays(name, lambda: split_ids(images, val_fraction, test_fraction, split_seed))
         train, val, test = subsets(images, ids)
         what = split_text(val_fraction)
     else:

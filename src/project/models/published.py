@@ -179,7 +179,8 @@ class Timm(Published):
         pretrained_cfg = timm.get_pretrained_cfg(arch)
         if pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
             options = {"img_size": image_size, **options}
-        # `options` can't set these, so a config from a checkpoint can't name a file
+        # A key given both here and in `options` is a TypeError. So the config of a stranger's checkpoint can't name a
+        # `checkpoint_path`, a file that timm would load.
         required: dict[str, Any] = {"in_chans": channels, "num_classes": num_classes, "checkpoint_path": ""}
         if not pretrained:
             return timm.create_model(arch, pretrained=False, **required, **options)

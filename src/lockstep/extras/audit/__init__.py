@@ -64,4 +64,4 @@ class Audit(Extra):
         return [LogAuditCount(self._hook)]
 
     def metrics(self) -> Mapping[str, float]:
-        return {"audit/pieces": self._hook.pieces}
+        return {"audit/pieces": self._hook.checked_pieces}

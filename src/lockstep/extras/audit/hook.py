@@ -31,7 +31,8 @@ from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 PATTERN = 1 << 16  # numbers in a test message
-BARRIER_SECONDS = 5.0  # a rank with a damaged sum waits so long for the others; those with a right sum never come
+# `diagnose_links` waits so long for all ranks. Ranks whose sum is right do not call it, and the wait then times out.
+BARRIER_SECONDS = 5.0
 Digests = tuple[bytes, ...]  # hashes of a gradient, one for each parameter
 
 
@@ -50,23 +51,25 @@ class AuditHook(StepHook):
     their results differ, all devices of the `Choice` compute the piece once more: owner, auditor and perhaps a third.
 
     Args:
-        share: share of the steps with a piece that is computed again.
+        share: `extras.audit.share`, the fraction of steps in which one piece is computed again.
         seed: the run's seed.
         layout: the layout, which assigns pieces to devices.
 
     Attributes:
-        pieces: number of pieces that were computed again with the same bits since this process began.
+        checked_pieces: number of pieces that were computed again with the same bits since this process began.
     """
 
     def __init__(self, share: float, seed: int, layout: Layout) -> None:
         self.share, self.seed, self.layout = share, seed, layout
-        self.pieces = 0
+        self.checked_pieces = 0
         self.choice: Choice | None = None  # of the current step
         self._start_buffers: dict[str, Tensor] = {}  # the module's buffers before the current step
         self._owner_digests: Digests | None = None  # the owner's result; None on other ranks
-        # by device: the number of steps after its last right result; without one, at the start of this process
+        # By device: checkpoints up to this step, counted from 1, are good. It is the last step at which the device's
+        # result was found right. Before the first comparison, it is the last step before this process began.
         self._good_steps: dict[int, int] = {}
         self._devices = range(layout.num_devices)
+        # With ddp, several replicas (processes with a whole network) have a device each. With dp, one process has all.
         self._local_devices = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
     def before_step(self, step: Step) -> None:
@@ -100,7 +103,7 @@ class AuditHook(StepHook):
         results = _gather_flat(local_result + compute_locally([auditor]))
         one, other = (result for _, result in results)
         if one == other:
-            self.pieces += 1
+            self.checked_pieces += 1
             self._good_steps |= dict.fromkeys((owner, auditor), step.number + 1)
             return
         wrong, permanent = verdict(results + _gather_flat(compute_locally(self.choice.devices)))
@@ -145,7 +148,7 @@ class LogAuditCount(Callback):
         self.hook = hook
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        LOG.info(f"audit: {plural(self.hook.pieces, 'piece')} computed again, all with the same bits")
+        LOG.info(f"audit: {plural(self.hook.checked_pieces, 'piece')} computed again, all with the same bits")
 
 
 class Muted:
@@ -176,7 +179,10 @@ def restoring_module(step: Step, start_buffers: dict[str, Tensor]) -> Iterator[N
 
 
 def muted(module: Any) -> Any:
-    """Return a proxy of a module that logs nothing and has its own numbers, lists, dicts and metrics."""
+    """Return a proxy of a module that logs nothing.
+
+    Setting its attributes, and changing its lists, dicts and metrics, does not change the module.
+    """
     muted_proxy = proxy(module, Muted)
     attributes = {
         name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()

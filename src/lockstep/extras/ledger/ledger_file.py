@@ -37,16 +37,16 @@ NOT_DECISIVE = (
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
-# The keys of a checkpoint, other than the weights, that affect the next step. The last three are those of Lightning's
-# loss scaler and of EMA.
+# The keys of a checkpoint, other than the weights, that affect the next step. `MixedPrecision` is Lightning's loss
+# scaler, and the last two are those of EMA.
 STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
 
 
 class LedgerFile:
     """Writes `ledger.jsonl`. Only rank zero has a LedgerFile. The thread that writes checkpoints calls its methods.
 
-    Keys of a line: `step` and `since` are the optimizer steps at its checkpoint and at the line before, and `before` is
-    the SHA-256 of the line before. docs/extras/ledger.md has all keys.
+    Keys of a line: `step` and `since` are the numbers of optimizer steps at its checkpoint and at the line before, and
+    `before` is the SHA-256 of the line before. docs/extras/ledger.md has all keys.
 
     Args:
         folder: the run's folder.
@@ -59,7 +59,8 @@ class LedgerFile:
     ) -> None:
         self._path = folder / LEDGER_FILE
         self._order = splits.order(config.layout, config.seed)
-        # the value of the key `about`, which the first line has, and each line after a change of it
+        # The value of the key `about`: config, data, code and versions. The first line has this key, and later lines
+        # have it where its value has changed.
         self._about: dict[str, Any] = {"config": decisive_config(config), "data": splits.fingerprint}
         self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
         # the ledger line that the resumed checkpoint stores; empty: none
@@ -69,24 +70,26 @@ class LedgerFile:
         self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
         self._last: dict[str, Any] | None = None  # the last line; None until the file is repaired
         self._changed = False  # whether `_about` differs from the last `about` in the file
-        self._begin = self._end = 0  # the last line's bytes in the file
+        self._last_start = self._next_start = 0  # byte positions of the file's last line, and of the line to write next
 
     def before_write(self, checkpoint: dict[str, Any]) -> None:
         """Store in the checkpoint, under `ledger`, the line that `after_write` will append to the file."""
         previous, step = self.repair(), checkpoint["global_step"]
-        replaces = previous["step"] == step and not self._changed  # the line of a second checkpoint of the same step
-        self._end = self._begin if replaces else self._end
-        since = previous["since"] if replaces else previous["step"]
-        previous_sha256 = previous["before"] if replaces else line_sha256(text_of(previous))
+        # the line of a second checkpoint of the same step replaces the file's last line
+        replaces_last = previous["step"] == step and not self._changed
+        self._next_start = self._last_start if replaces_last else self._next_start
+        since = previous["since"] if replaces_last else previous["step"]
+        previous_sha256 = previous["before"] if replaces_last else line_sha256(text_of(previous))
         line = {"step": step, "since": since, "before": previous_sha256, **hashes(checkpoint)}
-        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._config_keys(replaces, previous)}
+        line["samples_sha256"] = samples_sha256(self._order, since, step)
+        line |= self._config_keys(replaces_last, previous)
         self._last, self._changed = line, False
         checkpoint["ledger"] = text_of(line)
 
     def after_write(self) -> None:
         """Write the line of the checkpoint that has just been written."""
         assert self._last is not None
-        self._write(self._end, text_of(self._last))
+        self._write(self._next_start, text_of(self._last))
 
     def repair(self) -> dict[str, Any]:
         """Repair the file, at the first call. Return its last line.
@@ -115,15 +118,15 @@ class LedgerFile:
                 LOG.warning(
                     "%s has no lines up to step %d: a new ledger begins there", LEDGER_FILE, self._opening["step"]
                 )
-        self._end = sum(len(line) + 1 for line in valid_lines[:-1])
-        self._write(self._end, valid_lines[-1])
+        self._next_start = sum(len(line) + 1 for line in valid_lines[:-1])
+        self._write(self._next_start, valid_lines[-1])
         self._last = parse_line(valid_lines[-1])
         return self._last
 
-    def _config_keys(self, replaces: bool, previous: Mapping[str, Any], is_first: bool = False) -> dict[str, Any]:
+    def _config_keys(self, replaces_last: bool, previous: Mapping[str, Any], is_first: bool = False) -> dict[str, Any]:
         """Return a line's keys on the config: its hash, and `about` if the lines before do not have it."""
         about: dict[str, Any] = {"about": self._about} if is_first or self._changed else {}
-        about |= {"about": previous["about"]} if replaces and "about" in previous else {}
+        about |= {"about": previous["about"]} if replaces_last and "about" in previous else {}
         return {"config_sha256": config_sha256(self._about["config"]), **about}
 
     def _write(self, start: int, line: str) -> None:
@@ -136,7 +139,7 @@ class LedgerFile:
             file.seek(start)
             file.truncate()
             file.write(f"{line}\n".encode(ENCODING))
-            self._begin, self._end = start, file.tell()
+            self._last_start, self._next_start = start, file.tell()
             file.flush()
             os.fsync(file.fileno())
 
@@ -221,7 +224,7 @@ def config_sha256(config: Mapping[str, Any]) -> str:
 
 
 def samples_sha256(order: DataOrder, since: int, step: int) -> str:
-    """Return the SHA-256 of the sample ids, int64, of the steps after step count `since` and up to `step`, in order."""
+    """Return the SHA-256 of the sample ids, int64, of steps `since` to `step` - 1, counted from 0, in order."""
     sha256 = hashlib.sha256()
     for position in map(order.position, range(since, step)):
         sha256.update(order.step(*position).astype("<i8").tobytes())

@@ -38,9 +38,10 @@ from lockstep.step.strategy import Action, PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
 TIMED_PASSES = 3  # a part's time is its shortest in so many passes
-HEADER = 1 << 13  # bytes for a tensor's dtype, shape and strides, and the generators' states (5,056 on the host)
+# bytes for a tensor's dtype, shape and strides, and the generators' states, of which the CPU's has 5,056 bytes
+HEADER = 1 << 13
 MAX_IN_FLIGHT = 2  # most unfinished sends to one rank
-ANCHOR = torch.zeros((), requires_grad=True)  # has a gradient, so autograd reaches both ends of a frozen stage
+ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd reach both ends of a stage without trained parameters
 
 
 class StagedStrategy(PieceStrategy, DDPStrategy):
@@ -50,17 +51,17 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     Args:
         split: numbers or names of the parts with which the second and later stages begin; empty: the
-            parts' time is measured, and the slowest stage is as fast as possible.
+            parts' times are measured, and the cut makes the slowest stage as fast as possible.
 
     Attributes:
-        waited: seconds that this process has waited for other stages.
+        waited_seconds: time that this process has waited for other stages.
     """
 
     staged = True
 
     def __init__(self, split: tuple[int | str, ...] = ()) -> None:
         super().__init__()
-        self.waited = 0.0
+        self.waited_seconds = 0.0
         self._split = split
         self._stage: Any = None
         self._is_first_stage = False
@@ -156,9 +157,9 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     def _example(self, model: Any) -> Any:
         """Return the tensor that the step method of this run passes to `forward` for a piece of the data."""
-        fits = model.trainer.state.fn == "fit"
-        name = "training_step" if fits else f"{model.trainer.state.stage.value}_step"
-        args = model.trainer.datamodule.piece("train" if fits else "test"), 0
+        trains = model.trainer.state.fn == "fit"
+        name = "training_step" if trains else f"{model.trainer.state.stage.value}_step"
+        args = model.trainer.datamodule.piece("train" if trains else "test"), 0
         return self.call(name, *args[: len(signature(getattr(model, name)).parameters)])
 
     def _owner(self, thing: Any) -> int:
@@ -263,7 +264,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         dist.recv(_flat(tensor), source, group)
         for generator, state in zip(generators(self.root_device), states, strict=True):
             generator.set_state(torch.from_numpy(state))
-        self.waited += time.perf_counter() - began
+        self.waited_seconds += time.perf_counter() - began
         return tensor
 
     # --- over all stages ---
@@ -299,11 +300,13 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         return {**state, "state": local_values}
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        # One column for each parameter: its gradient's norm, and 1 if it has a gradient. The rank whose stage has the
+        # parameter fills its column, which stays 0 on the other ranks.
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for column, parameter in zip(norms.T, parameters, strict=True):
             if parameter.grad is not None:
                 column.copy_(torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())]))
-        dist.all_reduce(norms)  # one rank has the values of each column, the others have zeros
+        dist.all_reduce(norms)
         return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(parameters[0].dtype))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
