@@ -1,9 +1,11 @@
 """Folders of images: read, and refused where something is wrong with them."""
 
+import itertools
 import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from small_data import config, one_line, write_images
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
-from project.data import ImageFiles, image_folder, image_list
+from project.data import ImageFiles, image_folder, image_list, labelled
 from project.data.folders import class_folders
 from project.data.labelled import decode, split
 
@@ -193,6 +195,18 @@ def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
         file.write_bytes(b"")
     with pytest.raises(UserError, match=r"no image in .*train/cat can be decoded"):
         open_data(config("image_folder", skip_broken=True), str(tmp_path / "broken"))
+
+
+def test_the_check_of_images_reaches_every_part_before_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path, ("train", "val"), each=10)
+    (tmp_path / "val" / "cat" / "0.png").write_bytes(b"")
+    clock = itertools.count()  # each look at the clock takes a second
+    monkeypatch.setattr(labelled, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(labelled, "CHECK_SECONDS", 3.0)
+    with pytest.raises(UserError, match=r"1 of 4 image files .*val/cat/0.png"):
+        image_folder(str(tmp_path))
 
 
 def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ TOO_DEEP = "32 bits per channel: save it with 8 bits per channel"  # for message
 # ImageNet's mean and std by channels, the usual choice for photographs. For grey images: the means over RGB.
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # names of folders, and the values of the column `split` in a table of labels
-CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # `check_headers` opens about so many files, and stops after so long
+CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # the most files that `check_headers` opens, roughly, and its time limit
 SKIP = "data.skip_broken=true to leave such files out"  # for messages
 
 
@@ -39,7 +40,9 @@ class LabelledFiles:
     """
 
     root: Path  # the folder that names are relative to
-    names: NDArray[np.str_]  # no list: counting references to its strings would copy its memory in each worker
+    # An array, not a list: forked workers share memory until one writes to it, and Python writes a reference count into
+    # each string of a list when it is read.
+    names: NDArray[np.str_]
     labels: NDArray[Any]  # classes, int64 [n]; or several numbers of each image, float32 [n, k]
     image_size: int  # pixels
     channels: int  # 1 or 3
@@ -96,7 +99,7 @@ class LabelledFiles:
         return fingerprint_of(self.labels, map(str, self.names), sizes)
 
 
-def fingerprint_of(labels: NDArray[np.int64], names: Iterable[str], sizes: Iterable[int]) -> str:
+def fingerprint_of(labels: NDArray[Any], names: Iterable[str], sizes: Iterable[int]) -> str:
     """Return a hash over the labels, names and sizes of images."""
     digest = hashlib.sha256(labels.tobytes())
     for name, size in zip(names, sizes, strict=True):
@@ -142,7 +145,7 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
 
 
 def too_deep(image: Image.Image) -> bool:
-    """Check whether an image has 32 bits per channel. Their black and white are not defined.
+    """Check whether an image has 32 bits per channel. In such images no values are defined as black and white.
 
     Pillow reads PNG and PPM files of 16 bits as 32 bits; these are not too deep.
     """
@@ -207,9 +210,10 @@ def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) 
         members = by_hash[classes[by_hash] == label]
         minimum = 1 if len(members) >= 3 else 0
         start = 0
-        for part, fraction, reserved in ((2, test_fraction, 1 + minimum), (1, val_fraction, 1)):
+        # `reserved`: number of files that must remain, `minimum` for validation and 1 for training.
+        for part, fraction, reserved in ((2, test_fraction, minimum + 1), (1, val_fraction, 1)):
             size = max(round(fraction * len(members)), minimum if fraction > 0 else 0)
-            stop = min(start + size, len(members) - reserved)  # so many files remain for the parts after this one
+            stop = min(start + size, len(members) - reserved)
             part_of[members[start:stop]] = part
             start = stop
     return [np.flatnonzero(part_of == part) for part in range(3)]
@@ -226,7 +230,9 @@ def subsets(files: Any, ids: Sequence[NDArray[np.int64]]) -> list[Any]:
 
 
 def check_headers(parts: Sequence[LabelledFiles]) -> None:
-    """Open images spread over all parts, as many as time allows, so that broken files are found before training.
+    """Open evenly spaced images of all parts in turn, so that broken files are found before training.
+
+    After CHECK_SECONDS it stops, so in large parts the last images may stay unchecked.
 
     Raises:
         UserError: Some images can't be read. The message counts them and names the first ones.
@@ -234,7 +240,8 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
     checked, broken = 0, []
-    for files, index in ((part, index) for part in parts for index in range(0, len(part), stride)):
+    images_by_part = ([(part, index) for index in range(0, len(part), stride)] for part in parts)
+    for files, index in filter(None, chain.from_iterable(zip_longest(*images_by_part))):
         checked += 1
         try:
             with Image.open(files.encoded(index)) as image:
