@@ -70,8 +70,8 @@ class Muon(Optimizer):
     """Updates weights of two and more dimensions by Muon, and all other parameters by AdamW.
 
     torch.optim.Muon takes matrices only. Here a convolution is a matrix with a row for each output channel. Updates of
-    Muon are scaled to the root mean square of AdamW's, so one learning rate and one schedule fit both. Updates are
-    computed in the precision of the weights, which gives the same bits on every layout.
+    Muon are scaled to the root mean square of AdamW's, so one learning rate and one schedule fit both. torch's class
+    computes updates in bfloat16. This one computes them in the precision of the weights.
 
     Sources: Jordan et al., Muon, 2024. The scale: Liu et al., Muon is Scalable for LLM Training, 2025.
 

@@ -111,7 +111,10 @@ def chosen_fold(data: Mapping[str, Any]) -> tuple[int, int] | None:
 
 @with_config(ConfigDict(extra="allow"))
 class Optimizer(TypedDict, total=False):
-    """The keys that are not passed to the optimizer. `lr` is the default of the key `lr` in conf/train.yaml."""
+    """The keys that Lockstep reads. Other keys are options of the optimizer.
+
+    If the user gives no `lr` for the run, the run has this one. The optimizer gets the run's.
+    """
 
     lr: PositiveFloat
     # Factors of `lr` for groups of parameters. (The key `lr_scaling` of a run is another thing: the rule by which `lr`
@@ -178,7 +181,7 @@ class Speed:
 class Sweep:
     """`sweep`: settings of a command that makes several runs."""
 
-    jobs: PositiveInt = 1
+    jobs: PositiveInt = 1  # number of runs at the same time
     resume: Text | None = None
     metric: Text = "val/acc"
     mode: Literal["max", "min"] = "max"

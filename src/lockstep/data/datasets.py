@@ -33,7 +33,7 @@ class Spec:
         image_size: height and width in pixels.
         classes: names of the classes, in the order of the labels.
         mean: mean of each channel, of pixels in 0..1. uint8 images are normalised with it on the device. Float images
-            are already normalised; pictures of them use it to show the original colours.
+            are already normalised. Callbacks that draw images undo the normalisation with it.
         std: standard deviation of each channel, used like `mean`.
         task: the target of a sample. `classification`: the number of its class. `multi_label`: 0 or 1 for each of
             `classes`, float [k]. `regression`: a number for each of `classes`, float [k]. `segmentation`: a mask with
@@ -76,8 +76,8 @@ class Source:
         test: the test set; None: there is no test.
         spec: the description of the images.
         val: the validation set; None: a part of `train` is held out for validation.
-        val_candidates: if `train` augments its samples itself, the same samples in the same order without augmentation.
-            The held-out part is taken from it.
+        val_candidates: the samples of `train`, in its order, without the augmentation that `train` does itself. The
+            part that is held out for validation is taken from it; None: it is taken from `train`.
         about: a line for the log at a run's start.
         split_by_opener: whether the opener has split one set of samples into train, val and test by itself. A model
             that was trained on other images is then tested on all samples, see `choose_test_images`.
@@ -245,7 +245,8 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
             batch, the generators are seeded by its first sample only.
         ids: the samples' numbers, [n].
         seed: the run's seed. An evaluation gives neither seed nor epoch, so all evaluations get the same samples.
-        epoch: one epoch for all samples, or a number for each, [n], see `MicroBatch.epochs_and_repeats`.
+        epoch: one epoch for all samples; or for each sample one number that contains its epoch and its earlier uses,
+            [n], see `MicroBatch.epochs_and_repeats`.
 
     Returns:
         The samples, collated by the data set's `collate_fn` if it has one, else by torch's.

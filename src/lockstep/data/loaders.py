@@ -19,8 +19,7 @@ from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
-# From a data set in memory, the images of several steps are fetched together: as many steps as fit into so many bytes,
-# and at least one.
+# Bytes of images that one call fetches from a data set in memory: those of as many steps as fit, and of at least one.
 FETCH_BYTES = 1 << 20
 
 
@@ -78,7 +77,11 @@ class StepDataset:
     """A training set whose items are `StepBatch`es: one process's parts of optimizer steps.
 
     From a data set in memory, one call of `fetch` gets the samples of several steps. A call for each step would be
-    slower: the call takes longer than its copy, and starts with cold caches.
+    slower: the fixed cost of a call exceeds the time to copy the images of one step, and between two calls the training
+    step fills the CPU's caches with other data.
+
+    `StepSampler` is the DataLoader's `batch_sampler`. So torch calls `__getitems__` with what the sampler yields, one
+    position, and not with a list of ids.
 
     Args:
         dataset: the training set, map-style.
@@ -175,11 +178,14 @@ class StepDataset:
 
         Args:
             epoch: 0-based.
-            encoded_ids: for each sample, its id + samples * (number of its earlier uses in the epoch), int64 [n].
+            encoded_ids: for each sample, its id + (size of the training set) * (number of its earlier uses in the
+                epoch), int64 [n].
             piece: the number of the piece in its step.
             device: the number of the device that computes it.
         """
-        repeats, ids = np.divmod(encoded_ids, self.order.samples)
+        repeats, ids = np.divmod(encoded_ids, self.order.samples)  # `samples` is the size of the training set
+        # One number for each sample: the epoch in the lower 32 bits, its earlier uses in the upper ones. So a sample
+        # that is used twice in an epoch gets other random numbers the second time.
         return MicroBatch(ids, device, piece, epochs_and_repeats=epoch + (repeats << 32))
 
 
@@ -201,7 +207,10 @@ class ChunkSampler(Sampler[range]):
 
 
 class ChunkDataset:
-    """An evaluation set whose items are batches of neighbouring samples."""
+    """An evaluation set whose items are batches of neighbouring samples.
+
+    `ChunkSampler` is the DataLoader's `batch_sampler`, so torch calls `__getitems__` with the range of a chunk.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -213,7 +222,7 @@ class ChunkDataset:
         return fetch(self.dataset, np.arange(ids.start, ids.stop))
 
 
-def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
+def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
     """Return the chunks of neighbouring samples that a process evaluates.
 
     Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
@@ -225,7 +234,7 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     every process work.
 
     Args:
-        samples: samples of the evaluation set.
+        num_samples: number of samples of the evaluation set.
         layout: the run's layout.
         rank: the process's number among `layout.replicas`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
@@ -235,8 +244,9 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     """
     piece = max(1, layout.batch_size // layout.pieces)
     size = max(piece, min(2 * piece, 128)) if trains else piece
-    size = min(-(-samples // layout.pieces), size)
-    chunks = [(start, min(start + size, samples)) for start in range(0, samples, size)]  # the last one may be short
+    size = min(-(-num_samples // layout.pieces), size)
+    # the last chunk may be short
+    chunks = [(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
     borders = cuts(len(chunks), layout.replicas)
     return chunks[borders[rank] : borders[rank + 1]]
 
@@ -244,10 +254,11 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
 def gains_from_loader_processes(dataset: Any) -> bool:
     """Check whether loader processes make a data set faster.
 
-    The data set's class may answer by an attribute `wants_workers`. If it has none, a data set that fetches samples one
-    by one is faster with loader processes, but on Linux only: there they are forked, so they start without importing
-    and unpickling the data set.
+    The data set's class may answer by an attribute `wants_workers`. If it has none, a data set that is not fast by
+    itself gains from them, but on Linux only: there they are forked, so they start without importing and unpickling the
+    data set.
     """
     innermost = innermost_dataset(dataset)
-    in_memory = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
-    return bool(getattr(innermost, "wants_workers", sys.platform == "linux" and not in_memory))
+    # `__getitems__` fetches a batch by one call. A sequence or TensorDataset has its samples in memory.
+    is_fast_itself = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
+    return bool(getattr(innermost, "wants_workers", sys.platform == "linux" and not is_fast_itself))

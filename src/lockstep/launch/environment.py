@@ -23,7 +23,9 @@ from lockstep.errors import UserError
 
 # Our own variables, which child processes inherit.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command or the sweep's job started
-PARENT = "LOCKSTEP_PARENT"  # process id of the Python program that started the command; the command ends with it
+# Process id of the program whose call of `lockstep.train` started this command. If the program is killed, the command
+# is killed too. It is not the parent of workers, launch/parent.py.
+PARENT = "LOCKSTEP_PARENT"
 # Its value is the name, in the table above, of what started this worker. It is set wherever Lockstep itself sets
 # torchrun's variables, since the worker would otherwise count as started by torchrun.
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
@@ -122,7 +124,10 @@ os.register_at_fork(after_in_child=environment.cache_clear)  # a worker gets its
 
 
 def _slurm_job(variables: Mapping[str, str]) -> str | None:
-    """Return a unique name of the batch job. SLURM_JOB_ID is not unique: an array's last job has the array's id."""
+    """Return the name of the batch job in SLURM's commands, `<array>_<task>` in an array.
+
+    There the SLURM_JOB_ID of the last job is also the id of the array, so it would name the whole array.
+    """
     if "SLURM_ARRAY_TASK_ID" in variables:
         return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
     return variables.get("SLURM_JOB_ID")
@@ -207,9 +212,10 @@ def refuse_unknown_rank(variables: Mapping[str, str]) -> None:
 
 
 def external_workers() -> int:
-    """Return the world size if another process has started this one as a worker, else 0.
+    """Return the world size if this process is a worker that another process has started, else 0.
 
-    The other process is an engine or, in a worker on one machine, our own parent. In the parent itself return 0.
+    The other process is an engine or, on one machine, our own parent. So the result is the number of all workers of the
+    run, this one included. The parent itself gets 0.
     """
     return environment().world_size if environment().launcher else 0
 

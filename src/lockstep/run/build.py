@@ -102,7 +102,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """Return the DataModule of one worker."""
     trains = config.trains
-    rank = rank if config.layout.replicas > 1 else 0  # processes that share one network all get the same pieces
+    # In a staged layout each process has a part of one network, so all processes get the same pieces.
+    rank = rank if config.layout.replicas > 1 else 0
     assignment = Assignment(config.layout)
     for extra in config.extras.values():
         assignment = extra.wrap_assignment(assignment)
@@ -113,7 +114,8 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """Build the config's callbacks. Check them, and the module's own callbacks, which Lightning adds later."""
-    checkpoint_record = {
+    # The entry `lockstep` of each checkpoint. Its config, `config.record`, is the resolved one as plain containers.
+    checkpoint_entry = {
         "config": config.record,
         "precision": config.precision,  # resolved; the config may have auto
         "pieces": config.layout.pieces,
@@ -126,7 +128,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "folder": folder,
         "every": config.checkpoint_every,
         "log_every": config.log_every,
-        "record": checkpoint_record,
+        "record": checkpoint_entry,
         "config": config.record,
         "headline": headline(config, splits, folder),
         "started": environment().started,

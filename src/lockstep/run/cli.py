@@ -53,7 +53,7 @@ RUN_FILES |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
 
 
 class SweepFailed(Exception):
-    """Some jobs of a sweep failed, and the others completed."""
+    """Some jobs of a sweep failed, and the others completed. `lockstep.run.sweeps` raises it."""
 
 
 def command(job: Job, config_name: str, config_folder: Path = arguments.CONF) -> NoReturn:
@@ -65,8 +65,8 @@ def command(job: Job, config_name: str, config_folder: Path = arguments.CONF) ->
     Args:
         job: the program's work. It gets the composed config.
         config_name: the program's config, such as `train`.
-        config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra itself looks
-            in conf/, so it must have any other folder on its search path.
+        config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra does not get
+            this argument. For a folder other than conf/, the caller must also add it to `hydra.searchpath`.
     """
     if parent := os.environ.pop(PARENT, None):
         set_parent_death_signal(int(parent))
@@ -90,7 +90,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
     """Run the job with the arguments in `sys.argv`, as `command` does. Return the exit code and a line to print."""
     shows_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
-    register_folder()
+    register_folder()  # a function of OmegaConf, used in conf/hydra/default.yaml
     slurm_job_of_command = environment().slurm_job
     raised: list[Exception] = []  # the job's error; Hydra would print it in another form
 
@@ -136,19 +136,23 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
                     remove_refused_folder(folder)
                 elif can_continue(folder) and environment().rank == 0:
                     error.add_note(f"to continue from its last checkpoint: {shell_override('resume', folder)}")
-            elif external_workers() > 1 and not ends_all_ranks(error):  # other ranks would wait for this one
+            # One of several workers that another process has started: end it, since the others would wait for it.
+            elif external_workers() > 1 and not ends_all_ranks(error):
                 sys.exit(f"error: {error_line(error)}")
             elif environment().rank == 0:  # the sweep reads the error from this summary, and its other jobs run
                 write_conclusion(folder, "failed", error_line(error))
                 if shows_tracebacks:
                     traceback.print_exception(error)
 
-    failure_code = FAILED  # the exit code if the job raises an error that is not of BAD_INPUT
+    # the exit code of an error that is not of BAD_INPUT: FAILED from a job, REFUSED from before the first job
+    failure_code = FAILED
     try:
-        # The imports are done: remove the handlers that lockstep.exit_on_signal has installed for their time.
+        # The imports are done, during which lockstep.exit_on_signal handles signals. From now on SIGINT raises
+        # KeyboardInterrupt. SIGTERM keeps its handler until workers run, except in the case below.
         if has_import_handler(signal.SIGINT):
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        # An external worker may wait in C++ for a rank that never comes, where no handler of Python runs.
+        # A worker that another process has started may wait in C++ for a rank that never comes. No handler of Python
+        # runs there.
         if has_import_handler(signal.SIGTERM) and external_workers():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if {"--help", "-h"} & set(sys.argv):
@@ -169,7 +173,9 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
         return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", how_to_continue]))
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
-    except Exception as refused:  # of Hydra or of the check of a sweep, before any job; or a job's folder is busy
+    # an error from before the first job (of a call above, of Hydra or of `sweeps.check_jobs`), or FolderBusy of a
+    # sweep's job
+    except Exception as refused:
         raised[:] = [refused]
         failure_code = REFUSED
     if not raised:
@@ -244,7 +250,7 @@ def remove_refused_folder(folder: Path) -> None:
 
 
 def register_folder() -> None:
-    """Register the resolver `folder` of conf/hydra/default.yaml, which names the folder of a new run."""
+    """Register the OmegaConf resolver `folder`. conf/hydra/default.yaml uses it to name the folder of a new run."""
     register_resolver("folder", _folder)
 
 

@@ -112,7 +112,8 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     trained_config = record["config"] if isinstance(record["config"], Mapping) else {}
     if missing := sorted({*SAVED_GROUPS, *SAVED_KEYS} - trained_config.keys()):
         raise CheckpointError(f"{path}: its config lacks {', '.join(missing)}: use a checkpoint of this version")
-    raw = {key: value for key, value in raw.items() if key != "split"}  # `split` chooses images, not the model
+    # `check` refuses the key `split`, which a run of training lacks. `choose_test_images` gets it as an argument.
+    raw = {key: value for key, value in raw.items() if key != "split"}
     merged = {key: trained_config[key] for key in SAVED_KEYS}
     if raw.get("data_dir") is not None:
         merged["data_dir"] = raw["data_dir"]

@@ -21,7 +21,8 @@ from lockstep.text import plural, short_path
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; only paths are longer
 CLASSES_WIDTH = 60  # columns for the names and counts of the classes
-CHANCE_DEVIATIONS = 3.0  # up to so many standard deviations above random guessing, an accuracy is chance level
+# An accuracy is at chance level if it is at most this many standard deviations above random guessing.
+CHANCE_DEVIATIONS = 3.0
 
 
 class StartLines(pl.Callback):
@@ -108,10 +109,10 @@ def step_parts(config: Config) -> list[str]:
     return [*parts, *filter(None, (extra.describe() for extra in config.extras.values()))]
 
 
-def length_text(config: Config, samples: int) -> str:
+def length_text(config: Config, num_samples: int) -> str:
     """Return the length of a run, and the key that limits it, as text."""
-    steps_of_epoch = steps_per_epoch(config, samples)
-    length = run_length(config, samples)
+    steps_of_epoch = steps_per_epoch(config, num_samples)
+    length = run_length(config, num_samples)
     limit = {"max_steps": length.steps, "max_epochs": length.epochs}[length.ends_by]
     return f"{plural(steps_of_epoch, 'step')} per epoch, {length.steps} in all ({length.ends_by}={limit})"
 

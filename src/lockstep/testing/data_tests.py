@@ -200,16 +200,16 @@ def check_range(name: str, ids: Ids, labels: Any, splits: Splits) -> None:
 
 def check_targets(name: str, targets: Any, spec: Spec) -> None:
     """Fail the test if targets of a split do not fit the task of the `Spec`, which is not classification."""
-    masks = spec.task == "segmentation"
-    shape = (spec.image_size, spec.image_size) if masks else (spec.num_classes,)
-    right = targets.dtype == torch.uint8 if masks else targets.is_floating_point()
-    if not right or tuple(targets.shape[1:]) != shape:
-        wanted = f"{'uint8' if masks else 'a float tensor'} {list(shape)}"
+    is_segmentation = spec.task == "segmentation"
+    shape = (spec.image_size, spec.image_size) if is_segmentation else (spec.num_classes,)
+    has_right_dtype = targets.dtype == torch.uint8 if is_segmentation else targets.is_floating_point()
+    if not has_right_dtype or tuple(targets.shape[1:]) != shape:
+        wanted = f"{'uint8' if is_segmentation else 'a float tensor'} {list(shape)}"
         fail(
             f"a target of {name} is {targets.dtype} {list(targets.shape[1:])}: return {wanted} for each sample, or "
             f"give the Spec another task than {spec.task}"
         )
-    if masks:
+    if is_segmentation:
         wrong = (targets >= spec.num_classes) & (targets != UNLABELLED)
         range_text = f"0 to {spec.num_classes - 1}, or {UNLABELLED} without a class"
     elif spec.task == "multi_label":
@@ -236,8 +236,8 @@ def fetched(splits: Splits) -> Iterator[tuple[str, Ids, Any]]:
 def samples_as_bytes(batch: Any) -> list[bytes]:
     """Return the bytes of each sample of a batch.
 
-    A tensor has a sample for each entry of its first dimension. A list, tuple or dict has several values of each
-    sample. Any other value belongs to one sample.
+    The first dimension of a tensor counts the samples. A list, tuple or dict has one entry for each field, such as
+    image and label, with that field of all samples. Any other value is the field of a batch of one sample.
     """
     if isinstance(batch, Tensor):
         return [each.contiguous().numpy().tobytes() for each in batch]

@@ -37,7 +37,8 @@ class Pictures(Callback):
         seconds: shortest time between two validations that are drawn.
     """
 
-    changes_weights = False  # this callback is left out where an extra records the settings that affect the weights
+    # An extra that records which settings affect the weights reads this attribute, and leaves this callback out.
+    changes_weights = False
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds = seconds

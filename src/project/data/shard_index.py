@@ -124,18 +124,22 @@ def open_index(
     files = [*chain(*shards.values())]
     stamps = [stamp(file.stat()) for file in files]
     paths_by_part = {part: [str(file.relative_to(root)) for file in paths] for part, paths in shards.items()}
-    prefix = f"shards-{digest([VERSION, dict(options)])[:16]}"
-    name = f"{prefix}-{digest([paths_by_part, stamps])[:24]}"
+    # The folder's name has two hashes, of the options and of the shards. So an index that was made with the same
+    # options before the shards changed is found by the first hash.
+    options_prefix = f"shards-{digest([VERSION, dict(options)])[:16]}"
+    name = f"{options_prefix}-{digest([paths_by_part, stamps])[:24]}"
 
     def load(folder: Path) -> Index:
-        packed = [path for path in [folder / "images.bin"] if path.is_file()]
-        all_stamps = [*stamps, *(stamp(path.stat()) for path in packed)]
+        # images.bin has the images copied from parquet files. Without parquet files there is none.
+        image_files = [path for path in [folder / "images.bin"] if path.is_file()]
+        all_stamps = [*stamps, *(stamp(path.stat()) for path in image_files)]
         try:
             content = json.loads((folder / "index.json").read_text("utf-8"))
             parts = {}
             for part, sha256 in content["fingerprints"].items():
                 names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
-                fields = (root, names, labels, image_size, channels, places, [*files, *packed], all_stamps, sha256)
+                all_files = [*files, *image_files]
+                fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
                 parts[part] = ShardImages(*fields)
             return Index(folder, parts, content["classes"])
         except (OSError, ValueError, KeyError) as error:
@@ -151,9 +155,9 @@ def open_index(
     folders = [Path(index_dir).expanduser().absolute() / root_key] if index_dir else [root / ".index", cache / root_key]
     parent = next((each for each in folders if (each / name).is_dir()), None) or first_writable(folders)
     make_once(parent / name, fill)
-    for index in parent.glob(f"{prefix}-*"):
-        if index.name != name:  # an index of the same folder from before its shards changed
-            shutil.rmtree(index, ignore_errors=True)
+    for index_folder in parent.glob(f"{options_prefix}-*"):
+        if index_folder.name != name:  # made before the shards changed
+            shutil.rmtree(index_folder, ignore_errors=True)
     return load(parent / name)
 
 
@@ -230,10 +234,10 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
     files = ((part, path) for part, paths in shards.items() for path in paths)
-    with open(folder / "images.bin", "wb") as packed:
+    with open(folder / "images.bin", "wb") as images_file:  # for the images of parquet files
         for file_number, (part, path) in enumerate(files):
             is_parquet = path.suffix == ".parquet"
-            shard = scan_parquet(path, **options, packed=packed) if is_parquet else scan_tar(path, **options)
+            shard = scan_parquet(path, **options, packed=images_file) if is_parquet else scan_tar(path, **options)
             if not shard.samples:
                 continue
             first = first or (path, shard.label_source, shard.class_names)
@@ -283,8 +287,9 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
 def ordered_classes(label_source: str, class_names: Sequence[str], labels: Collection[str]) -> list[str]:
     """Return the names of the classes in order.
 
-    If the shards list the names, this is their order. If the labels were read from TEXTS (.cls, .txt or .json members,
-    or a column) and all of them are whole numbers, they are sorted as numbers. All other labels are sorted as text.
+    If the shards list the names, this is their order. If `label_source` is TEXTS, the string for labels from .cls, .txt
+    or .json members or from a column, and all labels are whole numbers, they are sorted as numbers. All other labels
+    are sorted as text.
     """
     if class_names:
         return [*class_names]

@@ -32,6 +32,7 @@ class Published(ImageClassifier):
 
     Raises:
         ValueError: There is no such net, it does not fit the images, or its weights can't be loaded.
+        TypeError: `options` has a key that the net does not take.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Published(ImageClassifier):
 
         Raises:
             ValueError: The library has no net `arch`, or its pretrained weights can't be loaded.
+            TypeError: `options` has a key that the net does not take.
         """
         raise NotImplementedError
 
@@ -112,6 +114,7 @@ def torchvision_net(
 
     Raises:
         ValueError: There is no such net, or its pretrained weights can't be loaded.
+        TypeError: The net takes no such option.
     """
     from torchvision import models
 
@@ -126,7 +129,8 @@ def torchvision_net(
         defaults = {"aux_logits": False, "init_weights": True}
     net = models.get_model(arch, weights=None, num_classes=num_classes, **{**defaults, **options})
     parameters = inspect.signature(type(net)).parameters
-    if unknown := "kwargs" in parameters and sorted(options.keys() - parameters.keys()):  # **kwargs would hide them
+    unknown = sorted(options.keys() - parameters.keys())
+    if unknown and "kwargs" in parameters:  # a net with **kwargs accepts a misspelled option without an error
         raise TypeError(f"{arch} takes no option {', '.join(unknown)}: it takes {', '.join(parameters)}")
     if pretrained:
         not_copied = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))

@@ -31,7 +31,7 @@ from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 PATTERN = 1 << 16  # numbers in a test message
-# `diagnose_links` waits so long for all ranks. Ranks whose sum is right do not call it, and the wait then times out.
+# How long `diagnose_links` waits for all ranks. Ranks whose sum is right do not call it, and the wait then times out.
 BARRIER_SECONDS = 5.0
 Digests = tuple[bytes, ...]  # hashes of a gradient, one for each parameter
 
@@ -51,7 +51,8 @@ class AuditHook(StepHook):
     their results differ, all devices of the `Choice` compute the piece once more: owner, auditor and perhaps a third.
 
     Args:
-        share: `extras.audit.share`, the fraction of steps in which one piece is computed again.
+        share: `extras.audit.share`, the fraction of steps in which one piece is computed again. (It has nothing to do
+            with the shares of devices in a layout.)
         seed: the run's seed.
         layout: the layout, which assigns pieces to devices.
 
@@ -65,8 +66,8 @@ class AuditHook(StepHook):
         self.choice: Choice | None = None  # of the current step
         self._start_buffers: dict[str, Tensor] = {}  # the module's buffers before the current step
         self._owner_digests: Digests | None = None  # the owner's result; None on other ranks
-        # By device: checkpoints up to this step, counted from 1, are good. It is the last step at which the device's
-        # result was found right. Before the first comparison, it is the last step before this process began.
+        # By device: the last step, counted from 1, at which the device's result was found right or, before its first
+        # comparison, the last step before this process began. Checkpoints up to that step are good.
         self._good_steps: dict[int, int] = {}
         self._devices = range(layout.num_devices)
         # With ddp, several replicas (processes with a whole network) have a device each. With dp, one process has all.
@@ -124,6 +125,7 @@ class AuditHook(StepHook):
 
         Raises:
             WrongGradient: The messages of this step were damaged. The error names the rank if it was found.
+            CorruptMessage: Only some ranks got damaged messages. It is `error` itself.
         """
         if isinstance(error, CorruptMessage):
             raise diagnose_links(error, step.number, step.strategy.root_device) from None
@@ -152,7 +154,10 @@ class LogAuditCount(Callback):
 
 
 class Muted:
-    """Methods of a module's proxy that log nothing: the first computation has logged already."""
+    """Methods for `proxy`: `proxy(module, Muted)` has the module's attributes, and these methods in place of its own.
+
+    They log nothing, since the first computation of the piece has logged already.
+    """
 
     def log(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -203,7 +208,7 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
 
     Args:
         damaged: the error of this rank.
-        step: number of the step, from 0; so many steps were applied before it.
+        step: number of the step, from 0. It is also the number of steps that were applied before.
         device: the device of the test messages.
     """
     if not barrier_with_timeout(f"a damaged sum in step {step + 1}", BARRIER_SECONDS):

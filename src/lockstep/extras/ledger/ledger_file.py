@@ -45,8 +45,8 @@ STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_s
 class LedgerFile:
     """Writes `ledger.jsonl`. Only rank zero has a LedgerFile. The thread that writes checkpoints calls its methods.
 
-    Keys of a line: `step` and `since` are the numbers of optimizer steps at its checkpoint and at the line before, and
-    `before` is the SHA-256 of the line before. docs/extras/ledger.md has all keys.
+    Keys of a line: `step` is the number of optimizer steps at its checkpoint, and `since` that at the line before.
+    `before` is no number of steps, but the SHA-256 of the line before. docs/extras/ledger.md has all keys.
 
     Args:
         folder: the run's folder.
@@ -75,10 +75,12 @@ class LedgerFile:
     def before_write(self, checkpoint: dict[str, Any]) -> None:
         """Store in the checkpoint, under `ledger`, the line that `after_write` will append to the file."""
         previous, step = self.repair(), checkpoint["global_step"]
-        # the line of a second checkpoint of the same step replaces the file's last line
+        # The line of a second checkpoint of the same step replaces the file's last line. But if `_about` has changed
+        # since, the last line stays: it shows which code and config made the steps up to here.
         replaces_last = previous["step"] == step and not self._changed
         self._next_start = self._last_start if replaces_last else self._next_start
         since = previous["since"] if replaces_last else previous["step"]
+        # the hash of the line that will stand before the new one
         previous_sha256 = previous["before"] if replaces_last else line_sha256(text_of(previous))
         line = {"step": step, "since": since, "before": previous_sha256, **hashes(checkpoint)}
         line["samples_sha256"] = samples_sha256(self._order, since, step)
@@ -234,8 +236,8 @@ def samples_sha256(order: DataOrder, since: int, step: int) -> str:
 def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of a checkpoint: of its weights, and of the other state that affects the next step.
 
-    That state is the optimizer's, the schedule's and others of STATE, and gradients of earlier steps that are not
-    applied yet (`GradientSum.waiting`).
+    That state is the optimizer's, the schedule's and others of STATE. With an extra that applies gradients some steps
+    late, it also has the gradients that are not applied yet (`GradientSum.waiting`).
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
     state = {name: checkpoint[name] for name in STATE if name in checkpoint}

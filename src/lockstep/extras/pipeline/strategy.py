@@ -1,5 +1,8 @@
 """Run `strategy=pipeline`: one process per device, each with one stage of the network.
 
+The network is a sequence of parts: the entries of its nn.Sequential, or the modules that its method `stages()` returns.
+A stage is one or more neighbouring parts.
+
 Every process runs the module's own `training_step` on every piece, up to its call of `self(x)`. There, the first stage
 computes from `x` and sends its output to the next stage. Each later stage computes from what it receives. The last
 stage, on rank zero, sends its output to all processes and continues to the loss. The other processes leave their
@@ -37,11 +40,14 @@ from lockstep.step.network_parts import contents, parts_of
 from lockstep.step.strategy import Action, PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
-TIMED_PASSES = 3  # a part's time is its shortest in so many passes
-# bytes for a tensor's dtype, shape and strides, and the generators' states, of which the CPU's has 5,056 bytes
+TIMED_PASSES = 3  # forward passes in which each part is timed; the shortest time is used
+# Bytes of the message before a tensor: its dtype, shape and strides, and the states of the random generators, of which
+# the CPU's has 5,056 bytes.
 HEADER = 1 << 13
 MAX_IN_FLIGHT = 2  # most unfinished sends to one rank
-ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd reach both ends of a stage without trained parameters
+# An input of `_Receive` and `_Send` that requires a gradient. With it autograd runs the backward of both, even if the
+# stage has no trained parameters.
+ANCHOR = torch.zeros((), requires_grad=True)
 
 
 class StagedStrategy(PieceStrategy, DDPStrategy):
@@ -83,7 +89,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             self.has_last_stage = self.is_global_zero
             self._is_first_stage = self.global_rank == self.world_size - 1
             self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
-            vars(self.precision_plugin)["strategy"] = self
+            vars(self.precision_plugin)["strategy"] = self  # Lightning's class does not declare it
         return model
 
     def _cut(self, model: Any) -> None:
@@ -315,7 +321,10 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
 
 class _StagedForward:
-    """Methods of the module's proxy: `forward` runs the strategy's `forward`, which passes all stages."""
+    """A method for `proxy`: the proxy of a module has it in place of its own `forward`.
+
+    It runs the strategy's `forward`, which passes all stages.
+    """
 
     trainer: Any
 
@@ -324,7 +333,10 @@ class _StagedForward:
 
 
 class _ClipsAllStages:
-    """Methods of the precision plugin's proxy: they clip by the norm over all stages."""
+    """A method for `proxy`: the proxy of the precision plugin has it in place of its own `clip_grad_by_norm`.
+
+    It clips by the norm over all stages.
+    """
 
     main_params: Any
     strategy: StagedStrategy
