@@ -91,13 +91,16 @@ class Outcome:
 def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> Splits:
     """Return splits with so few training samples that an epoch is at most FULL_STEPS full steps and one short step.
 
+    The samples lie evenly in the training set, because the first samples of class folders are all of one class.
+
     Args:
         tail: samples of the short step. None: half as many as there are pieces, so that some pieces, and on many
             layouts some devices, have none.
     """
     tail = min(tail or max(1, pieces // 2), batch_size)
-    full = max(1, min(FULL_STEPS, (len(splits.train) - tail) // batch_size))
-    return replace(splits, train=Subset(splits.train, range(min(full * batch_size + tail, len(splits.train)))))
+    total = len(splits.train)
+    count = min(max(1, min(FULL_STEPS, (total - tail) // batch_size)) * batch_size + tail, total)
+    return replace(splits, train=Subset(splits.train, [number * total // count for number in range(count)]))
 
 
 def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder: Path) -> Outcome:

@@ -1,14 +1,16 @@
 """scripts/parity.py: it passes what is the same, and fails where it can't see what is wrong."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from conftest import ROOT, SEVERAL, Program, Run
 from parity import Different, chosen, judge_features, layouts, verdict
 from trials.judging import MARGIN, Distances, Row, allowed
+from trials.trial import shorten
 
 from lockstep.config.check import check
 from lockstep.errors import UserError
@@ -154,3 +156,16 @@ def test_the_tolerance_holds_at_every_step() -> None:
     assert away(1e-3, 0, 2e-4, 0).leaves(tolerance) == 2
     assert away(2e-2, 0, 0, 0).leaves(tolerance) == 3
     assert away(0, 0, float("nan"), 0).leaves(tolerance) == 2
+
+
+def test_few_training_samples_are_of_all_classes() -> None:
+    @dataclass
+    class Sorted:  # by class, as class folders are
+        train: Any
+
+    labels = [sample // 100 for sample in range(1000)]
+    short: Any = shorten(cast("Any", Sorted(labels)), batch_size=8, pieces=4, tail=None)
+    assert len(short.train) % 8 == 2, "the short step"
+    assert {short.train[number] for number in range(len(short.train))} == set(range(10))
+    few: Any = shorten(cast("Any", Sorted(labels[:9])), batch_size=8, pieces=4, tail=None)
+    assert list(few.train.indices) == list(range(9))
