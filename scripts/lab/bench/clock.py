@@ -88,7 +88,7 @@ class Clock(pl.Callback):
     def _so_far(self, trainer: pl.Trainer) -> tuple[float, int]:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
         sent = next((int(line.split()[9]) for line in lines if line.strip().startswith("eth0:")), 0)
-        return getattr(trainer.strategy, "waited", 0.0), sent
+        return getattr(trainer.strategy, "waited_seconds", 0.0), sent
 
 
 def _now(module: pl.LightningModule) -> float:

@@ -49,7 +49,7 @@ class RunRecord:
     tested_step: int | None = None
 
     def record_weights(self) -> None:
-        """Store the logged metrics and the hash of the weights. In a run that trains, the test then overwrites both."""
+        """Store the logged metrics and the hash of the weights. Call it before a test, which loads other weights."""
         self.metrics.update(logged_metrics(self.trainer))
         self.weights_hash = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
 

@@ -19,6 +19,7 @@ from torch.utils.data import Subset
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
+from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint import weights
 from lockstep.checkpoint.io import Copies, not_plain
 from lockstep.checkpoint.resume_state import ResumeState
@@ -100,7 +101,7 @@ def fit_and_test(
     samples = len(splits.train)
     # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
     config = replace(config, max_epochs=run_length(config, samples).epochs)
-    callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
+    callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck(), *store_leases()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     speed_settings = worker_setup.describe_speed_settings(module, config.compile)

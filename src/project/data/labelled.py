@@ -188,6 +188,9 @@ def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed:
     return [part if len(part) else None for part in parts]
 
 
+SPLIT_RULE = 2  # of `split_ids`: with another number, splits that were stored by an older rule are made again
+
+
 def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) -> list[NDArray[np.int64]]:
     """Return the numbers of the training, validation and test files.
 

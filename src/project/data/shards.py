@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Source, UserError, plural
-from project.data.labelled import PARTS, image_spec, split_ids, split_text, subsets
+from project.data.labelled import PARTS, SPLIT_RULE, image_spec, split_ids, split_text, subsets
 from project.data.shard_index import digest, open_index
 
 PART = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")  # in a file's path: train-00017.tar
@@ -60,7 +60,7 @@ def shards(
     test: Any
     if alone:
         (images,) = index.parts.values()
-        name = f"split-{digest([val_fraction, test_fraction, split_seed])[:16]}"
+        name = f"split-{digest([SPLIT_RULE, val_fraction, test_fraction, split_seed])[:16]}"
         ids = index.cached_arrays(name, lambda: split_ids(images, val_fraction, test_fraction, split_seed))
         train, val, test = subsets(images, ids)
         what = split_text(val_fraction)

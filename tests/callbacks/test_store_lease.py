@@ -1,0 +1,88 @@
+"""A run that has lost torchrun's store takes no further step."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from plain import Plain, loaders, trainer_with
+
+from lockstep.callbacks import store_lease
+from lockstep.callbacks.store_lease import StoreLease, store_leases
+from lockstep.errors import WorkerFailed
+from lockstep.launch.environment import environment
+
+SERVER = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """A process that serves a store, with its address."""
+    process: Any = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    process.address = f"127.0.0.1:{process.stdout.readline().strip()}"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+class LosesTheStore(Callback):
+    """Before its third step the store does not answer any more, as over a cut link, for `seconds`; or it is gone."""
+
+    def __init__(self, pid: int, number: int, seconds: float) -> None:
+        self.pid, self.number, self.seconds = pid, number, seconds
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            os.kill(self.pid, self.number)
+            time.sleep(self.seconds)
+            os.kill(self.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_without_an_answer_no_step_is_taken(
+    tmp_path: Path, server: Any, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_lease, "ASK_SECONDS", 0.1)
+    trainer = trainer_with(tmp_path, LosesTheStore(server.pid, number, 3.0), StoreLease(server.address, 2.0))
+    with pytest.raises(WorkerFailed, match=rf"^torchrun's store at {server.address} has not answered for 2 s: .*"):
+        trainer.fit(Plain(), **loaders())
+    assert trainer.global_step == 2
+
+
+def test_with_answers_the_run_goes_on(tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the store is silent for a shorter time."""
+    monkeypatch.setattr(store_lease, "ASK_SECONDS", 0.1)
+    trainer = trainer_with(tmp_path, LosesTheStore(server.pid, signal.SIGSTOP, 1.0), StoreLease(server.address, 20.0))
+    trainer.fit(Plain(), **loaders())
+    assert trainer.global_step == 6
+
+
+def test_a_store_that_is_not_there_is_lost_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="has not answered for 1 s"):
+        trainer_with(tmp_path, StoreLease("127.0.0.1:1", 1.0)).fit(Plain(), **loaders())
+
+
+def test_only_workers_of_torchrun_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store_lease.STORE, "127.0.0.1:1")
+    environment.cache_clear()
+    assert store_leases() == []
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, value)
+    environment.cache_clear()
+    (lease,) = store_leases()
+    assert isinstance(lease, StoreLease)
+    lease.on_train_start()  # rank one does not ask: where the network is cut, it waits for rank zero
+    lease.on_before_optimizer_step()
