@@ -51,8 +51,11 @@ def test_short_epochs_may_share_a_line(tmp_path: Path, said: Callable[[], list[s
 
 def test_a_long_epoch_says_how_far_it_is(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     trainer_with(tmp_path, Meter(), Console(bar=False, line_seconds=0)).fit(Counting(), **loaders())
-    assert len(said()) == STEPS + 1
-    assert said()[2].startswith("epoch 1/1  step 3/6  train/loss 1.0000  train/acc 0.2500")
+    lines = said()
+    assert len(lines) == STEPS + 1
+    assert lines[0].startswith("epoch 1/1  step 1/6  train/loss 1.0000  train/acc 0.2500")
+    assert re.fullmatch(r"epoch 1/1  step 3/6  [\d,]+ samples/s", lines[2]), "an old measurement is not shown again"
+    assert lines[5].startswith("epoch 1/1  step 6/6  train/loss 4  train/acc 0.2500")
 
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 5}], ids=["whole epochs", "cut short"])

@@ -51,6 +51,7 @@ class Console(Callback):
         self._every_epochs = every_epochs
         self._next = math.inf  # time of the next redraw or line; only rank zero sets it
         self._meter: Meter | None = None
+        self._shown: dict[str, float] = {}  # the measurement of the last line inside an epoch
         self._bar: Any = None
         self._arriving: Arriving | None = None  # numbers of an earlier step, on their way from the device
         self._drawing = contextlib.ExitStack()  # open while the bar is drawn; log lines then go above the bar
@@ -75,7 +76,9 @@ class Console(Callback):
             return
         self._next = now + self._pause
         if not self._bar:
-            train = _metrics(self._meter.latest if self._meter else {}, "train/")
+            latest = self._meter.latest if self._meter else {}
+            train = "" if latest is self._shown else _metrics(latest, "train/")  # a measurement is shown once
+            self._shown = latest
             LOG.info(_line(f"{_step(trainer)}/{trainer.estimated_stepping_batches}", train, self._speed()))
             return
         if self._arriving is None and batch.num_local_samples and not batch.skipped:
