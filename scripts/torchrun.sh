@@ -10,11 +10,13 @@ fail() {
     exit 2
 }
 
-endpoint=
+endpoint='' machines=''
 for ((at = 1; at <= $#; at++)); do
     case ${!at} in
         --rdzv[-_]endpoint=*) endpoint=${!at#*=} ;;
         --rdzv[-_]endpoint) next=$((at + 1)) && endpoint=${!next-} ;;
+        --nnodes=*) machines=${!at#*=} ;;
+        --nnodes) next=$((at + 1)) && machines=${!next-} ;;
         -*) ;;
         *.py) break ;; # later arguments are for the program
     esac
@@ -44,10 +46,11 @@ is_host=0 local=$(ip -4 route get "$address" | awk '{ for (at = 1; at < NF; at++
 [[ $local == "$address" ]] && is_host=1
 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME-$(awk -v address="$local" '$1 == address { print $2 }' <<<"$mine")}
 export GLOO_SOCKET_IFNAME
-# Rank zero takes no step after 3 s without an answer of the store (lockstep/callbacks/store_lease.py).
+# If fewer machines may continue the run (--nnodes=1:3), rank zero takes no step after 3 s without an answer of the
+# store: lockstep/callbacks/store_lease.py.
 port=${endpoint##*:}
 [[ $port == "$endpoint" ]] && port=29400 # torchrun's
-export LOCKSTEP_RDZV_STORE=$address:$port
+[[ $machines == *:* ]] && export LOCKSTEP_RDZV_STORE=$address:$port
 # A lost machine is detected after 3 s instead of 15 s. The clocks of all machines must agree within 3 s.
 conf=is_host=$is_host,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,read_timeout=60
 exec "${torchrun[@]}" --rdzv-backend=c10d --local-addr="$local" --rdzv-conf="$conf" "$@"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from lightning.pytorch import Callback
 from plain import Plain, loaders, trainer_with
 
@@ -73,6 +74,31 @@ def test_with_answers_the_run_goes_on(tmp_path: Path, server: Any, monkeypatch: 
 def test_a_store_that_is_not_there_is_lost_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="has not answered for 1 s"):
         trainer_with(tmp_path, StoreLease("127.0.0.1:1", 1.0)).fit(Plain(), **loaders())
+
+
+COMMANDS = {
+    "ip": """case "$*" in *route*) echo "10.0.0.2 src 10.0.0.1" ;; *) echo "2: eth0 inet 10.0.0.1/24" ;; esac""",
+    "torchrun": 'echo "store=${LOCKSTEP_RDZV_STORE-}"',
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "store"),
+    [
+        ("--nnodes=1:3 --rdzv-endpoint=10.0.0.2:29500", "10.0.0.2:29500"),
+        ("--rdzv_endpoint 10.0.0.2 --nnodes 2:3", "10.0.0.2:29400"),
+        ("--nnodes=3 --rdzv-endpoint=10.0.0.2:29500", ""),  # no part of three machines can continue without the rest
+        ("--nnodes=1:3", ""),
+    ],
+)
+def test_the_script_names_the_store_if_fewer_machines_may_continue(tmp_path: Path, arguments: str, store: str) -> None:
+    for name, body in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON_EXEC": "python"}
+    command = ["bash", str(ROOT / "scripts" / "torchrun.sh"), *arguments.split(), "src/train.py", "--nnodes=1:9"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"store={store}\n"
 
 
 def test_only_workers_of_torchrun_have_one(monkeypatch: pytest.MonkeyPatch) -> None:

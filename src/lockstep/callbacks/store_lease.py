@@ -12,7 +12,8 @@ from torch.distributed import DistError, TCPStore
 from lockstep.errors import WorkerFailed
 from lockstep.launch.environment import environment
 
-STORE = "LOCKSTEP_RDZV_STORE"  # scripts/torchrun.sh sets it: host and port of torchrun's store
+# Host and port of torchrun's store. scripts/torchrun.sh sets it if the number of machines may change (--nnodes=1:3).
+STORE = "LOCKSTEP_RDZV_STORE"
 LEASE_SECONDS = 3.0  # after this time without a heartbeat, torchrun's agents replace a machine (scripts/torchrun.sh)
 ASK_SECONDS = 0.5
 
@@ -73,6 +74,6 @@ class StoreLease(Callback):
 
 
 def store_leases() -> list[Callback]:
-    """Return the callback of a run under scripts/torchrun.sh on several machines; none otherwise."""
+    """Return the callback of a run that scripts/torchrun.sh started and fewer machines may continue; none otherwise."""
     store = os.environ.get(STORE, "")
     return [StoreLease(store)] if store and environment().launcher == "torchrun" else []
