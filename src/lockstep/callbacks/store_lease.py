@@ -59,12 +59,12 @@ class StoreLease(Callback):
     def _ask(self, store: TCPStore) -> None:
         """Ask the store again and again, until it is gone. Over a link that is cut, a question waits for its answer."""
         while not self._ended.wait(ASK_SECONDS):
-            asked = time.monotonic()
+            sent = time.monotonic()
             try:
                 store.check(["lockstep"])
             except DistError:
                 return
-            self._answered = asked
+            self._answered = sent
 
     def _lost(self) -> WorkerFailed:
         return WorkerFailed(
