@@ -35,7 +35,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Replace `<!-- keys of NAME -->` by tables, of train.yaml, of groups or of programs; link the table of extras."""
+    """Replace `<!-- keys of NAME -->` by tables, and link what a page can't link itself, as its target may be deleted.
+
+    The tables have the keys of train.yaml, of groups or of programs. The links are those to pages of extras, and the
+    list of decisions.
+    """
     makers = {
         "train": lambda: _front_page("train", 2),
         "the groups": _groups,
@@ -46,6 +50,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri == "extras.md":  # its table can't link by itself: an extra's page goes with the extra
         names = "|".join(path.stem for path in Path(config["docs_dir"], "extras").glob("*.md"))
         markdown = re.sub(rf"^\| ({names}) \|", r"| [\1](extras/\1.md) |", markdown, flags=re.MULTILINE)
+    if page.file.src_uri == "decisions/index.md":
+        pages = sorted(path for path in Path(config["docs_dir"], "decisions").glob("*.md") if path.name != "index.md")
+        titles = (path.read_text().partition("\n")[0].removeprefix("# ") for path in pages)
+        markdown += "\n" + "\n".join(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True))
     return re.sub(r"<!-- keys of ([\w ]+) -->", lambda match: makers[match[1]](), markdown)
 
 
