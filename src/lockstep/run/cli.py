@@ -5,14 +5,12 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,20 +24,19 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, portable, value_checks
+from lockstep.config import arguments, portable
 from lockstep.config.arguments import check_arguments
-from lockstep.config.hydra_versions import VERSION_BASE, register_resolver
-from lockstep.config.value_checks import ROOT, run_name
+from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
 from lockstep.launch.logs import user_code_location
 from lockstep.launch.process_group import is_printed_by_another_rank, join_external
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_writing_in, remove_decisions
+from lockstep.launch.rank_zero_decisions import ranks_writing_in, remove_decisions
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
-from lockstep.run import lock
-from lockstep.run.machine_check import MACHINE_KEYS
+from lockstep.run.run_folder import FolderBusy, lock_folder, register_folder, remove_refused_folder
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import shell_override
 
@@ -47,9 +44,6 @@ Job = Callable[[dict[str, Any], Path], Any]
 # errors that a user can mend, with the exit code REFUSED
 BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
 REFUSED, FAILED = 2, 1  # exit codes
-# names of the files and folders that Lockstep writes into a run's folder before its first checkpoint
-RUN_FILES = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
-RUN_FILES |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
 
 
 class SweepFailed(Exception):
@@ -107,7 +101,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
         # One rank writes into each copy of the folder: rank zero, or the first rank of a machine that has another copy.
         writes_in_folder = environment().rank in ranks_writing_in(folder)
         try:
-            with lock.lock_folder(folder, writes_in_folder):
+            with lock_folder(folder, writes_in_folder):
                 raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
                 # The folder of a resumed run has `.hydra/` already. train.py replaces it after the first step.
                 if writes_in_folder and not (folder / ".hydra").exists():
@@ -115,7 +109,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
                 job(raw, folder)
             if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
                 write_conclusion(folder, "completed")  # the program wrote no summary
-        except lock.FolderBusy as busy:  # the folder belongs to another run
+        except FolderBusy as busy:  # the folder belongs to another run
             if sweeping:
                 raise
             raised.append(busy)
@@ -231,63 +225,3 @@ def _message(error: BaseException) -> str:
         return text or type(error).__name__
     location = user_code_location("".join(traceback.format_exception(error)))
     return f"{type(error).__name__}{f': {text}' * bool(text)} ({location}HYDRA_FULL_ERROR=1 shows the traceback)"
-
-
-def remove_refused_folder(folder: Path) -> None:
-    """Remove the folder of a refused run or sweep.
-
-    The folder stays if the run has made a step, or if it holds a checkpoint or a file that Lockstep does not write.
-    """
-    holds_our_files_only = folder.is_dir() and all(
-        path.name in RUN_FILES or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
-    )
-    if holds_our_files_only and not summary_of(folder).get("steps"):
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # the parent folder may hold other runs
-            folder.parent.rmdir()
-            if folder.parent.name == "sweeps":
-                folder.parent.parent.rmdir()
-
-
-def register_folder() -> None:
-    """Register the OmegaConf resolver `folder`. conf/hydra/default.yaml uses it to name the folder of a new run."""
-    register_resolver("folder", _folder)
-
-
-def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
-    """Return the folder of a new run or sweep, the same on all ranks.
-
-    Its name is the start time. In a SLURM job, or with torchrun's --rdzv-id, the name follows from the job or the id.
-    A job that is started again then continues in the same folder.
-
-    Args:
-        kind: `runs` or `sweeps`.
-        outputs: the key `outputs`.
-        name: the key `name`.
-        overrides: the arguments of the command line.
-    """
-    runs = Path(
-        value_checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else [])
-    )
-
-    def folder_name() -> str:
-        job_folder = slurm.folder_of_job(runs, overrides) or _folder_of_rendezvous(runs, overrides)
-        return job_folder.name if job_folder else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-
-    return str(runs / decide_on_rank_zero(kind, folder_name))
-
-
-def _folder_of_rendezvous(runs: Path, overrides: Iterable[object]) -> Path | None:
-    """Return the folder of the run that torchrun's `--rdzv-id=<name>` names.
-
-    Without a name, the folder of a run is known only as long as one of its torchrun agents runs, see
-    `decide_on_rank_zero`. With a name, machines continue the run even if torchrun was started again on all of them.
-    Return None if there is no name, or if the run is completed.
-    """
-    name = environment().run_id
-    if environment().launcher != "torchrun" or name in ("", "none") or re.fullmatch(r"[\da-f-]{36}", name):
-        return None  # without --rdzv-id torchrun gives the name "none", and with --standalone a random one
-    # The overrides that are the same on all machines.
-    shared_overrides = [each for each in map(str, overrides) if each.lstrip("+").partition("=")[0] not in MACHINE_KEYS]
-    folder = runs / f"{re.sub('[^0-9A-Za-z_.-]', '_', name)}_{slurm.hash_of_command(shared_overrides)}"
-    return None if summary_of(folder).get("status") == "completed" else folder

@@ -43,7 +43,7 @@ from lockstep.launch.signals import (
     unblock_signals,
 )
 from lockstep.run.cli import SweepFailed
-from lockstep.run.lock import FolderBusy
+from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
 
