@@ -46,6 +46,14 @@ BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLE
 REFUSED, FAILED = 2, 1  # exit codes
 
 
+class RunFailed(BaseException):
+    """Carries the error of a run through Hydra, which would print an `Exception` in another form."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class SweepFailed(Exception):
     """Some jobs of a sweep failed, and the others completed. `lockstep.run.sweeps` raises it."""
 
@@ -86,69 +94,16 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
     register_folder()  # a function of OmegaConf, used in conf/hydra/default.yaml
     slurm_job_of_command = environment().slurm_job
-    raised: list[Exception] = []  # the job's error; Hydra would print it in another form
-
-    def can_continue(folder: Path) -> bool:
-        return config_name == "train" and paths.last(folder).exists()
 
     def run_job(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
-        sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
-        if sweeping and not external_workers() and summary_of(folder).get("status") == "completed":
-            return  # an earlier start of the sweep completed this job
-        if sweeping:
-            export(**{STARTED: str(time.time())})
-        # One rank writes into each copy of the folder: rank zero, or the first rank of a machine that has another copy.
-        writes_in_folder = environment().rank in ranks_writing_in(folder)
-        try:
-            with lock_folder(folder, writes_in_folder):
-                raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-                # The folder of a resumed run has `.hydra/` already. train.py replaces it after the first step.
-                if writes_in_folder and not (folder / ".hydra").exists():
-                    resume.write_hydra_files(folder, resume.hydra_files_of(raw))
-                job(raw, folder)
-            if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
-                write_conclusion(folder, "completed")  # the program wrote no summary
-        except FolderBusy as busy:  # the folder belongs to another run
-            if sweeping:
-                raise
-            raised.append(busy)
-        except Interrupted as interrupted:
-            if can_continue(folder) and not sweeping and environment().rank == 0:
-                interrupted.add_note(f"to continue: {shell_override('resume', folder)}")
-            # submitit's launcher runs each job of a sweep in a SLURM job of its own. The end of `run_command`, which
-            # requeues, is outside of that SLURM job, so requeue it here.
-            if environment().slurm_job != slurm_job_of_command:
-                if requeued := slurm.requeue():
-                    print(requeued, file=sys.stderr, flush=True)
-                sys.exit(interrupted.code)
-            raise
-        except Exception as error:
-            if not sweeping:
-                raised.append(error)
-                if isinstance(error, BAD_INPUT) and writes_in_folder:
-                    remove_refused_folder(folder)
-                elif can_continue(folder) and environment().rank == 0:
-                    error.add_note(f"to continue from its last checkpoint: {shell_override('resume', folder)}")
-            # One of several workers that another process has started: end it, since the others would wait for it.
-            elif external_workers() > 1 and not ends_all_ranks(error):
-                sys.exit(f"error: {error_line(error)}")
-            elif environment().rank == 0:  # the sweep reads the error from this summary, and its other jobs run
-                write_conclusion(folder, "failed", error_line(error))
-                if shows_tracebacks:
-                    traceback.print_exception(error)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            run_job_of_sweep(job, cfg, folder, slurm_job_of_command, shows_tracebacks)
+        else:
+            run_single(job, cfg, folder, can_resume=config_name == "train")
 
-    # the exit code of an error that is not of BAD_INPUT: FAILED from a job, REFUSED from before the first job
-    failure_code = FAILED
     try:
-        # The imports are done, during which lockstep.exit_on_signal handles signals. From now on SIGINT raises
-        # KeyboardInterrupt. SIGTERM keeps its handler until workers run, except in the case below.
-        if has_import_handler(signal.SIGINT):
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A worker that another process has started may wait in C++ for a rank that never comes. No handler of Python
-        # runs there.
-        if has_import_handler(signal.SIGTERM) and external_workers():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        set_signal_handlers()
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), config_folder)
             with suppress(BrokenPipeError):  # the output may be piped into head
@@ -160,6 +115,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
         hydra.main(**VERSION_BASE, config_path=str(ROOT / "conf"), config_name=config_name)(run_job)()
+        return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         requeue_line = slurm.requeue() if code == 143 else None
@@ -167,24 +123,108 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
         return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", how_to_continue]))
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
+    except RunFailed as failed:
+        error, code = failed.error, REFUSED if isinstance(failed.error, BAD_INPUT) else FAILED
     # an error from before the first job (of a call above, of Hydra or of `sweeps.check_jobs`), or FolderBusy of a
     # sweep's job
     except Exception as refused:
-        raised[:] = [refused]
-        failure_code = REFUSED
-    if not raised:
-        return 0, ""
-    (error,) = raised
+        error, code = refused, REFUSED
     if shows_tracebacks:
         traceback.print_exception(error)
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to continue")]
-    code = REFUSED if isinstance(error, BAD_INPUT) else failure_code
     return code, "\n".join([f"error: {error_line(error)}", *notes])
 
 
-def has_import_handler(signum: int) -> bool:
-    """Check whether a signal's handler is that of `lockstep.exit_on_signal`."""
-    return getattr(signal.getsignal(signum), "__module__", "") == "lockstep.exit_on_signal"
+def set_signal_handlers() -> None:
+    """Replace the handlers of `lockstep.exit_on_signal`, which are for the time of the imports."""
+
+    def has_import_handler(signum: int) -> bool:
+        return getattr(signal.getsignal(signum), "__module__", "") == "lockstep.exit_on_signal"
+
+    if has_import_handler(signal.SIGINT):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # raises KeyboardInterrupt
+    # SIGTERM keeps its handler until workers run, except in a worker that another process has started. It may wait in
+    # C++ for a rank that never comes. No handler of Python runs there.
+    if has_import_handler(signal.SIGTERM) and external_workers():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def run_single(job: Job, cfg: DictConfig, folder: Path, can_resume: bool) -> None:
+    """Run the job of a command that is no sweep.
+
+    Raises:
+        RunFailed: The job failed. Its folder is removed if the input was refused.
+        Interrupted: A signal ended the job.
+    """
+    writes_in_folder = environment().rank in ranks_writing_in(folder)
+
+    def shows_how_to_continue() -> bool:
+        return can_resume and environment().rank == 0 and paths.last(folder).exists()
+
+    try:
+        run_in_folder(job, cfg, folder, writes_in_folder)
+    except Interrupted as interrupted:
+        if shows_how_to_continue():
+            interrupted.add_note(f"to continue: {shell_override('resume', folder)}")
+        raise
+    except Exception as error:
+        if not isinstance(error, BAD_INPUT):
+            if shows_how_to_continue():
+                error.add_note(f"to continue from its last checkpoint: {shell_override('resume', folder)}")
+        elif writes_in_folder and not isinstance(error, FolderBusy):  # a busy folder belongs to another run
+            remove_refused_folder(folder)
+        raise RunFailed(error) from error
+
+
+def run_job_of_sweep(
+    job: Job, cfg: DictConfig, folder: Path, slurm_job_of_command: str | None, shows_tracebacks: bool
+) -> None:
+    """Run one job of a sweep. If it fails, write the error into its summary, where the sweep reads it.
+
+    Raises:
+        FolderBusy: The folder belongs to another run.
+        Interrupted: A signal ended the job.
+    """
+    if not external_workers() and summary_of(folder).get("status") == "completed":
+        return  # an earlier start of the sweep completed this job
+    export(**{STARTED: str(time.time())})
+    try:
+        run_in_folder(job, cfg, folder, environment().rank in ranks_writing_in(folder))
+        if environment().rank == 0 and summary_of(folder).get("status") != "completed":
+            write_conclusion(folder, "completed")  # the program wrote no summary
+    except FolderBusy:
+        raise
+    except Interrupted as interrupted:
+        # submitit's launcher runs each job of a sweep in a SLURM job of its own. The end of `run_command`, which
+        # requeues, is outside of that SLURM job, so requeue it here.
+        if environment().slurm_job != slurm_job_of_command:
+            if requeued := slurm.requeue():
+                print(requeued, file=sys.stderr, flush=True)
+            sys.exit(interrupted.code)
+        raise
+    except Exception as error:
+        # One of several workers that another process has started: end it, since the others would wait for it.
+        if external_workers() > 1 and not ends_all_ranks(error):
+            sys.exit(f"error: {error_line(error)}")
+        if environment().rank == 0:
+            write_conclusion(folder, "failed", error_line(error))
+            if shows_tracebacks:
+                traceback.print_exception(error)
+
+
+def run_in_folder(job: Job, cfg: DictConfig, folder: Path, writes_in_folder: bool) -> None:
+    """Run the job while the folder is locked.
+
+    Args:
+        writes_in_folder: whether this rank writes into its machine's copy of the folder: rank zero does, and so does
+            the first rank of a machine that has another copy.
+    """
+    with lock_folder(folder, writes_in_folder):
+        raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        # The folder of a resumed run has `.hydra/` already. train.py replaces it after the first step.
+        if writes_in_folder and not (folder / ".hydra").exists():
+            resume.write_hydra_files(folder, resume.hydra_files_of(raw))
+        job(raw, folder)
 
 
 def ends_all_ranks(error: Exception) -> bool:
