@@ -12,10 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import hydra.utils
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from pydantic.errors import PydanticUserError
 
 from lockstep.config.suggestions import unknown_name_message
@@ -29,7 +27,7 @@ PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's cla
 
 
 def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
-    """Create the object that a config names, from its other keys, with `hydra.utils.instantiate`.
+    """Create the object that a config names, from its other keys.
 
     Nested targets are created first. With `_partial_: true` return a `functools.partial` that creates the object.
 
@@ -42,19 +40,48 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     Raises:
         UserError: the target is missing, does not take the config's keys, or raises a ValueError or TypeError.
     """
+    target = locate(f"{key}._target_", str(config.get("_target_")))
+    takes = parameters(target)
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
-    options = _completed(key, config, numbers)
-    is_partial = options.pop("_partial_", False)
-    target = locate(f"{key}._target_", options.pop("_target_"))
-    try:
-        arguments = hydra.utils.instantiate({**options, "_convert_": "all"})
-    except InstantiationException as error:
-        raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
+    options = {name: value for name, value in config.items() if name not in HYDRA_KEYS}
+    if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
+        options.pop("name", None)
+    _check_option_names(key, target, options, numbers)
+    arguments = {name: _argument(f"{key}.{name}", value, numbers) for name, value in options.items()}
     if target.__module__.startswith(ANNOTATED):
         _check_option_types(key, target, arguments)
-    takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
-    return make if is_partial else call(key, make)
+    return make if config.get("_partial_") else call(key, make)
+
+
+def _check_option_names(key: str, target: Any, options: Iterable[str], numbers: Iterable[str]) -> None:
+    """Refuse options that a class or function does not take. The message does not suggest the names in `numbers`."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target)):
+        return
+    takes = parameters(target)
+    unknown = [name for name in options if name not in takes]
+    if unknown:
+        near = unknown_name_message(unknown[0], takes - set(numbers)) if len(unknown) == 1 else ""
+        raise UserError(
+            f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
+            f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
+        )
+
+
+def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
+    """Return the argument for a config's value: with its nested targets created, and its `later:` values replaced."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            return instantiate(key, value, **numbers)
+        return {name: _argument(f"{key}.{name}", part, numbers) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_argument(key, part, numbers) for part in value]
+    if not isinstance(value, str) or not value.startswith(LATER):
+        return value
+    name = value.removeprefix(LATER)
+    if name not in numbers:
+        raise UserError(f"{key}={value}: {unknown_name_message(name, numbers)}")
+    return numbers[name]
 
 
 def call(key: str, make: partial[Any], *args: Any) -> Any:
@@ -168,42 +195,6 @@ def locate(key: str, target: str) -> Any:
     except (TypeError, ValueError):
         raise UserError(f"{key}={target}: must be a class or function with a signature") from None
     return located
-
-
-def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float | str]) -> dict[str, Any]:
-    """Return a config for Hydra: with checked names, `later:` values replaced, and offers to nested targets added."""
-    target = locate(f"{key}._target_", str(config.get("_target_")))
-    takes = parameters(target)
-    options = {name: _value(f"{key}.{name}", value, numbers) for name, value in config.items()}
-    if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
-        options.pop("name", None)
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target))
-    unknown = [name for name in options if name not in takes | HYDRA_KEYS]
-    if unknown and not anything:
-        near = unknown_name_message(unknown[0], sorted(takes - set(numbers))) if len(unknown) == 1 else ""
-        raise UserError(
-            f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
-            f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
-        )
-    return options
-
-
-def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
-    """Return a config's value for Hydra. See `_completed`."""
-    if isinstance(value, Mapping):
-        if "_target_" not in value:
-            return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}
-        arguments = _completed(key, value, numbers)
-        takes = parameters(locate(f"{key}._target_", str(value["_target_"])))
-        return {name: number for name, number in numbers.items() if name in takes} | arguments
-    if isinstance(value, list | tuple):
-        return [_value(key, part, numbers) for part in value]
-    if not isinstance(value, str) or not value.startswith(LATER):
-        return value
-    name = value.removeprefix(LATER)
-    if name not in numbers:
-        raise UserError(f"{key}={value}: {unknown_name_message(name, sorted(numbers))}")
-    return numbers[name]
 
 
 # --- which targets are allowed ---
