@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
@@ -68,11 +69,22 @@ class Config(RunKeys):
 check_keys = checker(Keys)
 
 
+def as_plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return a composed config as resolved plain containers, without Hydra's own part.
+
+    Raises:
+        OmegaConfBaseException: a mandatory value is missing, or an interpolation fails.
+    """
+    without_hydra = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    plain: Any = OmegaConf.to_container(without_hydra, resolve=True, throw_on_missing=True)
+    return {str(key): value for key, value in plain.items()}
+
+
 def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str] = ()) -> Config:
     """Check a composed and resolved config and return it.
 
     Args:
-        raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
+        raw: plain containers, see `as_plain`.
         trains: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
         overridden: dotted keys that the user has set.
 

@@ -19,13 +19,14 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
 from lockstep.config import arguments, portable
 from lockstep.config.arguments import check_arguments
+from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
@@ -220,7 +221,7 @@ def run_in_folder(job: Job, cfg: DictConfig, folder: Path, writes_in_folder: boo
             the first rank of a machine that has another copy.
     """
     with lock_folder(folder, writes_in_folder):
-        raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        raw = as_plain(cfg)
         # The folder of a resumed run has `.hydra/` already. train.py replaces it after the first step.
         if writes_in_folder and not (folder / ".hydra").exists():
             resume.write_hydra_files(folder, resume.hydra_files_of(raw))

@@ -21,11 +21,11 @@ from typing import Any, cast
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
-from lockstep.config.check import check
+from lockstep.config.check import as_plain, check
 from lockstep.config.schema import Sweep
 from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
@@ -96,7 +96,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
     threads: set[int] = set()  # CPU threads of a worker in each job; 0: the user gave `threads`
     for job in jobs_of(config, listed):
         try:
-            settings = check(_compose_job(config, context, job.overrides))
+            settings = check(as_plain(context.config_loader.load_sweep_config(config, job.overrides)))
         except UserError as refusal:
             if job.completed:
                 continue
@@ -124,14 +124,6 @@ def report_failed_jobs(folder: Path) -> Iterator[None]:
     if (reason or failed) and environment().rank == 0:
         print(to_continue(folder), file=sys.stderr)
         raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
-
-
-def _compose_job(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
-    """Compose a job's config as plain containers."""
-    composed = context.config_loader.load_sweep_config(config, overrides)
-    with open_dict(composed):
-        del composed["hydra"]
-    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
 
 
 # --- the default launcher ---
