@@ -5,6 +5,7 @@ workers do not run the calling script or notebook again. Inside workers that an 
 """
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -25,10 +26,11 @@ from lockstep.config.value_checks import ROOT, show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
 from lockstep.launch.signals import ENDING, signal_handler
-from lockstep.run import cli, supervisor
+from lockstep.run import cli
 from lockstep.run.summary import summary_of
 from lockstep.text import signal_name
 
+TRAIN = ROOT / "src" / "train.py"
 FULL_ERROR = "HYDRA_FULL_ERROR"  # `cli.run_command` sets this variable
 
 
@@ -121,7 +123,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
     """Train with the command `src/train.py` in a new process, and copy its output to stderr; otherwise as `train`."""
     path = os.pathsep.join(filter(None, sys.path))  # the new process can import what this one can
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "src" / "train.py"), *arguments, f"hydra.run.dir={quote_path(folder)}"],
+        [sys.executable, str(TRAIN), *arguments, f"hydra.run.dir={quote_path(folder)}"],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -144,10 +146,11 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
     """Train in this process, a worker that an engine (Ray Train) has started. Every worker must call it."""
+    train_job = runpy.run_path(str(TRAIN))["train"]
     summary: dict[str, Any] = {}
 
     def job(raw: dict[str, Any], folder: Path) -> None:
-        summary.update(supervisor.train(raw, folder), folder=str(folder))
+        summary.update(train_job(raw, folder), folder=str(folder))
 
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]
