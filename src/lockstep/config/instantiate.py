@@ -6,7 +6,7 @@ own config names too, because a checkpoint from elsewhere could otherwise run an
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,31 +41,23 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
         UserError: the target is missing, does not take the config's keys, or raises a ValueError or TypeError.
     """
     target = locate(f"{key}._target_", str(config.get("_target_")))
-    takes = parameters(target)
+    takes, takes_any = _signature(target)
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = {name: value for name, value in config.items() if name not in HYDRA_KEYS}
     if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
         options.pop("name", None)
-    _check_option_names(key, target, options, numbers)
-    arguments = {name: _argument(f"{key}.{name}", value, numbers) for name, value in options.items()}
-    if target.__module__.startswith(ANNOTATED):
-        _check_option_types(key, target, arguments)
-    make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
-    return make if config.get("_partial_") else call(key, make)
-
-
-def _check_option_names(key: str, target: Any, options: Iterable[str], numbers: Iterable[str]) -> None:
-    """Refuse options that a class or function does not take. The message does not suggest the names in `numbers`."""
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target)):
-        return
-    takes = parameters(target)
     unknown = [name for name in options if name not in takes]
-    if unknown:
+    if unknown and not takes_any:
         near = unknown_name_message(unknown[0], takes - set(numbers)) if len(unknown) == 1 else ""
         raise UserError(
             f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
             f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
         )
+    arguments = {name: _argument(f"{key}.{name}", value, numbers) for name, value in options.items()}
+    if target.__module__.startswith(ANNOTATED):
+        _check_option_types(key, target, arguments)
+    make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
+    return make if config.get("_partial_") else call(key, make)
 
 
 def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
@@ -136,30 +128,22 @@ def parameters(target: Any) -> set[str]:
 
     A class whose constructor has `**kwargs` also takes the arguments of its base class.
     """
-    return {parameter.name for parameter in _parameters(target) if parameter.kind is not parameter.VAR_KEYWORD}
+    return _signature(target)[0]
 
 
-def _parameters(target: Any) -> Iterator[inspect.Parameter]:
-    """Yield the parameters that a class or function takes. See `parameters`."""
+def _signature(target: Any) -> tuple[set[str], bool]:
+    """Return the names of the arguments that a class or function takes, and whether it takes any other name too."""
     makers = _makers(target)
-    seen: set[str] = set()
-    subclass_kwargs: list[inspect.Parameter] = []  # the `**kwargs` of the subclass
-    for maker in makers:
-        signature_parameters = inspect.signature(maker).parameters.values()
+    names: set[str] = set()
+    for number, maker in enumerate(makers):
+        signature = inspect.signature(maker).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {
-            each.name: each for each in signature_parameters if each.kind in kinds and each.name not in seen | {"self"}
-        }
-        yield from named.values()
-        rest = [parameter for parameter in signature_parameters if parameter.kind is parameter.VAR_KEYWORD]
-        if len(makers) < 2:  # there is no base class, so `**kwargs` takes any name
-            yield from rest
-        if not rest:
-            if not named:  # the base class takes no arguments, so the subclass uses its `**kwargs` itself
-                yield from subclass_kwargs
-            return
-        seen |= set(named)
-        subclass_kwargs = rest
+        new = {parameter.name for parameter in signature if parameter.kind in kinds} - names - {"self"}
+        names |= new
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):
+            # If this base class takes no arguments, the subclass uses its `**kwargs` itself.
+            return names, number > 0 and not new
+    return names, len(makers) == 1  # without a base class, `**kwargs` takes any name
 
 
 def _makers(target: Any) -> list[Any]:
