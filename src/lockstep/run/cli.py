@@ -29,7 +29,7 @@ from lockstep.config.arguments import check_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.config.value_checks import ROOT
-from lockstep.errors import UserError
+from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
 from lockstep.launch.logs import user_code_location
@@ -53,10 +53,6 @@ class RunFailed(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class SweepFailed(Exception):
-    """Some jobs of a sweep failed, and the others completed. `lockstep.run.sweeps` raises it."""
 
 
 def command(job: Job, config_name: str, config_folder: Path = arguments.CONF) -> NoReturn:

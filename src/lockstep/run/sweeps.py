@@ -28,7 +28,7 @@ from lockstep.config.arguments import key
 from lockstep.config.check import as_plain, check
 from lockstep.config.schema import Sweep
 from lockstep.config.value_checks import checker
-from lockstep.errors import UserError
+from lockstep.errors import SweepFailed, UserError
 from lockstep.launch.environment import environment, export, external_workers
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.parent import start_method
@@ -42,7 +42,6 @@ from lockstep.launch.signals import (
     set_parent_death_signal,
     unblock_signals,
 )
-from lockstep.run.cli import SweepFailed
 from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
