@@ -103,11 +103,9 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         raise UserError(
             f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too and overrides it: give lr=... alone"
         )
-    for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
-        for key, target in targets_in(group, getattr(keys, group)):
+    for group, value in raw.items():
+        for key, target in targets_in(group, value):
             check_target(key, target)
-    for key, target in targets_in("debug.trainer", keys.debug.trainer):
-        check_target(key, target)
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
