@@ -11,8 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.config.suggestions import no_such_key_message, unknown_name_message
-from lockstep.config.value_checks import ROOT, options
+from lockstep.config.value_checks import ROOT, no_such_key_message, options, unknown_name_message
 from lockstep.errors import UserError
 
 CONF = ROOT / "conf"

@@ -16,8 +16,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from pydantic.errors import PydanticUserError
 
-from lockstep.config.suggestions import unknown_name_message
-from lockstep.config.value_checks import ROOT, checker, show
+from lockstep.config.value_checks import ROOT, checker, show, unknown_name_message
 from lockstep.errors import UserError
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
