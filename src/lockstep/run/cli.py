@@ -155,19 +155,18 @@ def run_single(job: Job, cfg: DictConfig, folder: Path, can_resume: bool) -> Non
     """
     writes_in_folder = environment().rank in ranks_writing_in(folder)
 
-    def shows_how_to_continue() -> bool:
-        return can_resume and environment().rank == 0 and paths.last(folder).exists()
+    def add_note(error: BaseException, text: str) -> None:
+        if can_resume and environment().rank == 0 and paths.last(folder).exists():
+            error.add_note(f"{text}: {shell_override('resume', folder)}")
 
     try:
         run_in_folder(job, cfg, folder, writes_in_folder)
     except Interrupted as interrupted:
-        if shows_how_to_continue():
-            interrupted.add_note(f"to continue: {shell_override('resume', folder)}")
+        add_note(interrupted, "to continue")
         raise
     except Exception as error:
         if not isinstance(error, BAD_INPUT):
-            if shows_how_to_continue():
-                error.add_note(f"to continue from its last checkpoint: {shell_override('resume', folder)}")
+            add_note(error, "to continue from its last checkpoint")
         elif writes_in_folder and not isinstance(error, FolderBusy):  # a busy folder belongs to another run
             remove_refused_folder(folder)
         raise RunFailed(error) from error
@@ -185,8 +184,9 @@ def run_job_of_sweep(
     if not external_workers() and summary_of(folder).get("status") == "completed":
         return  # an earlier start of the sweep completed this job
     export(**{STARTED: str(time.time())})
+    writes_in_folder = environment().rank in ranks_writing_in(folder)
     try:
-        run_in_folder(job, cfg, folder, environment().rank in ranks_writing_in(folder))
+        run_in_folder(job, cfg, folder, writes_in_folder)
         if environment().rank == 0 and summary_of(folder).get("status") != "completed":
             write_conclusion(folder, "completed")  # the program wrote no summary
     except FolderBusy:
