@@ -127,7 +127,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         staged=strategy.staged,
         equal_pieces=trains,
     )
-    _check_pairs(keys, layout, trains)
+    _check_pairs(keys, layout)
+    _check_shares(layout, trains)
     run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}
     if keys.precision == "auto":
         run_keys["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
@@ -232,7 +233,7 @@ def _torchrun(nodes: int, devices: Any) -> str:
     return f"{torchrun} --rdzv-endpoint=<host of one of them>:29500 {program} {shlex.join(rest)}"
 
 
-def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
+def _check_pairs(keys: Keys, layout: Layout) -> None:
     """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
     precision, deterministic = f"precision={keys.precision}", keys.debug.trainer.get("deterministic", True)
     # Each of the following is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
@@ -281,6 +282,14 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         ),
     )
     _refuse(pairs)
+    if portable and (missing := missing_instructions()):
+        raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
+    if compiled and (reason := compiler_lacking(layout.accelerator)):
+        raise UserError(f"{compiled} needs {reason}")
+
+
+def _check_shares(layout: Layout, trains: bool) -> None:
+    """Refuse shares of the wrong number. Refuse shares that would distribute the pieces of training as none would."""
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
@@ -289,11 +298,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         pieces = next(suitable, None)
         remedy = f"give pieces={pieces}" if pieces else "leave them out"
         wrong = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
-        raise UserError(f"strategy.shares={list(layout.shares)}: {wrong}: {remedy}")
-    if portable and (missing := missing_instructions()):
-        raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
-    if compiled and (reason := compiler_lacking(layout.accelerator)):
-        raise UserError(f"{compiled} needs {reason}")
+        raise UserError(f"strategy.shares={list(shares)}: {wrong}: {remedy}")
 
 
 def _shares_change_nothing(layout: Layout) -> bool:
