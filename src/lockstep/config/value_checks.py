@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 from lockstep.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
+CONF = ROOT / "conf"
 
 Check = Callable[[str, Any], Any]
 
@@ -94,12 +95,12 @@ def show(value: Any) -> str:
 
 def options(group: str) -> list[str]:
     """Return the names of the files of a config group, without those whose names begin with an underscore."""
-    return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
     """Return the content of a file of a config group, merged with the files in its `defaults`."""
-    content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
+    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
     bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
     return {key: value for part in (*bases, content) for key, value in part.items()}
 

@@ -22,7 +22,7 @@ from lockstep.checkpoint import resume
 from lockstep.config.arguments import check_arguments, quote_path
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import ROOT, show
+from lockstep.config.value_checks import CONF, ROOT, show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
 from lockstep.launch.signals import ENDING, signal_handler
@@ -76,7 +76,7 @@ def _compose_command(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """
     cli.register_folder()
     arguments = resume.expand_resume(check_arguments(list(overrides)), "train")
-    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         return hydra_compose("train", overrides=arguments, return_hydra_config=True), arguments
 
 

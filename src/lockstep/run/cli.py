@@ -28,7 +28,7 @@ from lockstep.config import arguments, portable
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import ROOT
+from lockstep.config.value_checks import CONF, ROOT
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
@@ -55,7 +55,7 @@ class RunFailed(BaseException):
         self.error = error
 
 
-def command(job: Job, config_name: str, config_folder: Path = arguments.CONF) -> NoReturn:
+def command(job: Job, config_name: str, config_folder: Path = CONF) -> NoReturn:
     """Run `job(config, run folder)` under Hydra, once or for every job of a sweep, and exit.
 
     Exit codes: 0 completed, 1 failed (a run, or any job of a sweep), 2 bad input, 130 interrupted from the keyboard,
@@ -85,7 +85,7 @@ def command(job: Job, config_name: str, config_folder: Path = arguments.CONF) ->
     exit_process(code)
 
 
-def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF) -> tuple[int, str]:
+def run_command(job: Job, config_name: str, config_folder: Path = CONF) -> tuple[int, str]:
     """Run the job with the arguments in `sys.argv`, as `command` does. Return the exit code and a line to print."""
     shows_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
@@ -111,7 +111,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
             portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        hydra.main(**VERSION_BASE, config_path=str(ROOT / "conf"), config_name=config_name)(run_job)()
+        hydra.main(**VERSION_BASE, config_path=str(CONF), config_name=config_name)(run_job)()
         return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
