@@ -146,16 +146,16 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
     """Train in this process, a worker that an engine (Ray Train) has started. Every worker must call it."""
-    train_job = runpy.run_path(str(TRAIN))["train"]
+    train_program = runpy.run_path(str(TRAIN))["train"]
     summary: dict[str, Any] = {}
 
-    def job(raw: dict[str, Any], folder: Path) -> None:
-        summary.update(train_job(raw, folder), folder=str(folder))
+    def program(raw: dict[str, Any], folder: Path) -> None:
+        summary.update(train_program(raw, folder), folder=str(folder))
 
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]
     try:
-        code, line = cli.run_command(job, "train")
+        code, line = cli.run_command(program, "train")
     finally:
         sys.argv = arguments
         os.environ.pop(FULL_ERROR)

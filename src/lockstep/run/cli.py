@@ -1,4 +1,4 @@
-"""Run a program's job under Hydra: print errors in one line, and exit with a code that shows how the run ended.
+"""Run a program under Hydra: print errors in one line, and exit with a code that shows how the run ended.
 
 `src/train.py`, `src/evaluate.py`, `src/predict.py` and the programs in `scripts/` use this module.
 """
@@ -41,7 +41,7 @@ from lockstep.run.run_folder import FolderBusy, lock_folder, register_folder, re
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import shell_override
 
-Job = Callable[[dict[str, Any], Path], Any]
+Program = Callable[[dict[str, Any], Path], Any]  # it gets the composed config and the folder of its run
 # errors that a user can mend, with the exit code REFUSED
 BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
 REFUSED, FAILED = 2, 1  # exit codes
@@ -55,14 +55,14 @@ class RunFailed(BaseException):
         self.error = error
 
 
-def command(job: Job, config_name: str, config_folder: Path = CONF) -> NoReturn:
-    """Run `job(config, run folder)` under Hydra, once or for every job of a sweep, and exit.
+def command(program: Program, config_name: str, config_folder: Path = CONF) -> NoReturn:
+    """Run `program(config, run folder)` under Hydra, once or for every job of a sweep, and exit.
 
     Exit codes: 0 completed, 1 failed (a run, or any job of a sweep), 2 bad input, 130 interrupted from the keyboard,
     143 terminated.
 
     Args:
-        job: the program's work. It gets the composed config.
+        program: the program's work, such as `train`.
         config_name: the program's config, such as `train`.
         config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra does not get
             this argument. For a folder other than conf/, the caller must also add it to `hydra.searchpath`.
@@ -74,7 +74,7 @@ def command(job: Job, config_name: str, config_folder: Path = CONF) -> NoReturn:
     import_path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # for jobs of a Hydra launcher
     export(**{STARTED: str(command_started_at), "PYTHONPATH": os.pathsep.join(import_path)})
     disable_garbage_collector()
-    code, last_line = run_command(job, config_name, config_folder)
+    code, last_line = run_command(program, config_name, config_folder)
     if code == 0:  # otherwise torchrun may restart the worker, which then reads what rank zero has decided
         remove_decisions()
     for number in ENDING:  # nothing may interrupt the exit
@@ -85,19 +85,19 @@ def command(job: Job, config_name: str, config_folder: Path = CONF) -> NoReturn:
     exit_process(code)
 
 
-def run_command(job: Job, config_name: str, config_folder: Path = CONF) -> tuple[int, str]:
-    """Run the job with the arguments in `sys.argv`, as `command` does. Return the exit code and a line to print."""
+def run_command(program: Program, config_name: str, config_folder: Path = CONF) -> tuple[int, str]:
+    """Run the program with the arguments in `sys.argv`, as `command` does. Return the exit code and a line to print."""
     shows_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
     register_folder()  # a function of OmegaConf, used in conf/hydra/default.yaml
     slurm_job_of_command = environment().slurm_job
 
-    def run_job(cfg: DictConfig) -> None:
+    def run(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            run_job_of_sweep(job, cfg, folder, slurm_job_of_command, shows_tracebacks)
+            run_job_of_sweep(program, cfg, folder, slurm_job_of_command, shows_tracebacks)
         else:
-            run_single(job, cfg, folder, can_resume=config_name == "train")
+            run_single(program, cfg, folder, can_resume=config_name == "train")
 
     try:
         set_signal_handlers()
@@ -111,7 +111,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = CONF) -> tuple
             portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        hydra.main(**VERSION_BASE, config_path=str(CONF), config_name=config_name)(run_job)()
+        hydra.main(**VERSION_BASE, config_path=str(CONF), config_name=config_name)(run)()
         return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
@@ -146,12 +146,12 @@ def set_signal_handlers() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def run_single(job: Job, cfg: DictConfig, folder: Path, can_resume: bool) -> None:
-    """Run the job of a command that is no sweep.
+def run_single(program: Program, cfg: DictConfig, folder: Path, can_resume: bool) -> None:
+    """Run the program for a command that is no sweep.
 
     Raises:
-        RunFailed: The job failed. Its folder is removed if the input was refused.
-        Interrupted: A signal ended the job.
+        RunFailed: The program raised an error. The folder is removed if the input was refused.
+        Interrupted: A signal ended the run.
     """
     writes_in_folder = environment().rank in ranks_writing_in(folder)
 
@@ -160,7 +160,7 @@ def run_single(job: Job, cfg: DictConfig, folder: Path, can_resume: bool) -> Non
             error.add_note(f"{text}: {shell_override('resume', folder)}")
 
     try:
-        run_in_folder(job, cfg, folder, writes_in_folder)
+        run_in_folder(program, cfg, folder, writes_in_folder)
     except Interrupted as interrupted:
         add_note(interrupted, "to continue")
         raise
@@ -173,9 +173,9 @@ def run_single(job: Job, cfg: DictConfig, folder: Path, can_resume: bool) -> Non
 
 
 def run_job_of_sweep(
-    job: Job, cfg: DictConfig, folder: Path, slurm_job_of_command: str | None, shows_tracebacks: bool
+    program: Program, cfg: DictConfig, folder: Path, slurm_job_of_command: str | None, shows_tracebacks: bool
 ) -> None:
-    """Run one job of a sweep. If it fails, write the error into its summary, where the sweep reads it.
+    """Run the program for one job of a sweep. If it fails, write the error into its summary, where the sweep reads it.
 
     Raises:
         FolderBusy: The folder belongs to another run.
@@ -186,7 +186,7 @@ def run_job_of_sweep(
     export(**{STARTED: str(time.time())})
     writes_in_folder = environment().rank in ranks_writing_in(folder)
     try:
-        run_in_folder(job, cfg, folder, writes_in_folder)
+        run_in_folder(program, cfg, folder, writes_in_folder)
         if environment().rank == 0 and summary_of(folder).get("status") != "completed":
             write_conclusion(folder, "completed")  # the program wrote no summary
     except FolderBusy:
@@ -209,8 +209,8 @@ def run_job_of_sweep(
                 traceback.print_exception(error)
 
 
-def run_in_folder(job: Job, cfg: DictConfig, folder: Path, writes_in_folder: bool) -> None:
-    """Run the job while the folder is locked.
+def run_in_folder(program: Program, cfg: DictConfig, folder: Path, writes_in_folder: bool) -> None:
+    """Run the program while the folder is locked.
 
     Args:
         writes_in_folder: whether this rank writes into its machine's copy of the folder: rank zero does, and so does
@@ -221,7 +221,7 @@ def run_in_folder(job: Job, cfg: DictConfig, folder: Path, writes_in_folder: boo
         # The folder of a resumed run has `.hydra/` already. train.py replaces it after the first step.
         if writes_in_folder and not (folder / ".hydra").exists():
             resume.write_hydra_files(folder, resume.hydra_files_of(raw))
-        job(raw, folder)
+        program(raw, folder)
 
 
 def ends_all_ranks(error: Exception) -> bool:
