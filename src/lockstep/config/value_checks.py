@@ -93,38 +93,6 @@ def show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def options(group: str) -> list[str]:
-    """Return the names of the files of a config group, without those whose names begin with an underscore."""
-    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
-
-
-def group_file(group: str, name: str) -> dict[str, Any]:
-    """Return the content of a file of a config group, merged with the files in its `defaults`."""
-    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
-    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
-    return {key: value for part in (*bases, content) for key, value in part.items()}
-
-
-def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the last pattern that each name matches. Names without a match are left out.
-
-    Args:
-        patterns: shell patterns such as `net.layer?.*`.
-        names: names of parameters.
-
-    Raises:
-        ValueError: a pattern matches no name.
-    """
-    pattern_of: dict[str, str] = {}
-    for pattern in patterns:
-        matching = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
-        if not matching:
-            near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
-            raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
-        pattern_of |= dict.fromkeys(matching, pattern)
-    return pattern_of
-
-
 def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
     """Return the message for pydantic's errors: the first wrong key, and what it must be in pydantic's words.
 
@@ -266,3 +234,38 @@ def unknown_name_message(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3)
     nearest = f"did you mean {near[0]}?" if near else ""
     return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"
+
+
+def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the last pattern that each name matches. Names without a match are left out.
+
+    Args:
+        patterns: shell patterns such as `net.layer?.*`.
+        names: names of parameters.
+
+    Raises:
+        ValueError: a pattern matches no name.
+    """
+    pattern_of: dict[str, str] = {}
+    for pattern in patterns:
+        matching = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
+        if not matching:
+            near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
+            raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
+        pattern_of |= dict.fromkeys(matching, pattern)
+    return pattern_of
+
+
+# --- the files of conf/ ---
+
+
+def options(group: str) -> list[str]:
+    """Return the names of the files of a config group, without those whose names begin with an underscore."""
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
+
+def group_file(group: str, name: str) -> dict[str, Any]:
+    """Return the content of a file of a config group, merged with the files in its `defaults`."""
+    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
+    return {key: value for part in (*bases, content) for key, value in part.items()}
