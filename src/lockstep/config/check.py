@@ -70,26 +70,19 @@ check_keys = checker(Keys)
 
 
 def as_plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return a composed config as resolved plain containers, without Hydra's own part.
-
-    Raises:
-        OmegaConfBaseException: a mandatory value is missing, or an interpolation fails.
-    """
+    """Return a composed config as resolved plain containers, without Hydra's own part."""
     without_hydra = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     plain: Any = OmegaConf.to_container(without_hydra, resolve=True, throw_on_missing=True)
     return {str(key): value for key, value in plain.items()}
 
 
 def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str] = ()) -> Config:
-    """Check a composed and resolved config and return it.
+    """Check a composed config and return it. Raise a UserError about the first error.
 
     Args:
         raw: plain containers, see `as_plain`.
         trains: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
         overridden: dotted keys that the user has set.
-
-    Raises:
-        UserError: the first error that was found.
     """
     overridden = tuple(overridden)
     raw = _with_engine_layout(raw, overridden)
@@ -197,10 +190,7 @@ def _devices(keys: Keys) -> tuple[str, int]:
 def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
     """Return the config with the devices and machines for which an engine (torchrun, SLURM, MPI) started workers.
 
-    Without an engine the config is unchanged.
-
-    Raises:
-        UserError: the config has other numbers, or several machines without an engine.
+    Refuse other numbers. Without an engine, refuse several machines and return the config unchanged.
     """
     nodes, devices = raw.get("num_nodes", 1), raw.get("devices", 1)
     workers = external_workers()

@@ -82,9 +82,6 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
         key: the dotted key of the config, for messages.
         make: a class or function with the config's keys as arguments.
         args: further arguments.
-
-    Raises:
-        UserError: `make` raised a ValueError or TypeError.
     """
     name, arguments = make.func.__name__, make.keywords
     try:
@@ -108,9 +105,6 @@ def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> 
 
     An annotation of another library may be wrong while the call works. So options of other libraries are only checked
     after an error.
-
-    Raises:
-        UserError: an option does not have the annotated type.
     """
     for maker in _makers(target):
         try:
@@ -153,15 +147,7 @@ def _makers(target: Any) -> list[Any]:
 
 
 def locate(key: str, target: str) -> Any:
-    """Import the class or function that a dotted path names.
-
-    Args:
-        key: the dotted key of the target, for messages.
-        target: the dotted path.
-
-    Raises:
-        UserError: it does not exist or has no signature.
-    """
+    """Import the class or function that a dotted path names. `key` is the path's key in the config, for messages."""
     check_target(key, target)
     module, _, attribute = target.rpartition(".")
     try:
@@ -196,11 +182,7 @@ def targets_in(key: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def check_target(key: str, target: str) -> None:
-    """Refuse a target that is not a dotted path, or whose package is not installed. Nothing is imported.
-
-    Raises:
-        UserError: it names the key and the target.
-    """
+    """Refuse a target that is not a dotted path, or whose package is not installed. Nothing is imported."""
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
     package = target.split(".")[0]
@@ -224,9 +206,6 @@ def check_targets_named(path: Path, group: str, saved: Any, requested: Any = Non
         saved: the group's config in the checkpoint.
         requested: the group's config on the command line. Targets in it are allowed, and so are those in conf/ and in
             the other folders from which Hydra composes.
-
-    Raises:
-        UserError: it names the first such target.
     """
     saved_targets = list(targets_in(group, saved))
     if not saved_targets:

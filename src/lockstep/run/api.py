@@ -69,11 +69,7 @@ def compose(*overrides: str) -> Composed:
 
 
 def _compose_command(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Compose the config of the command `src/train.py <overrides>`, with Hydra's own part.
-
-    Returns:
-        The config, and the command's arguments with `resume=` expanded.
-    """
+    """Return the config of the command `src/train.py <overrides>`, and its arguments with `resume=` expanded."""
     cli.register_folder()
     arguments = resume.expand_resume(check_arguments(list(overrides)), "train")
     with initialize_config_dir(str(CONF), **VERSION_BASE):

@@ -48,11 +48,7 @@ REFUSED, FAILED = 2, 1  # exit codes
 
 
 class RunFailed(BaseException):
-    """Carries the error of a run through Hydra, which would print an `Exception` in another form."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """A run raised an error, which is the cause of this one. Hydra would print an `Exception` in another form."""
 
 
 def command(program: Program, config_name: str, config_folder: Path = CONF) -> NoReturn:
@@ -121,7 +117,8 @@ def run_command(program: Program, config_name: str, config_folder: Path = CONF) 
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
     except RunFailed as failed:
-        error, code = failed.error, REFUSED if isinstance(failed.error, BAD_INPUT) else FAILED
+        error = failed.__cause__ or failed
+        code = REFUSED if isinstance(error, BAD_INPUT) else FAILED
     # an error from before the first job (of a call above, of Hydra or of `sweeps.check_jobs`), or FolderBusy of a
     # sweep's job
     except Exception as refused:
@@ -169,7 +166,7 @@ def run_single(program: Program, cfg: DictConfig, folder: Path, can_resume: bool
             add_note(error, "to continue from its last checkpoint")
         elif writes_in_folder and not isinstance(error, FolderBusy):  # a busy folder belongs to another run
             remove_refused_folder(folder)
-        raise RunFailed(error) from error
+        raise RunFailed from error
 
 
 def run_job_of_sweep(
@@ -200,9 +197,12 @@ def run_job_of_sweep(
             sys.exit(interrupted.code)
         raise
     except Exception as error:
-        # One of several workers that another process has started: end it, since the others would wait for it.
-        if external_workers() > 1 and not ends_all_ranks(error):
-            sys.exit(f"error: {error_line(error)}")
+        if external_workers() > 1:
+            from lockstep.step.finite import NonFinite
+
+            # All ranks raise these two errors. After another one, end this worker, since the others would wait for it.
+            if not isinstance(error, UserError | NonFinite):
+                sys.exit(f"error: {error_line(error)}")
         if environment().rank == 0:
             write_conclusion(folder, "failed", error_line(error))
             if shows_tracebacks:
@@ -222,13 +222,6 @@ def run_in_folder(program: Program, cfg: DictConfig, folder: Path, writes_in_fol
         if writes_in_folder and not (folder / ".hydra").exists():
             resume.write_hydra_files(folder, resume.hydra_files_of(raw))
         program(raw, folder)
-
-
-def ends_all_ranks(error: Exception) -> bool:
-    """Check whether all ranks raise this error, and not this rank only."""
-    from lockstep.step.finite import NonFinite
-
-    return isinstance(error, UserError | NonFinite)
 
 
 def error_line(error: BaseException) -> str:

@@ -22,11 +22,7 @@ from lockstep.run.summary import progress_counts, summarise, summary_of, write_c
 
 
 def check_start_files(config: Config, folder: Path) -> None:
-    """Check quickly, before the data is opened, the file from which a run starts. Workers check the whole file.
-
-    Raises:
-        UserError: The checkpoint to resume, or the file of initial weights, is missing or damaged.
-    """
+    """Check quickly the checkpoint or the initial weights from which a run starts. Workers check the whole file."""
     from lockstep.checkpoint.io import checked_source, fault
     from lockstep.checkpoint.weights import refuse_broken_weights
 

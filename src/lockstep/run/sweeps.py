@@ -83,9 +83,6 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
         The sweep's overrides. If `threads` is not given and the jobs' layouts would have different numbers of CPU
         threads, the smallest number is added: the number of threads changes rounding, and a comparison of layouts
         would show this difference.
-
-    Raises:
-        UserError: A job can't be run. The message names it.
     """
     if config.hydra.job.config_name != "train":
         return list(arguments)
@@ -106,11 +103,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
 
 @contextmanager
 def report_failed_jobs(folder: Path) -> Iterator[None]:
-    """Let a launcher run jobs inside the `with` block; then, if jobs have failed, print how to continue the sweep.
-
-    Raises:
-        SweepFailed: Some jobs have not completed.
-    """
+    """Let a launcher run jobs inside the `with` block. If some fail, print how to continue and raise SweepFailed."""
     reason = ""
     try:
         yield
