@@ -73,7 +73,7 @@ def as_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a composed config as resolved plain containers, without Hydra's own part."""
     without_hydra = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
     plain: Any = OmegaConf.to_container(without_hydra, resolve=True, throw_on_missing=True)
-    return {str(key): value for key, value in plain.items()}
+    return plain
 
 
 def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str] = ()) -> Config:

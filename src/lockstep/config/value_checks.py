@@ -107,7 +107,7 @@ def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[
     location: tuple[Any, ...] = errors[0]["loc"]
     keys, top = [key] if key else [], value
     for depth, part in enumerate(location):
-        if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
+        if errors[0]["type"] == "missing" and part not in value:
             name = ".".join([*keys, part])
             return f"{name} must be given: {name}=..."
         if not isinstance(value, Mapping) or part not in value:  # `part` is one of several types, or an index

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import value_checks
+from lockstep.config.arguments import key
 from lockstep.config.hydra_versions import register_resolver
 from lockstep.errors import UserError
 from lockstep.launch import slurm
@@ -86,8 +87,7 @@ def folder_of_rendezvous(runs: Path, overrides: Iterable[object]) -> Path | None
     name = environment().run_id
     if environment().launcher != "torchrun" or name in ("", "none") or re.fullmatch(r"[\da-f-]{36}", name):
         return None  # without --rdzv-id torchrun gives the name "none", and with --standalone a random one
-    # The overrides that are the same on all machines.
-    shared_overrides = [each for each in map(str, overrides) if each.lstrip("+").partition("=")[0] not in MACHINE_KEYS]
+    shared_overrides = [each for each in map(str, overrides) if key(each) not in MACHINE_KEYS]
     folder = runs / f"{re.sub('[^0-9A-Za-z_.-]', '_', name)}_{slurm.hash_of_command(shared_overrides)}"
     return None if summary_of(folder).get("status") == "completed" else folder
 
