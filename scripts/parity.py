@@ -45,8 +45,7 @@ from trials.trial import Outcome, Trial, run, shorten, with_counter
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
-from lockstep.config.suggestions import unknown_name_message
-from lockstep.config.value_checks import Flag, checker, group_file, options, whole_number
+from lockstep.config.value_checks import Flag, checker, group_file, options, unknown_name_message, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed

@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from common.comments import rows
 from pydantic import TypeAdapter
 
-from lockstep.config.arguments import CONF, MODELINE
+from lockstep.config.arguments import MODELINE
 from lockstep.config.schema import Keys, Transforms
+from lockstep.config.value_checks import CONF
 
 LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files may have all keys of train.yaml
 INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${model.name}, which Hydra replaces

@@ -43,8 +43,8 @@ from lockstep.launch.process_lifetime import disable_garbage_collector, exit_pro
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
 from lockstep.run.summary import write_conclusion
-from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
+from train import train
 
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
 # Keys that best.yaml leaves out.

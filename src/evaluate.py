@@ -16,12 +16,11 @@ def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.run.evaluation import evaluate as work
     from lockstep.run.supervisor import run_in_workers
 
-    split = raw.pop("split")
     checkpoint, record = find_checkpoint_and_record(raw)
     config = config_of(checkpoint, record, raw)
     splits = open_data(config.data, config.data_dir, config.seed)
     check_same_images(checkpoint, record, splits.spec)
-    return run_in_workers(work, config, choose_test_images(splits, split, raw, record), folder)
+    return run_in_workers(work, config, choose_test_images(splits, raw["split"], raw, record), folder)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ REFUSED: list[tuple[str, str]] = [
     ("optimizer.lr_scale=0.1", "optimizer.lr_scale=0.1: must be a valid dictionary"),
     ("model=torchvision model.options=[1]", r"override model.options=\[1\]: Cannot merge"),
     ("+model.net._target_=nowhere.Net", "model.net._target_=nowhere.Net: there is no module nowhere"),
+    ("scheduler._target_=nowhere.Cosine", "scheduler._target_=nowhere.Cosine: there is no module nowhere"),
 ]
 
 

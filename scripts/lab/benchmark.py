@@ -28,8 +28,7 @@ from bench.machine import cpu_name
 from bench.players import Row
 from common.showing import markdown
 
-from lockstep.config.suggestions import unknown_name_message
-from lockstep.config.value_checks import ROOT
+from lockstep.config.value_checks import ROOT, unknown_name_message
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import git_info, versions, write_summary

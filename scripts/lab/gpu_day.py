@@ -30,8 +30,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from bench.machine import facts
 
-from lockstep.config.suggestions import unknown_name_message
-from lockstep.config.value_checks import ROOT
+from lockstep.config.value_checks import ROOT, unknown_name_message
 from lockstep.launch.machine import gpu_count
 from lockstep.run.summary import git_info, write_summary
 

@@ -18,8 +18,8 @@ class CheckedSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         from lockstep.launch.environment import environment
-        from lockstep.run.cli import BAD_INPUT, remove_refused_folder
-        from lockstep.run.lock import FolderBusy, lock_folder
+        from lockstep.run.cli import BAD_INPUT
+        from lockstep.run.run_folder import FolderBusy, lock_folder, remove_refused_folder
         from lockstep.run.sweeps import check_jobs, report_failed_jobs
 
         assert self.config is not None

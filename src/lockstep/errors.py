@@ -1,4 +1,4 @@
-"""The errors that end a run: bad input, and a failed worker. Standard library only."""
+"""The errors that end a command: bad input, a failed worker, failed jobs of a sweep. Standard library only."""
 
 from typing import Any
 
@@ -35,3 +35,7 @@ class WorkerFailed(Exception):
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
         vars(self).update(facts)
+
+
+class SweepFailed(Exception):
+    """Some jobs of a sweep failed, and the others completed."""

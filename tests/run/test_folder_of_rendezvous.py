@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.environment import environment
-from lockstep.run.cli import _folder_of_rendezvous as folder_of
+from lockstep.run.run_folder import folder_of_rendezvous as folder_of
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from conftest import TINY, Program, ended, wait_for, workers_of
 
-from lockstep.run import lock
-from lockstep.run.lock import FolderBusy, lock_folder
+from lockstep.run import run_folder
+from lockstep.run.run_folder import FolderBusy, lock_folder
 
 LONG = (*TINY, "max_epochs=100000", "callbacks.dashboard=null", "logger=none")
 
@@ -43,7 +43,7 @@ def test_a_folder_has_one_run_until_its_process_ends(run_train: Program, tmp_pat
     last = run_train(f"resume={folder}", "max_steps=1", ok=False)  # at once: what a killed run leaves means nothing
     assert (last.returncode, "ends the run after step 1, but" in last.stderr) == (2, True), last
     assert all(map(ended, workers))
-    assert (folder / lock.NAME).exists()
+    assert (folder / run_folder.LOCK).exists()
 
 
 def test_a_sweep_that_runs_is_not_resumed(run_train: Program, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_failed_worker_of_an_engine_keeps_the_lock_until_its_end(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may still have files of the folder open. Without an engine, the parent runs the next job of a sweep."""
-    monkeypatch.setattr(lock, "external_workers", lambda: workers)
-    monkeypatch.setattr(lock, "broadcast_from_rank_zero", lambda value: value)
-    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(run_folder, "external_workers", lambda: workers)
+    monkeypatch.setattr(run_folder, "broadcast_from_rank_zero", lambda value: value)
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.1)
 
     def fail() -> None:
         with lock_folder(tmp_path / "run"):
@@ -99,7 +99,7 @@ def hold(folder: Path, forks: Any, told: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("worker", ["closing", "keeping"])
 def test_the_lock_is_the_parents_alone(tmp_path: Path, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.3)
     context = get_context("fork")
     told = context.Event()
     parent = context.Process(target=hold, args=(tmp_path, worker, told))
@@ -122,7 +122,7 @@ def test_the_lock_is_the_parents_alone(tmp_path: Path, worker: str, monkeypatch:
 
 def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run"):
-        (tmp_path / "run" / lock.NAME).unlink()
+        (tmp_path / "run" / run_folder.LOCK).unlink()
         pid = os.fork()
         if pid == 0:
             with lock_folder(tmp_path / "run"):

@@ -11,11 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.config.suggestions import no_such_key_message, unknown_name_message
-from lockstep.config.value_checks import ROOT, options
+from lockstep.config.value_checks import CONF, no_such_key_message, options, unknown_name_message
 from lockstep.errors import UserError
 
-CONF = ROOT / "conf"
 MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that names a file's schema to editors
 LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
@@ -68,16 +69,20 @@ class Config(RunKeys):
 check_keys = checker(Keys)
 
 
+def as_plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return a composed config as resolved plain containers, without Hydra's own part."""
+    without_hydra = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    plain: Any = OmegaConf.to_container(without_hydra, resolve=True, throw_on_missing=True)
+    return plain
+
+
 def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str] = ()) -> Config:
-    """Check a composed and resolved config and return it.
+    """Check a composed config and return it. Raise a UserError about the first error.
 
     Args:
-        raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
+        raw: plain containers, see `as_plain`.
         trains: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
         overridden: dotted keys that the user has set.
-
-    Raises:
-        UserError: the first error that was found.
     """
     overridden = tuple(overridden)
     raw = _with_engine_layout(raw, overridden)
@@ -91,11 +96,9 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         raise UserError(
             f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too and overrides it: give lr=... alone"
         )
-    for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
-        for key, target in targets_in(group, getattr(keys, group)):
+    for group, value in raw.items():
+        for key, target in targets_in(group, value):
             check_target(key, target)
-    for key, target in targets_in("debug.trainer", keys.debug.trainer):
-        check_target(key, target)
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
@@ -117,7 +120,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         staged=strategy.staged,
         equal_pieces=trains,
     )
-    _check_pairs(keys, layout, trains)
+    _check_pairs(keys, layout)
+    _check_shares(layout, trains)
     run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}
     if keys.precision == "auto":
         run_keys["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
@@ -186,10 +190,7 @@ def _devices(keys: Keys) -> tuple[str, int]:
 def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
     """Return the config with the devices and machines for which an engine (torchrun, SLURM, MPI) started workers.
 
-    Without an engine the config is unchanged.
-
-    Raises:
-        UserError: the config has other numbers, or several machines without an engine.
+    Refuse other numbers. Without an engine, refuse several machines and return the config unchanged.
     """
     nodes, devices = raw.get("num_nodes", 1), raw.get("devices", 1)
     workers = external_workers()
@@ -222,7 +223,7 @@ def _torchrun(nodes: int, devices: Any) -> str:
     return f"{torchrun} --rdzv-endpoint=<host of one of them>:29500 {program} {shlex.join(rest)}"
 
 
-def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
+def _check_pairs(keys: Keys, layout: Layout) -> None:
     """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
     precision, deterministic = f"precision={keys.precision}", keys.debug.trainer.get("deterministic", True)
     # Each of the following is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
@@ -271,6 +272,14 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         ),
     )
     _refuse(pairs)
+    if portable and (missing := missing_instructions()):
+        raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
+    if compiled and (reason := compiler_lacking(layout.accelerator)):
+        raise UserError(f"{compiled} needs {reason}")
+
+
+def _check_shares(layout: Layout, trains: bool) -> None:
+    """Refuse shares of the wrong number. Refuse shares that would distribute the pieces of training as none would."""
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
@@ -279,11 +288,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         pieces = next(suitable, None)
         remedy = f"give pieces={pieces}" if pieces else "leave them out"
         wrong = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
-        raise UserError(f"strategy.shares={list(layout.shares)}: {wrong}: {remedy}")
-    if portable and (missing := missing_instructions()):
-        raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
-    if compiled and (reason := compiler_lacking(layout.accelerator)):
-        raise UserError(f"{compiled} needs {reason}")
+        raise UserError(f"strategy.shares={list(shares)}: {wrong}: {remedy}")
 
 
 def _shares_change_nothing(layout: Layout) -> bool:

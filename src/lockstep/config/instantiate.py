@@ -6,20 +6,17 @@ own config names too, because a checkpoint from elsewhere could otherwise run an
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import hydra.utils
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from pydantic.errors import PydanticUserError
 
-from lockstep.config.suggestions import unknown_name_message
-from lockstep.config.value_checks import ROOT, checker, show
+from lockstep.config.value_checks import CONF, checker, show, unknown_name_message
 from lockstep.errors import UserError
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
@@ -29,7 +26,7 @@ PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's cla
 
 
 def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
-    """Create the object that a config names, from its other keys, with `hydra.utils.instantiate`.
+    """Create the object that a config names, from its other keys.
 
     Nested targets are created first. With `_partial_: true` return a `functools.partial` that creates the object.
 
@@ -42,19 +39,40 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     Raises:
         UserError: the target is missing, does not take the config's keys, or raises a ValueError or TypeError.
     """
+    target = locate(f"{key}._target_", str(config.get("_target_")))
+    takes, takes_any = _signature(target)
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
-    options = _completed(key, config, numbers)
-    is_partial = options.pop("_partial_", False)
-    target = locate(f"{key}._target_", options.pop("_target_"))
-    try:
-        arguments = hydra.utils.instantiate({**options, "_convert_": "all"})
-    except InstantiationException as error:
-        raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
+    options = {name: value for name, value in config.items() if name not in HYDRA_KEYS}
+    if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
+        options.pop("name", None)
+    unknown = [name for name in options if name not in takes]
+    if unknown and not takes_any:
+        near = unknown_name_message(unknown[0], takes - set(numbers)) if len(unknown) == 1 else ""
+        raise UserError(
+            f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
+            f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
+        )
+    arguments = {name: _argument(f"{key}.{name}", value, numbers) for name, value in options.items()}
     if target.__module__.startswith(ANNOTATED):
         _check_option_types(key, target, arguments)
-    takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
-    return make if is_partial else call(key, make)
+    return make if config.get("_partial_") else call(key, make)
+
+
+def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
+    """Return the argument for a config's value: with its nested targets created, and its `later:` values replaced."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            return instantiate(key, value, **numbers)
+        return {name: _argument(f"{key}.{name}", part, numbers) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_argument(key, part, numbers) for part in value]
+    if not isinstance(value, str) or not value.startswith(LATER):
+        return value
+    name = value.removeprefix(LATER)
+    if name not in numbers:
+        raise UserError(f"{key}={value}: {unknown_name_message(name, numbers)}")
+    return numbers[name]
 
 
 def call(key: str, make: partial[Any], *args: Any) -> Any:
@@ -64,9 +82,6 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
         key: the dotted key of the config, for messages.
         make: a class or function with the config's keys as arguments.
         args: further arguments.
-
-    Raises:
-        UserError: `make` raised a ValueError or TypeError.
     """
     name, arguments = make.func.__name__, make.keywords
     try:
@@ -90,9 +105,6 @@ def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> 
 
     An annotation of another library may be wrong while the call works. So options of other libraries are only checked
     after an error.
-
-    Raises:
-        UserError: an option does not have the annotated type.
     """
     for maker in _makers(target):
         try:
@@ -109,30 +121,22 @@ def parameters(target: Any) -> set[str]:
 
     A class whose constructor has `**kwargs` also takes the arguments of its base class.
     """
-    return {parameter.name for parameter in _parameters(target) if parameter.kind is not parameter.VAR_KEYWORD}
+    return _signature(target)[0]
 
 
-def _parameters(target: Any) -> Iterator[inspect.Parameter]:
-    """Yield the parameters that a class or function takes. See `parameters`."""
+def _signature(target: Any) -> tuple[set[str], bool]:
+    """Return the names of the arguments that a class or function takes, and whether it takes any other name too."""
     makers = _makers(target)
-    seen: set[str] = set()
-    subclass_kwargs: list[inspect.Parameter] = []  # the `**kwargs` of the subclass
-    for maker in makers:
-        signature_parameters = inspect.signature(maker).parameters.values()
+    names: set[str] = set()
+    for number, maker in enumerate(makers):
+        signature = inspect.signature(maker).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {
-            each.name: each for each in signature_parameters if each.kind in kinds and each.name not in seen | {"self"}
-        }
-        yield from named.values()
-        rest = [parameter for parameter in signature_parameters if parameter.kind is parameter.VAR_KEYWORD]
-        if len(makers) < 2:  # there is no base class, so `**kwargs` takes any name
-            yield from rest
-        if not rest:
-            if not named:  # the base class takes no arguments, so the subclass uses its `**kwargs` itself
-                yield from subclass_kwargs
-            return
-        seen |= set(named)
-        subclass_kwargs = rest
+        new = {parameter.name for parameter in signature if parameter.kind in kinds} - names - {"self"}
+        names |= new
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):
+            # If this base class takes no arguments, the subclass uses its `**kwargs` itself.
+            return names, number > 0 and not new
+    return names, len(makers) == 1  # without a base class, `**kwargs` takes any name
 
 
 def _makers(target: Any) -> list[Any]:
@@ -143,15 +147,7 @@ def _makers(target: Any) -> list[Any]:
 
 
 def locate(key: str, target: str) -> Any:
-    """Import the class or function that a dotted path names.
-
-    Args:
-        key: the dotted key of the target, for messages.
-        target: the dotted path.
-
-    Raises:
-        UserError: it does not exist or has no signature.
-    """
+    """Import the class or function that a dotted path names. `key` is the path's key in the config, for messages."""
     check_target(key, target)
     module, _, attribute = target.rpartition(".")
     try:
@@ -170,42 +166,6 @@ def locate(key: str, target: str) -> Any:
     return located
 
 
-def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float | str]) -> dict[str, Any]:
-    """Return a config for Hydra: with checked names, `later:` values replaced, and offers to nested targets added."""
-    target = locate(f"{key}._target_", str(config.get("_target_")))
-    takes = parameters(target)
-    options = {name: _value(f"{key}.{name}", value, numbers) for name, value in config.items()}
-    if "name" not in takes:  # `name` is then our label of the config group's yaml file, no option of the target
-        options.pop("name", None)
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target))
-    unknown = [name for name in options if name not in takes | HYDRA_KEYS]
-    if unknown and not anything:
-        near = unknown_name_message(unknown[0], sorted(takes - set(numbers))) if len(unknown) == 1 else ""
-        raise UserError(
-            f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
-            f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
-        )
-    return options
-
-
-def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
-    """Return a config's value for Hydra. See `_completed`."""
-    if isinstance(value, Mapping):
-        if "_target_" not in value:
-            return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}
-        arguments = _completed(key, value, numbers)
-        takes = parameters(locate(f"{key}._target_", str(value["_target_"])))
-        return {name: number for name, number in numbers.items() if name in takes} | arguments
-    if isinstance(value, list | tuple):
-        return [_value(key, part, numbers) for part in value]
-    if not isinstance(value, str) or not value.startswith(LATER):
-        return value
-    name = value.removeprefix(LATER)
-    if name not in numbers:
-        raise UserError(f"{key}={value}: {unknown_name_message(name, sorted(numbers))}")
-    return numbers[name]
-
-
 # --- which targets are allowed ---
 
 
@@ -222,11 +182,7 @@ def targets_in(key: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def check_target(key: str, target: str) -> None:
-    """Refuse a target that is not a dotted path, or whose package is not installed. Nothing is imported.
-
-    Raises:
-        UserError: it names the key and the target.
-    """
+    """Refuse a target that is not a dotted path, or whose package is not installed. Nothing is imported."""
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         raise UserError(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
     package = target.split(".")[0]
@@ -250,9 +206,6 @@ def check_targets_named(path: Path, group: str, saved: Any, requested: Any = Non
         saved: the group's config in the checkpoint.
         requested: the group's config on the command line. Targets in it are allowed, and so are those in conf/ and in
             the other folders from which Hydra composes.
-
-    Raises:
-        UserError: it names the first such target.
     """
     saved_targets = list(targets_in(group, saved))
     if not saved_targets:
@@ -270,7 +223,7 @@ def check_targets_named(path: Path, group: str, saved: Any, requested: Any = Non
 
 def _config_folders() -> list[Path]:
     sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
-    return [ROOT / "conf", *(Path(source.path) for source in sources if source.schema == "file")]
+    return [CONF, *(Path(source.path) for source in sources if source.schema == "file")]
 
 
 def _part(file: Path, folder: Path, group: str) -> Any:

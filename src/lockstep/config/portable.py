@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lockstep.config.value_checks import ROOT
+from lockstep.config.value_checks import CONF
 from lockstep.errors import UserError
 from lockstep.launch.environment import export
 
@@ -40,7 +40,7 @@ def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
 def is_requested(arguments: Sequence[str]) -> bool:
     """Check whether a command line sets `exact=portable`, itself or by its experiment, before Hydra composes it."""
     chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
-    recipe = ROOT / "conf" / "experiment" / f"{chosen.get('experiment')}.yaml"
+    recipe = CONF / "experiment" / f"{chosen.get('experiment')}.yaml"
     if "exact" not in chosen and recipe.is_file():
         chosen = yaml.safe_load(recipe.read_text())
     return chosen.get("exact") == PORTABLE

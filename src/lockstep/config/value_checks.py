@@ -1,10 +1,14 @@
-"""Checks of values: pydantic finds the first bad one, and the message has what was typed and what would be right."""
+"""Checks of values and keys, with messages that have what was typed and what would be right.
+
+Pydantic finds the first bad value or unknown key. For an unknown key, the message suggests the one that is probably
+meant, also from the names of Lightning's Trainer, lightning-hydra-template and others.
+"""
 
 import difflib
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -12,10 +16,10 @@ from typing import Annotated, Any, TypeAlias
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from lockstep.config.suggestions import no_such_key_message
 from lockstep.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
+CONF = ROOT / "conf"
 
 Check = Callable[[str, Any], Any]
 
@@ -89,16 +93,147 @@ def show(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def options(group: str) -> list[str]:
-    """Return the names of the files of a config group, without those whose names begin with an underscore."""
-    return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
+def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
+    """Return the message for pydantic's errors: the first wrong key, and what it must be in pydantic's words.
+
+    If a key may have several types, the message has all of them.
+
+    Args:
+        key: the dotted key of the value; empty for the whole config.
+        value: the value that was validated.
+        errors: pydantic's errors.
+        known: the names that the value's keys may have.
+    """
+    location: tuple[Any, ...] = errors[0]["loc"]
+    keys, top = [key] if key else [], value
+    for depth, part in enumerate(location):
+        if errors[0]["type"] == "missing" and part not in value:
+            name = ".".join([*keys, part])
+            return f"{name} must be given: {name}=..."
+        if not isinstance(value, Mapping) or part not in value:  # `part` is one of several types, or an index
+            location = location[:depth]
+            break
+        keys.append(str(part))
+        value = value[part]
+    name = ".".join(keys)
+    if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        inner = value
+        while not key and isinstance(inner, Mapping) and len(inner) == 1:  # the full key of `+trainer.max_epochs=3`
+            part, inner = next(iter(inner.items()))
+            name = f"{name}.{part}"
+        others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}
+        return no_such_key_message(name, others, known if key or len(keys) > 1 else ())
+    messages = [error["msg"] for error in errors if error["loc"][: len(location)] == location]
+    expected = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
+    return f"{name}={show(value)}: must be {expected}"
 
 
-def group_file(group: str, name: str) -> dict[str, Any]:
-    """Return the content of a file of a config group, merged with the files in its `defaults`."""
-    content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
-    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
-    return {key: value for part in (*bases, content) for key, value in part.items()}
+# --- unknown names ---
+
+# A key of another project, or the last part of one -> our keys for it. A message names those that the program has.
+RENAMED = {
+    "learning_rate": ("lr",),
+    "base_lr": ("lr",),
+    "max_lr": ("lr",),
+    "epochs": ("max_epochs",),
+    "num_epochs": ("max_epochs",),
+    "steps": ("max_steps",),
+    "num_steps": ("max_steps",),
+    "train_batch_size": ("batch_size",),
+    "optim": ("optimizer",),
+    "lr_scheduler": ("scheduler",),
+    "datamodule": ("data",),
+    "dataset": ("data",),
+    "net": ("model",),
+    "gpus": ("devices",),
+    "num_gpus": ("devices",),
+    "nodes": ("num_nodes",),
+    "workers": ("num_workers",),
+    "ckpt_path": ("resume", "init_from", "checkpoint"),
+    "resume_from_checkpoint": ("resume",),
+    "model_checkpoint": ("callbacks.checkpoint",),
+    "save_top_k": ("checkpoint_keep",),
+    "every_n_train_steps": ("checkpoint_every",),
+    "check_val_every_n_epoch": ("val_every",),
+    "val_check_interval": ("val_every",),
+    "log_every_n_steps": ("log_every",),
+    "gradient_accumulation_steps": ("accumulate_grad_batches",),
+    "grad_clip": ("gradient_clip_val",),
+    "max_grad_norm": ("gradient_clip_val",),
+    "dtype": ("precision",),
+    "amp": ("precision",),
+    "deterministic": ("exact",),
+    "fast_dev_run": ("debug=batch",),
+    "overfit_batches": ("debug=overfit",),
+    "task_name": ("name",),
+    "experiment_name": ("name",),
+    "default_root_dir": ("outputs",),
+    "output_dir": ("outputs",),
+    "log_dir": ("outputs",),
+    "enable_progress_bar": ("callbacks.console",),
+    "enable_checkpointing": ("callbacks.checkpoint",),
+}
+# Keys of other projects that have no single key here.
+EXPLAINED = {
+    "train": "train.py always trains; src/evaluate.py checkpoint=<file or run folder> tests only",
+    "test": "train.py tests where the data set has a test set; src/evaluate.py tests again",
+    "trainer": "the arguments of Lightning's Trainer are at the top level: strategy=ddp devices=2 max_epochs=3, say",
+    "hparams_search": "scripts/search.py searches hyperparameters",
+    "tags": "name=<name> names a run; a logger's own options are in conf/logger/",
+}
+
+
+def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str] = ()) -> str:
+    """Return the message for an unknown dotted key. It names the key that is probably meant.
+
+    Args:
+        key: the dotted key.
+        config: the whole composed config as plain containers.
+        known: the keys of the same group, if they are not in `config`.
+    """
+    group, _, last = key.rpartition(".")
+    siblings: Any = config  # the config that should have the key
+    for part in group.split(".") if group else ():
+        siblings = siblings.get(part) if isinstance(siblings, Mapping) else siblings
+    refused = f"{key}: there is no such key"
+    if hint := _suggestion(key, config):
+        return f"{refused}; {hint}"
+    if not siblings and not known:
+        return f"{refused}: {group} is null here"
+    if not isinstance(siblings, Mapping) and not known:
+        return f"{refused}: {group} has no keys below it"
+    names = known or [name for name in siblings if not name.startswith("_") and name != "hydra"]
+    return f"{refused}; {unknown_name_message(last, names)}"
+
+
+def _suggestion(key: str, config: Mapping[str, Any]) -> str:
+    """Return `did you mean <key>?` or an explanation; "" if there is neither."""
+    if key in EXPLAINED:
+        return EXPLAINED[key]
+    last = key.rpartition(".")[2]
+    renamed = [each for name in (key, last) for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in config]
+    same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]
+    candidates = renamed or [each for each in same if "." not in each] or same[:3]
+    if candidates:
+        return f"did you mean {' or '.join(dict.fromkeys(candidates))}?"
+    return EXPLAINED.get(key.partition(".")[0], "")
+
+
+def _keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Yield the dotted keys that a user may set."""
+    for name, value in config.items():
+        if not name.startswith("_") and (above or name != "hydra"):
+            yield f"{above}{name}"
+            if isinstance(value, Mapping):
+                yield from _keys(value, f"{above}{name}.")
+
+
+def unknown_name_message(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean X? known: ...`. Of more than 12 known names, return only the nearest."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    nearest = f"did you mean {near[0]}?" if near else ""
+    return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"
 
 
 def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
@@ -121,36 +256,16 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, s
     return pattern_of
 
 
-def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
-    """Return the message for pydantic's errors: the first wrong key, and what it must be in pydantic's words.
+# --- the files of conf/ ---
 
-    If a key may have several types, the message has all of them.
 
-    Args:
-        key: the dotted key of the value; empty for the whole config.
-        value: the value that was validated.
-        errors: pydantic's errors.
-        known: the names that the value's keys may have.
-    """
-    location: tuple[Any, ...] = errors[0]["loc"]
-    keys, top = [key] if key else [], value
-    for depth, part in enumerate(location):
-        if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
-            name = ".".join([*keys, part])
-            return f"{name} must be given: {name}=..."
-        if not isinstance(value, Mapping) or part not in value:  # `part` is one of several types, or an index
-            location = location[:depth]
-            break
-        keys.append(str(part))
-        value = value[part]
-    name = ".".join(keys)
-    if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        inner = value
-        while not key and isinstance(inner, Mapping) and len(inner) == 1:  # the full key of `+trainer.max_epochs=3`
-            part, inner = next(iter(inner.items()))
-            name = f"{name}.{part}"
-        others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}
-        return no_such_key_message(name, others, known if key or len(keys) > 1 else ())
-    messages = [error["msg"] for error in errors if error["loc"][: len(location)] == location]
-    expected = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
-    return f"{name}={show(value)}: must be {expected}"
+def options(group: str) -> list[str]:
+    """Return the names of the files of a config group, without those whose names begin with an underscore."""
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
+
+def group_file(group: str, name: str) -> dict[str, Any]:
+    """Return the content of a file of a config group, merged with the files in its `defaults`."""
+    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
+    return {key: value for part in (*bases, content) for key, value in part.items()}

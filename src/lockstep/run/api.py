@@ -5,28 +5,32 @@ workers do not run the calling script or notebook again. Inside workers that an 
 """
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from lockstep.checkpoint import resume
 from lockstep.config.arguments import check_arguments, quote_path
+from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import ROOT, show
+from lockstep.config.value_checks import CONF, ROOT, show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
 from lockstep.launch.signals import ENDING, signal_handler
-from lockstep.run import cli, supervisor
+from lockstep.run import cli
 from lockstep.run.summary import summary_of
 from lockstep.text import signal_name
 
+TRAIN = ROOT / "src" / "train.py"
 FULL_ERROR = "HYDRA_FULL_ERROR"  # `cli.run_command` sets this variable
 
 
@@ -59,31 +63,24 @@ def compose(*overrides: str) -> Composed:
     Raises:
         UserError: An override does not fit conf/.
     """
-    return Composed(_compose_config(overrides)[0], overrides)
+    with _one_line_errors():
+        cfg, _ = _compose_command(overrides)
+        return Composed(as_plain(cfg), overrides)
 
 
-def _compose_config(overrides: Sequence[str], for_command: bool = False) -> tuple[Any, list[str], str]:
-    """Compose a config for the command `src/train.py`.
+def _compose_command(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """Return the config of the command `src/train.py <overrides>`, and its arguments with `resume=` expanded."""
+    cli.register_folder()
+    arguments = resume.expand_resume(check_arguments(list(overrides)), "train")
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
+        return hydra_compose("train", overrides=arguments, return_hydra_config=True), arguments
 
-    Args:
-        for_command: whether to choose the run's folder too and to add it to the arguments.
 
-    Returns:
-        The config as plain containers, the command's arguments with `resume=` expanded, and the run's folder (empty
-        unless `for_command`).
-    """
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Inside the `with` block, turn the errors of Hydra and OmegaConf into UserErrors of one line."""
     try:
-        cli.register_folder()
-        task = resume.expand_resume(check_arguments(list(overrides)), "train")
-        with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
-            cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
-        folder = ""
-        if for_command:
-            folder = str(cfg.hydra.run.dir)
-            task = [*task, f"hydra.run.dir={quote_path(folder)}"]
-        with open_dict(cfg):
-            del cfg["hydra"]
-        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), task, folder
+        yield
     except UserError:
         raise
     except cli.BAD_INPUT as error:
@@ -109,18 +106,20 @@ def train(config: Composed) -> dict[str, Any]:
     environment.cache_clear()  # the caller may have made a process group since
     if not isinstance(config, Composed):
         raise UserError(f"train() got a {type(config).__name__}: pass the config that compose() returned")
-    in_place = external_workers() > 0
-    now, arguments, folder = _compose_config(config.overrides, for_command=not in_place)
-    if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
-        raise UserError(f"{changed[0]} was changed after compose(): pass it to compose() as an override")
-    return _train_in_place(config) if in_place else _train_in_process(arguments, folder)
+    with _one_line_errors():
+        cfg, arguments = _compose_command(config.overrides)
+        now = as_plain(cfg)
+        if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
+            raise UserError(f"{changed[0]} was changed after compose(): pass it to compose() as an override")
+        folder = None if external_workers() else str(cfg.hydra.run.dir)  # workers agree on it in `_train_in_place`
+    return _train_in_process(arguments, folder) if folder else _train_in_place(config)
 
 
 def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
     """Train with the command `src/train.py` in a new process, and copy its output to stderr; otherwise as `train`."""
     path = os.pathsep.join(filter(None, sys.path))  # the new process can import what this one can
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "src" / "train.py"), *arguments],
+        [sys.executable, str(TRAIN), *arguments, f"hydra.run.dir={quote_path(folder)}"],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,15 +142,16 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
     """Train in this process, a worker that an engine (Ray Train) has started. Every worker must call it."""
+    train_program = runpy.run_path(str(TRAIN))["train"]
     summary: dict[str, Any] = {}
 
-    def job(raw: dict[str, Any], folder: Path) -> None:
-        summary.update(supervisor.train(raw, folder), folder=str(folder))
+    def program(raw: dict[str, Any], folder: Path) -> None:
+        summary.update(train_program(raw, folder), folder=str(folder))
 
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]
     try:
-        code, line = cli.run_command(job, "train")
+        code, line = cli.run_command(program, "train")
     finally:
         sys.argv = arguments
         os.environ.pop(FULL_ERROR)

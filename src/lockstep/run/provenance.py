@@ -1,4 +1,4 @@
-"""Record where a run comes from.
+"""Record where a run comes from, and check that all its machines have the same.
 
 `provenance.json` has the command, the config, the versions, the commit and the machine. `git.diff` has the changes
 since the commit.
@@ -10,17 +10,21 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.check import Config
 from lockstep.config.value_checks import ROOT
+from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch.environment import environment
+from lockstep.launch.process_group import gather_objects
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
 SECONDS = 10.0  # timeout of a git command
+MACHINE_KEYS = ("outputs", "data_dir", "resume", "threads", "num_workers")  # keys that may differ between machines
 
 
 def versions() -> dict[str, str]:
@@ -105,3 +109,34 @@ def code_sha256() -> str:
     for file in sorted((ROOT / "src").rglob("*.py")):
         code.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     return code.hexdigest()
+
+
+def check_same_on_all_ranks(config: Config, splits: Any) -> None:
+    """Check, on the workers of an engine, that all have rank zero's config, code, data and package versions.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: A rank differs. All ranks raise the same error.
+    """
+    record = {key: value for key, value in config.record.items() if key not in MACHINE_KEYS}
+    record |= {"accelerator": config.layout.accelerator}  # the resolved value of `auto`
+    facts = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
+    facts |= {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
+    by_rank = gather_objects((platform.node(), facts))
+    first_name, first = by_rank[0]
+    for rank, (name, other) in enumerate(by_rank):
+        for key in sorted(first.keys() | other.keys()):
+            first_value, value = first.get(key, "missing"), other.get(key, "missing")
+            if value != first_value:
+                raise UserError(
+                    f"machines differ: {key} is {value} on {name} (rank {rank}), but {first_value} on {first_name}"
+                )
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    """Return the leaves of a config as text, by dotted key."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": str(value)}
+    return flat

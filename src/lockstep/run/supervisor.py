@@ -10,37 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.resume import hydra_files_of, last_checkpoint_id
-from lockstep.config.arguments import overridden_keys
-from lockstep.config.check import Config, check
-from lockstep.config.portable import choose_kernels
+from lockstep.checkpoint.resume import last_checkpoint_id
+from lockstep.config.check import Config
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.parent import VICTIM_SECONDS, launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
-from lockstep.run.machine_check import check_same_on_all_ranks
+from lockstep.run.provenance import check_same_on_all_ranks
 from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
 
 
-def train(raw: dict[str, Any], folder: Path) -> Any:
-    """Train one run in its folder: check, open the data, launch the workers. Return the run's summary."""
-    config = check(raw, overridden=overridden_keys())
-    choose_kernels(config.layout.exact)
-
+def check_start_files(config: Config, folder: Path) -> None:
+    """Check quickly the checkpoint or the initial weights from which a run starts. Workers check the whole file."""
     from lockstep.checkpoint.io import checked_source, fault
     from lockstep.checkpoint.weights import refuse_broken_weights
-    from lockstep.data.build import open_data
-    from lockstep.run.training import fit_and_test as work
 
-    # A quick check before the data is opened. Workers check the whole file.
     if config.resume:
         if Path(config.resume).exists():  # it may be on another machine
             checked_source(Path(config.resume), check=partial(fault, checksums=False))
     elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
-    splits = open_data(config.data, config.data_dir, config.seed)
-    return run_in_workers(partial(work, hydra_files=hydra_files_of(raw)), config, splits, folder)
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:

@@ -21,14 +21,14 @@ from typing import Any, cast
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
-from lockstep.config.check import check
+from lockstep.config.check import as_plain, check
 from lockstep.config.schema import Sweep
 from lockstep.config.value_checks import checker
-from lockstep.errors import UserError
+from lockstep.errors import SweepFailed, UserError
 from lockstep.launch.environment import environment, export, external_workers
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.parent import start_method
@@ -42,8 +42,7 @@ from lockstep.launch.signals import (
     set_parent_death_signal,
     unblock_signals,
 )
-from lockstep.run.cli import SweepFailed
-from lockstep.run.lock import FolderBusy
+from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
 
@@ -84,9 +83,6 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
         The sweep's overrides. If `threads` is not given and the jobs' layouts would have different numbers of CPU
         threads, the smallest number is added: the number of threads changes rounding, and a comparison of layouts
         would show this difference.
-
-    Raises:
-        UserError: A job can't be run. The message names it.
     """
     if config.hydra.job.config_name != "train":
         return list(arguments)
@@ -96,7 +92,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
     threads: set[int] = set()  # CPU threads of a worker in each job; 0: the user gave `threads`
     for job in jobs_of(config, listed):
         try:
-            settings = check(_compose_job(config, context, job.overrides))
+            settings = check(as_plain(context.config_loader.load_sweep_config(config, job.overrides)))
         except UserError as refusal:
             if job.completed:
                 continue
@@ -107,11 +103,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
 
 @contextmanager
 def report_failed_jobs(folder: Path) -> Iterator[None]:
-    """Let a launcher run jobs inside the `with` block; then, if jobs have failed, print how to continue the sweep.
-
-    Raises:
-        SweepFailed: Some jobs have not completed.
-    """
+    """Let a launcher run jobs inside the `with` block. If some fail, print how to continue and raise SweepFailed."""
     reason = ""
     try:
         yield
@@ -124,14 +116,6 @@ def report_failed_jobs(folder: Path) -> Iterator[None]:
     if (reason or failed) and environment().rank == 0:
         print(to_continue(folder), file=sys.stderr)
         raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
-
-
-def _compose_job(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
-    """Compose a job's config as plain containers."""
-    composed = context.config_loader.load_sweep_config(config, overrides)
-    with open_dict(composed):
-        del composed["hydra"]
-    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
 
 
 # --- the default launcher ---
