@@ -67,13 +67,11 @@ class RunRecord:
             status: completed, interrupted or failed.
             error: the message of the error that ended the run; None: no error.
         """
-        from lockstep.callbacks import Checkpoint
         from lockstep.run.loggers import end_loggers
 
         trainer = self.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         meter = next((callback for callback in callbacks if hasattr(callback, "samples_per_second")), None)
-        checkpoint = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
         summary = {
             **summarise(self.config, self.folder, status, error),
             **progress_counts(self.config, len(self.splits.train), trainer.global_step),
@@ -83,7 +81,6 @@ class RunRecord:
             "throughput": {
                 "samples_per_second": getattr(meter, "samples_per_second", None),
                 "seconds_to_first_step": getattr(meter, "seconds_to_first_step", None),
-                "seconds_saving": getattr(checkpoint, "seconds", None),
                 "seconds": time.perf_counter() - self.started,
             },
             "weights_sha256": self.weights_hash,
