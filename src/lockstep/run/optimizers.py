@@ -1,5 +1,6 @@
 """Make the factories with which a module builds the optimizer and the schedule that a config names."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.run_length import steps_per_epoch, total_steps
+from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
 # Key of train.yaml -> constructor arguments through which it acts. A module that takes none of them ignores the key.
@@ -94,13 +95,15 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     Raises:
         UserError: The optimizer or the schedule can't be made with these options.
     """
+    length = run_length(config, samples)
     numbers: dict[str, Any] = {
         "lr": config.scaled_lr,
-        "total_steps": total_steps(config, samples),
-        "steps_per_epoch": steps_per_epoch(config, samples),
+        "total_steps": length.steps,
+        "steps_per_epoch": length.steps_per_epoch,
     }
     if not config.trains:
-        return {**numbers, "optimizer": None, "scheduler": None}
+        # A huge number of steps, so that a module's check like `warmup < total_steps` passes.
+        return {**numbers, "total_steps": sys.maxsize, "optimizer": None, "scheduler": None}
     options: dict[str, Any] = {**config.optimizer, "_partial_": True}
     groups_config, scale, groups = options.pop("param_groups", None), options.pop("lr_scale", None), None
     if scale:
@@ -117,7 +120,7 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
         make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
         scheduler = Factory("scheduler", make, lightning_keys, groups)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
-            _check_plateau_metric(lightning_keys, config.val_every, numbers["steps_per_epoch"])
+            _check_plateau_metric(lightning_keys, config.val_every, length.steps_per_epoch)
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 

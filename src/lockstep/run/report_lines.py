@@ -15,7 +15,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
-from lockstep.run.run_length import run_length, steps_per_epoch
+from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -111,10 +111,9 @@ def step_parts(config: Config) -> list[str]:
 
 def length_text(config: Config, num_samples: int) -> str:
     """Return the length of a run, and the key that limits it, as text."""
-    steps_of_epoch = steps_per_epoch(config, num_samples)
     length = run_length(config, num_samples)
     limit = {"max_steps": length.steps, "max_epochs": length.epochs}[length.ends_by]
-    return f"{plural(steps_of_epoch, 'step')} per epoch, {length.steps} in all ({length.ends_by}={limit})"
+    return f"{plural(length.steps_per_epoch, 'step')} per epoch, {length.steps} in all ({length.ends_by}={limit})"
 
 
 def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.arithmetic.order import DataOrder
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.files import write
 from lockstep.launch.environment import environment
 from lockstep.run.provenance import git_info, versions
+from lockstep.run.run_length import run_length
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -100,8 +100,7 @@ def logged_metrics(trainer: "pl.Trainer") -> dict[str, float]:
 
 def progress_counts(config: Config, samples: int, steps: int) -> dict[str, int]:
     """Return steps, epochs and samples seen after `steps` optimizer steps on `samples` training samples."""
-    order = DataOrder(samples, config.layout, config.seed)
-    epochs, step = order.position(steps)
+    epochs, step = divmod(steps, run_length(config, samples).steps_per_epoch)
     return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}
 
 

@@ -44,7 +44,7 @@ from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, 
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.optimizers import settings
 from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
-from lockstep.run.run_length import run_length, steps_per_epoch, total_steps
+from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
@@ -77,7 +77,7 @@ def fit_and_test(
     loaded = load_start(folder, config.resume, hydra_files, ranks)
     path, checkpoint = loaded or (None, {})  # the checkpoint's path and content
     first_step = checkpoint.get("global_step", 0)
-    steps = total_steps(config, len(splits.train))
+    length = run_length(config, len(splits.train))
     module = make_module(replace(config, resume=path), splits)
     messages: list[str] = [splits.about]
     not_loaded: Sequence[str] = ()  # names of the tensors that `init_from` has not set
@@ -100,10 +100,10 @@ def fit_and_test(
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
-    config = replace(config, max_epochs=run_length(config, samples).epochs)
+    config = replace(config, max_epochs=length.epochs)
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck(), *store_leases()]
     callbacks += make_callbacks(config, splits, folder, module)
-    callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
+    callbacks += [ResumeState(config.record, settings(config, samples), length.steps_per_epoch)]
     speed_settings = worker_setup.describe_speed_settings(module, config.compile)
     describe_run = partial(start_lines, config, splits, module, not_loaded, folder, speed_settings)
     # The callback calls this function when the optimizer exists, because the lines name its learning rate.
@@ -113,7 +113,7 @@ def fit_and_test(
     callbacks += [Preemption(folder), start_callback, take_over]
     if path:
         check_same_data(path, checkpoint.get("lockstep", {}), config, splits)
-        check_checkpoint_fits(path, checkpoint, module.state_dict(), config, steps)
+        check_checkpoint_fits(path, checkpoint, module.state_dict(), config, length.steps)
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
     parts = RunParts(config, splits, folder, module, checkpoint, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
@@ -129,9 +129,9 @@ def fit_and_test(
         run.record_weights()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
-        if trainer.should_stop and trainer.global_step < steps and rank == 0:
+        if trainer.should_stop and trainer.global_step < length.steps and rank == 0:
             reason = next(filter(None, map(stop_reason, callbacks)), "a callback stopped it")
-            LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
+            LOG.info("ended early, after step %d of %d: %s", trainer.global_step, length.steps, reason)
         if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
             untyped: Any = trainer  # the same object as Any, so that mypy lets the next lines set its attributes
             untyped.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
@@ -160,7 +160,7 @@ def fit_and_test(
         raise
     summary = run.finish("completed", None)
     if rank == 0:
-        one_epoch = trainer.global_step >= steps_per_epoch(config, samples)  # before that, chance level is normal
+        one_epoch = trainer.global_step >= length.steps_per_epoch  # before that, chance level is normal
         chance = chance_level_line(run.metrics, splits, start_callback.lr) if one_epoch else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
