@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
@@ -88,13 +88,6 @@ def _code(path: str | Path | IO[bytes]) -> str:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
     except Exception:
         return ""  # torch can't read the pickle: `torch.load` will raise an error
-
-
-class Loaded(NamedTuple):
-    """A checkpoint that was read, and its path."""
-
-    path: str
-    content: dict[str, Any]
 
 
 def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any]:
@@ -220,7 +213,8 @@ class AtomicCheckpointIO(CheckpointIO):
         observers: objects that see each checkpoint, in the thread that writes it.
         number: how many additional checkpoints to keep (see `keep_step_checkpoint`).
         copies: sends files to the machines that keep copies, if there are any.
-        loaded: the checkpoint from which the run continues. The first `load_checkpoint` of its path returns it.
+        loaded: the content of the checkpoint from which the run continues, if there is one. The first
+            `load_checkpoint` returns it.
 
     Attributes:
         loaded_step: the optimizer step of the checkpoint that was loaded last.
@@ -232,7 +226,7 @@ class AtomicCheckpointIO(CheckpointIO):
         observers: Sequence[CheckpointObserver] = (),
         number: int = 0,
         copies: Copies | None = None,
-        loaded: Loaded | None = None,
+        loaded: dict[str, Any] | None = None,
     ) -> None:
         self._observers, self._number, self._copies, self._loaded = observers, number, copies, loaded
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -297,7 +291,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
-        checkpoint = loaded.content if loaded and loaded.path == str(path) else load(path, broadcast=True)
+        checkpoint = load(path, broadcast=True) if loaded is None else loaded
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 

@@ -36,7 +36,7 @@ class RunParts:
     splits: Any
     folder: Path
     module: "LightningModule"
-    resumed: Mapping[str, Any]
+    resumed: dict[str, Any]
     rank: int
 
 

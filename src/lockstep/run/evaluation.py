@@ -223,9 +223,9 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if splits.test is None:
         raise UserError(f"data={config.data.get('name')}: its Source has no test set: use split=train, val or all")
     started = time.perf_counter()
-    rank = set_up_worker(config, folder)
+    set_up_worker(config, folder)
     module = make_module(config, splits)
-    data = make_data(config, splits, rank)
+    data = make_data(config, splits)
     callbacks = [DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
     trainer = make_trainer(config, folder, callbacks)
     run = RunRecord(config, splits, folder, trainer, started)
@@ -233,6 +233,6 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
     run.record_weights()  # those that were loaded from the checkpoint
     run.record_test()
-    if rank == 0 and splits.about:
+    if trainer.is_global_zero and splits.about:
         LOG.info("%s", splits.about)
     return run.finish("completed", None)

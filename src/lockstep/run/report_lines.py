@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
 from lockstep.run.run_length import run_length
+from lockstep.run.worker_setup import describe_speed_settings
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -29,7 +30,8 @@ class StartLines(pl.Callback):
     """Prints a run's first lines. It waits until the optimizer exists, since the lines name its learning rate.
 
     Args:
-        make_lines: returns the lines. It gets the learning rate as text, such as `lr 0.01`.
+        not_loaded: as of `start_lines`.
+        notes: lines that follow; empty ones are left out.
 
     Attributes:
         lr: the optimizer's peak learning rate, as text.
@@ -37,13 +39,17 @@ class StartLines(pl.Callback):
 
     lr = ""
 
-    def __init__(self, make_lines: Callable[[str], Iterable[str]]) -> None:
-        self._make_lines = make_lines
+    def __init__(
+        self, config: Config, splits: Splits, folder: Path, not_loaded: Iterable[str], notes: Iterable[str]
+    ) -> None:
+        self._config, self._splits, self._folder = config, splits, folder
+        self._not_loaded, self._notes = not_loaded, notes
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.lr = peak_lr(trainer.optimizers)
         if trainer.is_global_zero:
-            for line in self._make_lines(self.lr):
+            lines = start_lines(self._config, self._splits, pl_module, self._not_loaded, self._folder, self.lr)
+            for line in filter(None, [*lines, *self._notes]):
                 LOG.info(line)
 
 
@@ -62,23 +68,23 @@ def peak_lr(optimizers: Sequence[Optimizer]) -> str:
 
 
 def start_lines(
-    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, speed_text: str, lr: str
+    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, lr: str
 ) -> list[str]:
     """Return a run's first lines: model, data, step, length and folder.
 
     Args:
         not_loaded: names of the tensors that `init_from` has not filled.
-        speed_text: memory format, compilation and CPU threads, as text.
         lr: the optimizer's peak learning rate, as text.
     """
     if config.lr_scaling != "none" and lr == f"lr {config.scaled_lr:g}":  # the optimizer does use the scaled rate
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
+    speed = describe_speed_settings(module, config.compile)
     model_name, data_name = (str(group.get("name")) for group in (config.model, config.data))
     return [
         *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, speed_text),
+        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, speed),
         f"folder {short_path(folder)}",
     ]
 
