@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lockstep.data import ArrayDataset, Source, Spec
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.data.folds import assign_folds
+from lockstep.data.validation import assign_folds
 from lockstep.errors import UserError
 
 RUN = (
