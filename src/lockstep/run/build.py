@@ -124,26 +124,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
     returned = module.configure_callbacks()
     module_callbacks = returned if isinstance(returned, Sequence) else [returned]
-    for name, callback in [
-        *config_callbacks.items(),
-        *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
-    ]:
-        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
-            raise UserError(
-                f"{name}: {type(callback).__name__} changes how many batches make a step, which the layout fixes: "
-                "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
-            )
-        separate_weights = [extra.setting for extra in config.extras.values() if extra.separate_weights]
-        if isinstance(callback, WeightAveraging) and separate_weights:
-            raise UserError(
-                f"{name}: with {separate_weights[0]} each device would have its own average: leave one of them out"
-            )
-        if isinstance(callback, WeightAveraging) and config.layout.staged:  # each process has a part of the network
-            kind = type(callback).__name__
-            raise UserError(f"{name}: {kind} needs the whole network on each device: use strategy=ddp")
-        if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
-            precision = f"precision={config.precision}"
-            raise UserError(f"{name}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
+    for key, callback in config_callbacks.items():
+        _check_callback(key, callback, config)
+    for callback in module_callbacks:
+        _check_callback(f"model._target_={config.model['_target_']}", callback, config)
     all_callbacks = config_callbacks | {
         f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks
     }
@@ -153,6 +137,28 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "scheduler.monitor" if monitor_is_in_config else "configure_optimizers: the monitor of its lr_scheduler"
     )
     return [*config_callbacks.values(), OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
+
+
+def _check_callback(setting: str, callback: pl.Callback, config: Config) -> None:
+    """Refuse a callback of Lightning that can't work with the config. `setting` is what chooses the callback."""
+    kind = type(callback).__name__
+    if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+        raise UserError(
+            f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "
+            "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
+        )
+    if not isinstance(callback, WeightAveraging):
+        return
+    for extra in config.extras.values():
+        if extra.separate_weights:
+            raise UserError(
+                f"{setting}: with {extra.setting} each device would have its own average: leave one of them out"
+            )
+    if config.layout.staged:  # each process has a part of the network
+        raise UserError(f"{setting}: {kind} needs the whole network on each device: use strategy=ddp")
+    if config.precision.endswith("16-true"):
+        precision = f"precision={config.precision}"
+        raise UserError(f"{setting}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
 
 
 def make_trainer(
@@ -187,9 +193,9 @@ def make_trainer(
     for extra in config.extras.values():
         assert parts is not None, "extras take part in training only: see config.check"
         gradient_sum = extra.wrap_gradients(gradient_sum)
+        observers += extra.checkpoint_observers(parts)
         hooks += extra.step_hooks(parts)
         extra_callbacks += extra.callbacks(parts)
-        observers += extra.checkpoint_observers(parts)
     callbacks = [*extra_callbacks, *callbacks]
     # A worker that sees only its own GPU is a machine of its own for Lightning.
     one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"
