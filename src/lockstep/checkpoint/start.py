@@ -32,7 +32,7 @@ NEW_RUN = "init_from= begins a new run with its weights"
 
 
 def load_start(
-    folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None, ranks: Sequence[int]
+    folder: Path, resume: str | None, hydra_files: Mapping[str, str], ranks: Sequence[int]
 ) -> tuple[str | None, dict[str, Any]]:
     """Return the path and the content of rank zero's checkpoint from which a run continues. All workers must call it.
 
@@ -74,15 +74,15 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None) -> Path:
+def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str]) -> Path:
     """Return the path of the checkpoint from which a run continues. It may not exist. All workers must call it."""
     last = paths.last(folder)
     if resume is None or Path(resume).name == last.name:
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    recorded, overrides = folder / ".hydra" / OVERRIDES, (hydra_files or {}).get(OVERRIDES)
-    went_back = restarted and recorded.exists() and recorded.read_text() == overrides
+    recorded = folder / ".hydra" / OVERRIDES
+    went_back = restarted and recorded.exists() and recorded.read_text() == hydra_files.get(OVERRIDES)
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
 
 
@@ -270,8 +270,8 @@ class TakeOverFolder(Callback):
         writes: whether this rank writes in the folder.
     """
 
-    def __init__(self, folder: Path, hydra_files: Mapping[str, str] | None, start: str | None, writes: bool) -> None:
-        self._folder, self._hydra_files = folder, hydra_files or {}
+    def __init__(self, folder: Path, hydra_files: Mapping[str, str], start: str | None, writes: bool) -> None:
+        self._folder, self._hydra_files = folder, hydra_files
         self._checkpoint, self._due = start, writes
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:

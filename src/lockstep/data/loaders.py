@@ -88,16 +88,14 @@ class StepDataset:
         order: the order of its samples.
         rank: the process's number.
         augment: shifts and flips; it makes their random numbers.
-        assignment: assigns the pieces of each step to devices. None: as the layout of `order` does.
+        assignment: assigns the pieces of each step to devices.
     """
 
-    def __init__(
-        self, dataset: Any, order: DataOrder, rank: int, augment: Augment, assignment: Assignment | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, assignment: Assignment) -> None:
         self.dataset = dataset
         self.order = order
         self.augment = augment
-        self.assignment = assignment or Assignment(order.layout)
+        self.assignment = assignment
         self.rank = rank
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps

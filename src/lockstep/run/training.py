@@ -54,13 +54,13 @@ def fit_and_test(
     """Fit and test in this worker, and return the run's summary. Every worker of the layout must call it.
 
     Args:
-        hydra_files: the texts of the files in `.hydra/`, by file name.
+        hydra_files: the texts of the files in `.hydra/`, by file name; None: the folder gets none.
 
     Raises:
         UserError: The input is bad, or the run can't continue from its checkpoint.
         Interrupted: A signal ended the run. Its checkpoint is saved.
     """
-    started = time.perf_counter()
+    started, hydra_files = time.perf_counter(), hydra_files or {}
     worker_setup.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
