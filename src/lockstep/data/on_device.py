@@ -51,12 +51,9 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     """
     if choice is False:
         return splits
-    parts = {name: getattr(splits, name) for name in ("train", "val", "test")}
-    in_memory = {
-        id(innermost_dataset(part)): innermost_dataset(part)
-        for part in parts.values()
-        if type(innermost_dataset(part)) is ArrayDataset
-    }
+    parts = {"train": splits.train, "val": splits.val, "test": splits.test}
+    innermost = map(innermost_dataset, parts.values())
+    in_memory = {id(dataset): dataset for dataset in innermost if type(dataset) is ArrayDataset}
     size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in in_memory.values())
     if choice is True and not in_memory:
         raise UserError("speed.resident=true: no data set is in memory as an ArrayDataset: use speed.resident=auto")

@@ -67,11 +67,10 @@ class RunRecord:
             status: completed, interrupted or failed.
             error: the message of the error that ended the run; None: no error.
         """
+        from lockstep.callbacks.meter import find_meter
         from lockstep.run.loggers import end_loggers
 
-        trainer = self.trainer
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        meter = next((callback for callback in callbacks if hasattr(callback, "samples_per_second")), None)
+        trainer, meter = self.trainer, find_meter(self.trainer)
         summary = {
             **summarise(self.config, self.folder, status, error),
             **progress_counts(self.config, len(self.splits.train), trainer.global_step),
@@ -79,8 +78,8 @@ class RunRecord:
             "samples": self.splits.sizes,
             "metrics": self.metrics,
             "throughput": {
-                "samples_per_second": getattr(meter, "samples_per_second", None),
-                "seconds_to_first_step": getattr(meter, "seconds_to_first_step", None),
+                "samples_per_second": meter.samples_per_second if meter else None,
+                "seconds_to_first_step": meter.seconds_to_first_step if meter else None,
                 "seconds": time.perf_counter() - self.started,
             },
             "weights_sha256": self.weights_hash,
