@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,7 +17,6 @@ from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
 from lockstep.run.run_length import run_length
-from lockstep.run.worker_setup import describe_speed_settings
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -78,13 +78,13 @@ def start_lines(
     """
     if config.lr_scaling != "none" and lr == f"lr {config.scaled_lr:g}":  # the optimizer does use the scaled rate
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
-    speed = describe_speed_settings(module, config.compile)
+    length = length_text(config, len(splits.train))
     model_name, data_name = (str(group.get("name")) for group in (config.model, config.data))
     return [
         *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, speed),
+        *wrap_parts(f"run {length}", config.precision, speed_text(module, config.compile)),
         f"folder {short_path(folder)}",
     ]
 
@@ -138,6 +138,14 @@ def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     parts = [f"{num_trained:,} trained, {total - num_trained:,} frozen"] * (num_trained < total)
     parts += [f"{num_new:,} newly initialised"] * bool(num_new)
     return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
+
+
+def speed_text(module: nn.Module, compiled: bool) -> str:
+    """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
+    weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
+    last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+    threads = torch.get_num_threads()
+    return "channels_last, " * last + "compiled, " * compiled + plural(threads, "thread")
 
 
 def data_counts(splits: Splits) -> list[str]:

@@ -33,14 +33,6 @@ def set_up_worker(config: Config, folder: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise Lightning's ddp sets its own number
 
 
-def describe_speed_settings(module: nn.Module, compiled: bool) -> str:
-    """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
-    weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
-    last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
-    threads = torch.get_num_threads()
-    return "channels_last, " * last + "compiled, " * compiled + f"{threads} thread{'s' * (threads > 1)}"
-
-
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory.
 
