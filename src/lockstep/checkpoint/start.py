@@ -70,7 +70,7 @@ def _load(path: Path) -> dict[str, Any]:
     """Read rank zero's checkpoint, which `ResumeState` must have completed. All workers must call it."""
     content = checkpoint_io.load(path, broadcast=True)
     if not {"lockstep", "continuation"} <= content.keys():
-        raise CheckpointError(f"{path}: no run of this program saved it, so none can continue from it: {NEW_RUN}")
+        raise CheckpointError(f"{path}: no run of train.py saved it, so none can continue from it: {NEW_RUN}")
     return content
 
 
