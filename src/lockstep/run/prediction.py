@@ -105,7 +105,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     parts = gather_objects(collector.predictions)
     speed = len(splits.test) / (time.perf_counter() - began)
     ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
-    summary = summarise(config, folder, "completed", None)
+    summary = summarise(config, splits, folder, "completed", None)
     if trainer.is_global_zero:
         write = write_masks if rows.dtype == torch.uint8 else partial(write_predictions, top_k=top_k)
         broken = write(folder / "predictions.csv", splits.test.names, splits.spec, ids, rows)

@@ -72,8 +72,7 @@ class RunRecord:
 
         trainer, meter = self.trainer, find_meter(self.trainer)
         summary = {
-            **summarise(self.config, self.folder, status, error),
-            **progress_counts(self.config, len(self.splits.train), trainer.global_step),
+            **summarise(self.config, self.splits, self.folder, status, error, trainer.global_step),
             "epochs": trainer.current_epoch,
             "samples": self.splits.sizes,
             "metrics": self.metrics,
@@ -97,15 +96,12 @@ def logged_metrics(trainer: "pl.Trainer") -> dict[str, float]:
     return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in metrics.items()}
 
 
-def progress_counts(config: Config, samples: int, steps: int) -> dict[str, int]:
-    """Return steps, epochs and samples seen after `steps` optimizer steps on `samples` training samples."""
+def summarise(
+    config: Config, splits: "Splits", folder: Path, status: str, error: str | None, steps: int = 0
+) -> dict[str, Any]:
+    """Return the summary of a run after `steps` optimizer steps, without the results of workers: they are empty."""
+    layout, samples = config.layout, len(splits.train)
     epochs, step = divmod(steps, run_length(config, samples).steps_per_epoch)
-    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}
-
-
-def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:
-    """Return a summary without the results of workers: their values are empty."""
-    layout = config.layout
     best, last = (
         str(path.relative_to(folder)) if path.exists() else None for path in (paths.best(folder), paths.last(folder))
     )
@@ -117,9 +113,9 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "data": config.data.get("name"),
         "seed": config.seed,
         "layout": {name: getattr(layout, name) for name in LAYOUT} | {"accumulate_grad_batches": layout.accumulate},
-        "steps": 0,
-        "epochs": 0,
-        "samples_seen": 0,
+        "steps": steps,
+        "epochs": epochs,
+        "samples_seen": epochs * samples + step * layout.batch_size,
         "samples": {},
         "metrics": {},
         "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},
