@@ -101,8 +101,7 @@ class DataModule(pl.LightningDataModule):
 
     def labels_of_step(self, step_batch: StepBatch) -> Ids:
         """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""
-        index = step_batch.step - step_batch.epoch * self.order.steps_per_epoch
-        return self.labels[self.order.step(step_batch.epoch, index)]
+        return self.labels[self.order.step(*self.order.position(step_batch.step))]
 
     # --- loaders ---
 

@@ -52,8 +52,7 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
     if not isinstance(path, str) or not path:
         raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
-        outputs = Path(value_checks.folder("outputs", raw["outputs"]))
-        path = str(resume.newest_run_folder("checkpoint", outputs))
+        path = str(resume.newest_run_folder("checkpoint", raw["outputs"]))
     location = Path(path).expanduser()
     if not location.is_dir():
         return location
