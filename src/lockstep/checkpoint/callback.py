@@ -164,8 +164,6 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: 
 
     Args:
         key: the config key that names the metric.
-        metric: the metric's name.
-        logged: the names of the metrics that are logged.
         mode: `max` or `min`, if the key has a `mode` beside it.
     """
     names = sorted(logged)

@@ -57,7 +57,6 @@ def fault(path: Path, checksums: bool = True) -> str:
     """Return what is wrong with a file, without loading it; empty if nothing is.
 
     Args:
-        path: the file.
         checksums: whether to read the whole file and compare its checksums. Without them the check is fast: it finds a
             file that is cut off or holds code, but no flipped bits.
     """
@@ -94,7 +93,6 @@ def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any
     """Read a checkpoint of Lockstep or Lightning with `weights_only=True`, whatever the environment sets.
 
     Args:
-        path: the file.
         broadcast: whether rank zero reads the file and broadcasts its bytes. Then all ranks must call this.
 
     Raises:
@@ -112,7 +110,6 @@ def checked_source(path: Path, broadcast: bool = False, check: Callable[[Path], 
     """Check a file and return what to read: its path, or with `broadcast` the bytes that rank zero has sent.
 
     Args:
-        path: the file.
         broadcast: as in `load`.
         check: a function that returns what is wrong with the file; empty if nothing is.
 
@@ -142,7 +139,6 @@ def load_plain(source: Path | IO[bytes], path: Path) -> Any:
 
     Args:
         source: the file or its bytes.
-        path: the file's path, for messages.
 
     Raises:
         CheckpointError: the file can't be loaded.

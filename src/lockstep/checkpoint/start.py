@@ -40,7 +40,6 @@ def load_start(
     it, it is the best one.
 
     Args:
-        folder: the run's folder on this machine.
         resume: the checkpoint that the user has named; at least one machine has it in the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
         ranks: the ranks that write in the folder, from `ranks_writing_in`.
@@ -122,11 +121,6 @@ def check_checkpoint_fits(
     """Check that a run can continue from a checkpoint.
 
     Args:
-        path: the checkpoint's, for messages.
-        checkpoint: its content.
-        weights: the state_dict of the run's module.
-        config: the run's config.
-        splits: the open data set.
         steps: optimizer steps of the whole run.
 
     Raises:
@@ -175,10 +169,7 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
     and so may augmentation, transforms, mixing and sampling.
 
     Args:
-        path: the checkpoint's, for messages.
         recorded: the checkpoint's entry `lockstep`.
-        config: the run's config.
-        splits: the open data set.
 
     Raises:
         UserError: the function that opens the data, the classes or the number of training samples differ, or both the
@@ -219,13 +210,7 @@ def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str
 
 
 def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint.
-
-    Args:
-        config: the run's config.
-        splits: the open data set.
-        checkpoint: the content of the checkpoint; empty for a new run.
-    """
+    """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint."""
     if not checkpoint:
         return []
     recorded, messages = checkpoint["lockstep"], [f"resumes after step {checkpoint['global_step']}"]
@@ -264,9 +249,7 @@ class TakeOverFolder(Callback):
     run's files.
 
     Args:
-        folder: the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
-        start: the checkpoint from which the run continues, if there is one.
         writes: whether this rank writes in the folder.
     """
 
@@ -290,7 +273,6 @@ def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
     """Replace a run's last checkpoint by the newest one that a device's wrong values have not affected.
 
     Args:
-        folder: the run's folder.
         fault: the failure that found the wrong values; it has `last_good_step`.
 
     Raises:

@@ -107,9 +107,7 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
     """Return torchvision's MixUp or CutMix for the classes of a data set; None if `name` is None.
 
     Args:
-        name: `data.mix`: `mixup`, `cutmix` or None.
         alpha: `data.mix_alpha`, the parameter of the beta distribution; None: 1.
-        splits: the data set.
 
     Raises:
         UserError: an option is out of range, or the data set's samples can't be mixed.

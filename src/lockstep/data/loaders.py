@@ -233,7 +233,6 @@ def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = T
 
     Args:
         num_samples: number of samples of the evaluation set.
-        layout: the run's layout.
         rank: the process's number among `layout.replicas`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
 

@@ -16,12 +16,7 @@ MIB = 1 << 20
 
 
 class Resident(ArrayDataset):
-    """A data set in memory whose images and labels are on `device`. Batches are gathered there, with the same bits.
-
-    Args:
-        dataset: the data set to copy.
-        device: the target.
-    """
+    """A data set in memory whose images and labels are on `device`. Batches are gathered there, with the same bits."""
 
     uses_random_numbers = False
 
@@ -41,8 +36,6 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     Only objects of the class `ArrayDataset` itself are copied, since a derived class may use its arrays in other ways.
 
     Args:
-        splits: the opened data.
-        device: the target.
         choice: `speed.resident`: false, true or auto. Only true requires that a data set is in memory.
         free: free bytes on the device.
 

@@ -23,7 +23,6 @@ class Transformed:
     Args:
         dataset: map-style. If it has a method `whole(index)`, samples come from it, with images as they are stored;
             `dataset[index]` may have cropped them.
-        transforms: functions of an image.
         key: the config key that lists them, for messages.
 
     Raises:
@@ -102,13 +101,7 @@ def moments(transforms: Sequence[Any]) -> Moments:
 
 
 def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
-    """Return the transforms that `data.transforms.<part>` lists.
-
-    Args:
-        part: `train` or `eval`.
-        listed: the `data.transforms` group.
-        spec: gives the transforms' `channels` and `image_size`.
-    """
+    """Return the transforms that `data.transforms.<part>` lists."""
     numbers = {"channels": spec.channels, "image_size": spec.image_size}
     entries = enumerate(listed.get(part) or [])
     return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
@@ -118,10 +111,6 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     """Return splits with transforms applied to their images, and with the spec of the resulting images.
 
     Validation and test use the transforms of evaluation.
-
-    Args:
-        splits: the splits without transforms.
-        listed: the `data.transforms` group.
 
     Raises:
         UserError: a transform can't be made or applied, or the resulting images do not fit together.
@@ -165,11 +154,6 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
 
 def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
     """Apply the transforms of evaluation to images that will be predicted. Return the transformed data set.
-
-    Args:
-        images: a data set of images.
-        config: the `data` group.
-        spec: the images that the model takes.
 
     Raises:
         UserError: the transforms give images of another size.

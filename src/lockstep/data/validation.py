@@ -21,9 +21,7 @@ def split_validation(
 
     Args:
         source: its own validation set is used if it has one.
-        fraction: as of `hold_out`.
         folding: the number of folds, and the one for validation; None: no folds.
-        seed: as of `hold_out`.
 
     Raises:
         UserError: as of `hold_out` and `validation_fold`.
@@ -41,7 +39,6 @@ def hold_out(dataset: Any, fraction: float, seed: int, val_candidates: Any = Non
     """Split a data set into training and validation; both keep the order of samples.
 
     Args:
-        dataset: the data set.
         fraction: share of the samples for validation: those whose hashes with `seed` are the smallest.
         seed: belongs to the data, not to the run, so that runs with other seeds use the same validation set.
         val_candidates: if `dataset` augments its samples itself, the same samples without augmentation.
@@ -68,7 +65,6 @@ def divide(dataset: Any, val_ids: Ids, val_candidates: Any = None) -> tuple[Any,
     """Return the training and the validation samples of a data set; both keep the order of samples.
 
     Args:
-        dataset: the data set.
         val_ids: numbers of the samples for validation, sorted.
         val_candidates: as of `hold_out`.
 
@@ -96,8 +92,6 @@ def assign_folds(labels: Ids, folds: int, seed: int) -> Ids:
 
     Args:
         labels: the class of each sample, int64 [n].
-        folds: the number of folds.
-        seed: seeds the hash.
     """
     by_class = np.lexsort((hash64(seed, 0xF01D, np.arange(len(labels))), labels))
     assigned = np.empty(len(labels), dtype=np.int64)

@@ -171,7 +171,6 @@ def make_trainer(
     """Build Lightning's Trainer on the config's layout, with steps made of pieces.
 
     Args:
-        folder: the run folder.
         parts: the run's config, data, module and the checkpoint from which it continues. Extras make their hooks and
             callbacks from them. None: an evaluation, which has no extras.
         copies: sends each checkpoint to the other machines; None: no copies.

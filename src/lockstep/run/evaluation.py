@@ -95,7 +95,6 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     where `raw` has none. Everything else comes from `raw`.
 
     Args:
-        path: the checkpoint.
         record: the checkpoint's record, see `find_checkpoint_and_record`.
         raw: the config that the user has composed.
 
@@ -214,7 +213,6 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     Args:
         config: the config of the evaluation, from `config_of`.
         splits: the data, from `choose_test_images`.
-        folder: the run's folder.
 
     Raises:
         UserError: The data set has no test images.

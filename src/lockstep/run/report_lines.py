@@ -186,7 +186,6 @@ def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> 
 
     Args:
         metrics: the run's metrics, such as `test/acc`.
-        splits: the run's data.
         lr: the optimizer's peak learning rate, as text.
     """
     split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)

@@ -156,7 +156,6 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
     """Write the summary of a run that has failed. Return the refusal to raise instead of the error, if there is one.
 
     Args:
-        error: the exception that ended training or the test.
         first_step: the step after which this start of the run continued; 0 for a new run.
     """
     config, steps = run.config, run.trainer.global_step
