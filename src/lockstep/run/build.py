@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
-from lockstep.checkpoint.io import AtomicCheckpointIO, Copies
+from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
@@ -166,14 +166,14 @@ def make_trainer(
     folder: Path,
     callbacks: list[pl.Callback],
     parts: RunParts | None = None,
-    copies: Copies | None = None,
+    ranks: Sequence[int] = (0,),
 ) -> StepTrainer:
     """Build Lightning's Trainer on the config's layout, with steps made of pieces.
 
     Args:
         parts: the run's config, data, module and the checkpoint from which it continues. Extras make their hooks and
             callbacks from them. None: an evaluation, which has no extras.
-        copies: sends each checkpoint to the other machines; None: no copies.
+        ranks: the ranks that write in the folder, from `ranks_writing_in`.
     """
     layout = config.layout
     resumed = parts.resumed if parts else {}
@@ -219,7 +219,9 @@ def make_trainer(
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, resumed.get("global_step", 0)),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO(observers, config.checkpoint_keep, copies, resumed or None)],
+        plugins=[
+            AtomicCheckpointIO(observers, config.checkpoint_keep, ranks, config.hang_timeout, resumed or None),
+        ],
         num_sanity_val_steps=0,  # MonitorCheck sets it to 1 if something monitors a metric of validation
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,

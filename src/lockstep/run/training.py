@@ -20,7 +20,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint.callback import ResumeState
-from lockstep.checkpoint.io import Copies, not_plain
+from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
 from lockstep.checkpoint.weights import load_initial_weights
 from lockstep.config.check import Config
@@ -92,9 +92,8 @@ def fit_and_test(
         TakeOverFolder(folder, hydra_files, path, environment().rank in ranks),
     ]
     data = make_data(config, splits)
-    copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
     parts = RunParts(config, splits, folder, module, checkpoint, environment().rank)
-    trainer = make_trainer(config, folder, callbacks, parts, copies)
+    trainer = make_trainer(config, folder, callbacks, parts, ranks)
     if config.compile:
         compile_networks(module, bool(config.layout.exact))
     if trainer.is_global_zero:
