@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
-from lockstep.data.on_device import Resident
+from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
