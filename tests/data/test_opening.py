@@ -12,9 +12,8 @@ from small_data import arrays, config, one_line
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.config.check import check
 from lockstep.data import Source, Spec
-from lockstep.data.build import open_data
+from lockstep.data.build import hold_out, open_data
 from lockstep.data.datasets import fetch, fingerprint
-from lockstep.data.validation import hold_out
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.evaluation import evaluate

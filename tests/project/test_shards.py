@@ -18,9 +18,8 @@ from small_data import config, one_line
 from torch.utils.data import Subset
 from written_shards import write_folder, write_parquet, write_shards, write_tar
 
-from lockstep.data.build import open_data
+from lockstep.data.build import hold_out, open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.data.validation import hold_out
 from lockstep.errors import UserError
 from project.data import shard_index
 
