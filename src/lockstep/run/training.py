@@ -112,7 +112,7 @@ def fit_and_test(
             reason = next(filter(None, map(stop_reason, callbacks)), "a callback stopped it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, length.steps, reason)
         if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
-            _test_best(trainer, module, data, callbacks)
+            _test_best(trainer, module, data)
             run.record_test()
     except Interrupted as interrupted:
         run.record_weights()
@@ -143,12 +143,14 @@ def _notes(config: Config, splits: Splits, module: pl.LightningModule, checkpoin
     return notes
 
 
-def _test_best(trainer: Any, module: pl.LightningModule, data: DataModule, callbacks: list[pl.Callback]) -> None:
+def _test_best(trainer: Any, module: pl.LightningModule, data: DataModule) -> None:
     """Test the weights of the best checkpoint, or those that training has ended with if there is none."""
+    paths = [str(path) for callback in trainer.callbacks if (path := getattr(callback, "best_path", None))]
+    best = broadcast_from_rank_zero(paths[0] if paths else None)  # other ranks may not see the file
     trainer.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
     # WeightAveraging would load from the checkpoint the weights that are not averaged.
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, WeightAveraging)]
-    trainer.test(module, datamodule=data, ckpt_path=_best_path(callbacks), verbose=False)
+    trainer.test(module, datamodule=data, ckpt_path=best, verbose=False)
 
 
 def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> UserError | None:
@@ -164,7 +166,11 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
     other_cause = isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) or is_lost_rank(error)
     has_trained = steps > first_step or environment().restarts
     if config.resume and not other_cause and not has_trained:  # this start has changed nothing, so the summary stays
-        return None if isinstance(error, UserError) else _cannot_continue(config.resume, error)
+        if isinstance(error, UserError):
+            return None
+        logging.root.error("the run can't continue", exc_info=error)
+        cause, log_file = f"{type(error).__name__}: {error}".splitlines()[0], logs.log_file_name(environment().rank)
+        return UserError(f"{config.resume}: can't continue from it: {cause} (traceback in {log_file})")
     if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
         with suppress(OSError):  # the disk may be full
             run.finish("failed", f"{type(error).__name__}: {error}")
@@ -196,21 +202,7 @@ def stop_reason(callback: Any) -> str | None:
     return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.").rstrip(".")
 
 
-def _cannot_continue(checkpoint: str, error: Exception) -> UserError:
-    """Return the error of a run that can't continue from its checkpoint. The log gets the traceback."""
-    logging.root.error("the run can't continue", exc_info=error)
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    log_file = logs.log_file_name(environment().rank)
-    return UserError(f"{checkpoint}: can't continue from it: {cause} (traceback in {log_file})")
-
-
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
     """Return splits whose training set is the run's first batch, so that every step has these samples."""
     first = splits.order(layout, seed).step(0, 0)
     return replace(splits, train=Subset(splits.train, first), balanced=False)  # type: ignore[arg-type]
-
-
-def _best_path(callbacks: list[pl.Callback]) -> str | None:
-    """Return the best checkpoint's path, the same on all ranks: rank zero's, since the others may not see the file."""
-    paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
-    return broadcast_from_rank_zero(paths[0] if paths else None)
