@@ -60,14 +60,14 @@ def fit_and_test(
         UserError: The input is bad, or the run can't continue from its checkpoint.
         Interrupted: A signal ended the run. Its checkpoint is saved.
     """
-    started, hydra_files = time.perf_counter(), hydra_files or {}
+    started = time.perf_counter()
     worker_setup.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 
     ranks = ranks_writing_in(folder)  # rank zero, and the ranks that keep copies of its checkpoints
-    path, checkpoint = load_start(folder, config.resume, hydra_files, ranks)
+    path, checkpoint = load_start(folder, config.resume, hydra_files or {}, ranks)
     length = run_length(config, len(splits.train))
     # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
     config = replace(config, resume=path, max_epochs=length.epochs)
@@ -89,7 +89,7 @@ def fit_and_test(
         Preemption(folder),
         start_lines,
         # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
-        TakeOverFolder(folder, hydra_files, path, environment().rank in ranks),
+        TakeOverFolder(folder, hydra_files or {}, path, environment().rank in ranks),
     ]
     data = make_data(config, splits)
     parts = RunParts(config, splits, folder, module, checkpoint, environment().rank)
