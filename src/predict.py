@@ -32,7 +32,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
 @in_new_thread  # user code may start threads, and this process must be able to fork
 def open_images(images: Any, config: Any, spec: Any) -> Any:
     """Open the images to be predicted, with the transforms of evaluation."""
-    from lockstep.data.build import as_evaluated
+    from lockstep.data.transforms import as_evaluated
     from project.data import ImageFiles
 
     return as_evaluated(ImageFiles(images, spec.image_size, spec.channels), config.data, spec)

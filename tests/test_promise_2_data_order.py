@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays
 
-from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.arithmetic.layout import Assignment, Layout, resolve
 from lockstep.arithmetic.order import DataOrder, hash64
 from lockstep.data.augment import Augment
 from lockstep.data.loaders import StepDataset
@@ -50,7 +50,8 @@ def test_what_the_ranks_load_is_the_order_on_every_layout(
     alone = order.layout
     on = layout(alone.batch_size, alone.pieces, min(devices, alone.pieces), strategy)
     dataset = arrays(order.samples, size=2)
-    loaded = [StepDataset(dataset, replace(order, layout=on), rank, Augment()) for rank in range(on.world_size)]
+    order_on, assignment = replace(order, layout=on), Assignment(on)
+    loaded = [StepDataset(dataset, order_on, rank, Augment(), assignment) for rank in range(on.world_size)]
     for index in range(order.steps_per_epoch):
         at_once = [each.__getitems__((epoch, index)) for each in loaded]
         pieces = {piece: ids.tolist() for piece, ids in enumerate(order.pieces(epoch, index)) if len(ids)}

@@ -258,6 +258,7 @@ def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tm
     assert run.returncode == 143, str(run)
     assert "Traceback" not in run.stderr
     step = checkpoint_of(folder)["global_step"]
+    assert checkpoint_of(folder)["lockstep"]["config"]["batch_size"] == 72  # without the callback that saves, too
     assert (run.summary["status"], run.summary["steps"]) == ("interrupted", step)
     assert (folder / "train.log").read_text().count("saved last.ckpt after step") == 2
     undisturbed = Program(tmp_path / "undisturbed")(*job, f"max_steps={step + 2}")

@@ -16,6 +16,7 @@ from plain import PATHS
 from lockstep import files as atomic
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
+from lockstep.checkpoint.start import load_start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,13 +51,11 @@ def test_a_checkpoint_comes_back_and_is_an_ordinary_one(saved: Path) -> None:
 
 def test_what_a_worker_has_read_is_handed_over_once(saved: Path) -> None:
     content = checkpoint_io.load(saved)
-    writer = AtomicCheckpointIO(loaded=checkpoint_io.Loaded(str(saved), content))
+    writer = AtomicCheckpointIO(loaded=content)
     references = sys.getrefcount(content)
     assert writer.load_checkpoint(saved) is content
     assert sys.getrefcount(content) < references, "it is large"
     assert writer.load_checkpoint(saved) is not content
-    other = AtomicCheckpointIO(loaded=checkpoint_io.Loaded("best.ckpt", content))
-    assert other.load_checkpoint(saved) is not content
 
 
 @pytest.mark.parametrize(
@@ -92,6 +91,12 @@ def test_a_folder_and_a_foreign_file_of_torch_are_refused(tmp_path: Path) -> Non
         archive.writestr("a.txt", "a")
     with pytest.raises(CheckpointError, match=r"some\.zip"):
         checkpoint_io.load(tmp_path / "some.zip")
+
+
+def test_no_run_continues_from_what_no_run_has_saved(tmp_path: Path) -> None:
+    checkpoint_io.save(plain(), tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"last.ckpt: no run of train.py saved it, .*: init_from= begins a new"):
+        load_start(tmp_path, None, {}, [0])
 
 
 def test_what_could_not_be_loaded_is_not_saved(saved: Path) -> None:

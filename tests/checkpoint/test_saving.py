@@ -10,14 +10,15 @@ from plain import STEPS, Loader, Plain, loaders, step_of, trainer_with
 
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.callback import ResumeState
 from lockstep.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_last_and_best(tmp_path: Path) -> None:
-    callback = Checkpoint(tmp_path, record={"config": {"lr": 0.1}, "fingerprint": "f"})
-    trainer_with(tmp_path, callback, epochs=3).fit(Plain(), **loaders())
+    callback, state = Checkpoint(tmp_path), ResumeState({"config": {"lr": 0.1}, "fingerprint": "f"}, {}, STEPS)
+    trainer_with(tmp_path, callback, state, epochs=3).fit(Plain(), **loaders())
     assert step_of(tmp_path / "checkpoints" / "last.ckpt") == 3 * STEPS
     assert step_of(callback.best_path) == 2 * STEPS  # the scores are 0.5, 0.75, 0.25
     assert callback.best_score == 0.75

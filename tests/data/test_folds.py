@@ -16,9 +16,8 @@ from small_data import arrays, config, one_line, write_images
 from torch.utils.data import DataLoader
 
 from lockstep.data import ArrayDataset, Source, Spec
-from lockstep.data.build import open_data
+from lockstep.data.build import assign_folds, open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.data.folds import assign_folds
 from lockstep.errors import UserError
 
 RUN = (

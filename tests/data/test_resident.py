@@ -14,8 +14,8 @@ from torch.utils.data import Subset
 from lockstep.arithmetic.layout import Layout
 from lockstep.data import ArrayDataset, DataModule, Splits
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import innermost_dataset
-from lockstep.data.on_device import Resident, place_on_device
+from lockstep.data.data_module import place_on_device
+from lockstep.data.datasets import Resident, innermost_dataset
 from lockstep.errors import UserError
 
 CPU = torch.device("cpu")

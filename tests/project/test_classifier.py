@@ -14,7 +14,7 @@ from small_models import mnist_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.resume_state import ResumeState
+from lockstep.checkpoint.callback import ResumeState
 from lockstep.errors import UserError
 from project.models import MnistCNN
 from project.schedules import cosine
@@ -92,7 +92,7 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
     same, new = {"lr": 0.1}, {"lr": 0.4}
 
     def fit(model: Any, settings: dict[str, float], epochs: int, **options: Any) -> Trainer:
-        state = ResumeState({}, {"optimizer": settings}, steps_per_epoch=3)
+        state = ResumeState({"config": {}}, {"optimizer": settings}, steps_per_epoch=3)
         run = trainer(tmp_path, max_epochs=epochs, callbacks=[state, *options.pop("callbacks", [])])
         run.fit(model, loader(batches(3)), loader(batches(1)), weights_only=True, **options)
         return run

@@ -142,7 +142,7 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
     overrides = ("lr_scaling=linear", "batch_size=128", "max_steps=3", "max_epochs=2", "name=x")
     config = check(dict(compose(*overrides)))
     module, splits = fast_cnn(freeze=["net.logits.*"]), made([0, 1] * 640, ("0", "1"))
-    lines = start_lines(config, splits, module, (), Path("outputs"), "2 threads", "lr 0.04")
+    lines = start_lines(config, splits, module, (), Path("outputs"), "lr 0.04")
     frozen = sum(parameter.numel() for name, parameter in module.named_parameters() if "logits" in name)
     assert lines[0].endswith(f" trained, {frozen:,} frozen")
     assert "lr 0.04 (linear from 0.02 at 64)" in " ".join(lines)

@@ -9,7 +9,7 @@ from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run.run_length import RunLength, run_length
+from lockstep.run.run_length import run_length
 
 SAMPLES = 640  # ten steps an epoch
 
@@ -17,22 +17,23 @@ SAMPLES = 640  # ten steps an epoch
 @pytest.mark.parametrize(
     ("overrides", "length"),
     [
-        ("", RunLength(200, 20, "max_epochs")),
-        ("max_steps=1000", RunLength(1000, 100, "max_steps")),
-        ("max_steps=15", RunLength(15, 2, "max_steps")),
-        ("max_epochs=3", RunLength(30, 3, "max_epochs")),
-        ("max_epochs=3 max_steps=1000", RunLength(30, 3, "max_epochs")),
-        ("max_epochs=3 max_steps=12", RunLength(12, 2, "max_steps")),
-        ("max_epochs=3 max_steps=null", RunLength(30, 3, "max_epochs")),
-        ("experiment=mnist_cnn max_steps=5000 batch_size=64", RunLength(5000, 500, "max_steps")),
-        ("experiment=mnist_cnn max_epochs=2 batch_size=64", RunLength(20, 2, "max_epochs")),
-        ("debug=batch max_epochs=7", RunLength(1, 1, "max_steps")),
+        ("", (200, 20, "max_epochs")),
+        ("max_steps=1000", (1000, 100, "max_steps")),
+        ("max_steps=15", (15, 2, "max_steps")),
+        ("max_epochs=3", (30, 3, "max_epochs")),
+        ("max_epochs=3 max_steps=1000", (30, 3, "max_epochs")),
+        ("max_epochs=3 max_steps=12", (12, 2, "max_steps")),
+        ("max_epochs=3 max_steps=null", (30, 3, "max_epochs")),
+        ("experiment=mnist_cnn max_steps=5000 batch_size=64", (5000, 500, "max_steps")),
+        ("experiment=mnist_cnn max_epochs=2 batch_size=64", (20, 2, "max_epochs")),
+        ("debug=batch max_epochs=7", (1, 1, "max_steps")),
     ],
 )
-def test_the_length_that_is_given_is_what_is_trained(overrides: str, length: RunLength) -> None:
+def test_the_length_that_is_given_is_what_is_trained(overrides: str, length: tuple[int, int, str]) -> None:
     given = overrides.split()
     made = check(composed(*given, "accelerator=cpu"), overridden=[each.partition("=")[0] for each in given])
-    assert run_length(made, SAMPLES) == length
+    found = run_length(made, SAMPLES)
+    assert (found.steps, found.epochs, found.ends_by) == length
     assert made.record["max_epochs"] == (None if "experiment" in overrides and made.max_steps else made.max_epochs)
 
 

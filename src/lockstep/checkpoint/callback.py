@@ -1,15 +1,16 @@
-"""The callback that decides when a checkpoint is written, and which one is the best."""
+"""Callbacks: when a checkpoint is written, which one is the best, and what it has beside Lightning's state."""
 
 import difflib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import weights_in_use
@@ -19,6 +20,9 @@ from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
+LENGTH = ("callbacks", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
+# What a ReduceLROnPlateau keeps when its settings change. warmup_done: of one with a warm-up, its steps so far
+PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "warmup_done")
 
 
 class Checkpoint(LightningCheckpoint):
@@ -34,7 +38,6 @@ class Checkpoint(LightningCheckpoint):
         every: optimizer steps between checkpoints; None: only at an epoch's end.
         monitor: the logged metric that selects the best checkpoint; None: no best checkpoint.
         mode: `max` or `min`.
-        record: plain data for the entry `lockstep` of each checkpoint: config, the data's fingerprint, versions.
 
     Attributes:
         monitor: the argument.
@@ -51,7 +54,6 @@ class Checkpoint(LightningCheckpoint):
         every: int | None = None,
         monitor: str | None = "val/acc",
         mode: str = "max",
-        record: dict[str, Any] | None = None,
     ) -> None:
         if mode not in ("max", "min"):
             raise UserError(f"callbacks.checkpoint.mode={mode}: must be max or min")
@@ -61,7 +63,6 @@ class Checkpoint(LightningCheckpoint):
         self._every = every
         self.monitor = monitor
         self.mode = mode
-        self._record = record or {}
         self._best_step = -1
         self._validated = -1  # the step of the last validation
         self._by_validation = (monitor or "").startswith("val")  # whether validation logs it: `val/acc` or `val_acc`
@@ -117,10 +118,6 @@ class Checkpoint(LightningCheckpoint):
         if self.monitor is not None and expected and self.monitor not in names:
             raise UserError(unlogged_metric_message("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
-        checkpoint["lockstep"] = {**self._record, "metrics": metrics}
-
     def state_dict(self) -> dict[str, Any]:
         best = {"best_score": self.best_score, "best_step": self._best_step}
         return {"monitor": self.monitor, "mode": self.mode, **best}
@@ -167,8 +164,6 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: 
 
     Args:
         key: the config key that names the metric.
-        metric: the metric's name.
-        logged: the names of the metrics that are logged.
         mode: `max` or `min`, if the key has a `mode` beside it.
     """
     names = sorted(logged)
@@ -179,3 +174,93 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: 
         return message
     worse = mode == "max" and any(word in near[0] for word in ("loss", "err"))
     return f"{message}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse
+
+
+class ResumeState(Callback):
+    """Saves and restores what Lightning does not save in a checkpoint, and what a resumed run needs.
+
+    This is a record of the run, whether a callback (such as EarlyStopping) has stopped training, and which parameters
+    it has (un)frozen.
+
+    New settings of the optimizer, the schedule or EarlyStopping's patience take precedence over the checkpoint's. The
+    optimizer keeps its state, such as momentum. A new schedule starts at its value for the checkpoint's step.
+
+    Args:
+        record: the entry `lockstep` of each checkpoint, without metrics; see `lockstep.run.provenance`.
+        settings: plain settings of the module's optimizer and schedule; see `lockstep.run.optimizers.settings`.
+        steps_per_epoch: optimizer steps of an epoch.
+    """
+
+    def __init__(self, record: Mapping[str, Any], settings: dict[str, Any], steps_per_epoch: int) -> None:
+        self.record = record
+        self.settings = settings
+        self.steps_per_epoch = steps_per_epoch
+        self._loaded: dict[str, Any] = {}  # the checkpoint; Lightning restores loops and optimizers after on_fit_start
+        self.length = {key: record["config"].get(key) for key in LENGTH}
+        self._trained: dict[str, bool] = {}  # requires_grad at the start of the run, by parameter name
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._trained = _trained(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
+        checkpoint["lockstep"] = {**self.record, "metrics": metrics}
+        changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
+        checkpoint["continuation"] = {
+            "stopped": trainer.should_stop,
+            "length": self.length,
+            "trained": changed,
+            "settings": self.settings,
+        }
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn == "fit":
+            saved = checkpoint["continuation"]
+            trainer.should_stop = saved["stopped"] and saved["length"] == self.length
+            self._loaded = checkpoint
+            for callback in trainer.callbacks:
+                if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
+                    checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._loaded:
+            return
+        saved = self._loaded["continuation"]
+        for name, trained in saved["trained"].items():  # the optimizer exists already, with the original parameters
+            pl_module.get_parameter(name).requires_grad_(trained)
+        if saved["settings"] != self.settings:
+            self._apply_new_settings(trainer, saved["settings"])
+        self._loaded = {}
+
+    def _apply_new_settings(self, trainer: Any, before: dict[str, Any]) -> None:
+        """Write the new settings into the loaded checkpoint, before Lightning restores it."""
+        configs, states = trainer.lr_scheduler_configs, []
+        for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
+            new = config.scheduler.state_dict()
+            if config.reduce_on_plateau:
+                new |= {name: state[name] for name in PLATEAU_STATE if name in state}
+            else:
+                steps = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
+                for _ in range(steps // config.frequency):
+                    config.scheduler.step()  # this also sets the optimizer's learning rates
+                new = config.scheduler.state_dict()
+            states.append(new)
+        self._loaded["lr_schedulers"] = states
+        same_lr = _lr(before) == _lr(self.settings)
+        unchanged_keys = (
+            {"params", "lr"} if same_lr and any(config.reduce_on_plateau for config in configs) else {"params"}
+        )
+        for state, optimizer in zip(self._loaded["optimizer_states"], trainer.optimizers, strict=False):
+            for old, new in zip(state["param_groups"], optimizer.param_groups, strict=False):
+                old |= {name: value for name, value in new.items() if name not in unchanged_keys}
+
+
+def _lr(settings: dict[str, Any]) -> Any:
+    """Return the settings of the learning rate."""
+    optimizer = settings.get("optimizer", settings)
+    return optimizer.get("lr"), optimizer.get("lr_scale")
+
+
+def _trained(module: LightningModule) -> dict[str, bool]:
+    """Return whether each parameter is trained, by name."""
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import lightning.pytorch as pl
 import torch
@@ -57,7 +57,6 @@ def fault(path: Path, checksums: bool = True) -> str:
     """Return what is wrong with a file, without loading it; empty if nothing is.
 
     Args:
-        path: the file.
         checksums: whether to read the whole file and compare its checksums. Without them the check is fast: it finds a
             file that is cut off or holds code, but no flipped bits.
     """
@@ -90,18 +89,10 @@ def _code(path: str | Path | IO[bytes]) -> str:
         return ""  # torch can't read the pickle: `torch.load` will raise an error
 
 
-class Loaded(NamedTuple):
-    """A checkpoint that was read, and its path."""
-
-    path: str
-    content: dict[str, Any]
-
-
 def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any]:
     """Read a checkpoint of Lockstep or Lightning with `weights_only=True`, whatever the environment sets.
 
     Args:
-        path: the file.
         broadcast: whether rank zero reads the file and broadcasts its bytes. Then all ranks must call this.
 
     Raises:
@@ -119,7 +110,6 @@ def checked_source(path: Path, broadcast: bool = False, check: Callable[[Path], 
     """Check a file and return what to read: its path, or with `broadcast` the bytes that rank zero has sent.
 
     Args:
-        path: the file.
         broadcast: as in `load`.
         check: a function that returns what is wrong with the file; empty if nothing is.
 
@@ -149,7 +139,6 @@ def load_plain(source: Path | IO[bytes], path: Path) -> Any:
 
     Args:
         source: the file or its bytes.
-        path: the file's path, for messages.
 
     Raises:
         CheckpointError: the file can't be loaded.
@@ -180,47 +169,23 @@ def not_plain(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if not is_plain(value)]
 
 
-class Copies:
-    """Sends the files that rank zero has written to the ranks that keep copies. All ranks must create it.
-
-    A run survives the loss of any machine, because on each machine that does not see the run's folder, one rank keeps
-    last.ckpt and best.ckpt in a folder of the same name. A thread of each of these ranks sends or receives them while
-    training runs its own collectives, so it has a separate process group.
-
-    Args:
-        ranks: rank zero and the ranks that keep copies.
-        timeout: seconds after which a transfer fails.
-
-    Attributes:
-        keeps_copies: whether this rank keeps copies.
-    """
-
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
-        self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout), backend="gloo")
-        self.keeps_copies = dist.get_rank() in ranks[1:]
-
-    def send(self, path: Path | None) -> None:
-        """Send a file. Rank zero calls it; `path` is None if the file could not be written."""
-        broadcast_file(path, 0, self._group)
-
-    def receive(self, path: Path) -> None:
-        """Write the next file that rank zero sends."""
-        content = broadcast_file(None, 0, self._group)
-        if content is not None:
-            write(path, content)
-
-
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer.
 
     A thread writes a copy of the state while training continues. One file is written at a time, in the order of the
     calls. An error of the thread is raised by the next call, at the latest at the end of the Trainer's `fit`.
 
+    A run survives the loss of any machine, because on each machine that does not see the run's folder, one rank keeps
+    last.ckpt and best.ckpt in a folder of the same name. The threads of these ranks send and receive them while
+    training runs its own collectives, so they have a separate process group. All ranks must create it.
+
     Args:
         observers: objects that see each checkpoint, in the thread that writes it.
         number: how many additional checkpoints to keep (see `keep_step_checkpoint`).
-        copies: sends files to the machines that keep copies, if there are any.
-        loaded: the checkpoint from which the run continues. The first `load_checkpoint` of its path returns it.
+        ranks: rank zero and the ranks that keep copies.
+        timeout: seconds after which sending a copy fails.
+        loaded: the content of the checkpoint from which the run continues, if there is one. The first
+            `load_checkpoint` returns it.
 
     Attributes:
         loaded_step: the optimizer step of the checkpoint that was loaded last.
@@ -231,20 +196,23 @@ class AtomicCheckpointIO(CheckpointIO):
         self,
         observers: Sequence[CheckpointObserver] = (),
         number: int = 0,
-        copies: Copies | None = None,
-        loaded: Loaded | None = None,
+        ranks: Sequence[int] = (0,),
+        timeout: float = 0.0,
+        loaded: dict[str, Any] | None = None,
     ) -> None:
-        self._observers, self._number, self._copies, self._loaded = observers, number, copies, loaded
+        self._observers, self._number, self._loaded = observers, number, loaded
+        timeout_of_copies = timedelta(seconds=timeout)
+        self._group = dist.new_group(list(ranks), timeout_of_copies, "gloo") if len(ranks) > 1 else None
+        self.keeps_copies = self._group is not None and dist.get_rank() in ranks[1:]
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # names of hyperparameters that are not saved
         self.loaded_step: int | None = None
-        self.keeps_copies = copies is not None and copies.keeps_copies
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that memory holds one copy of the state at most
-        if self._copies is not None and self.keeps_copies:
-            self.then(self._copies.receive, Path(path))
+        if self.keeps_copies:
+            self.then(self._receive, Path(path))
             return
         if isinstance(hyperparameters := checkpoint.get(HYPERPARAMETERS), dict):
             if self._not_plain is None:
@@ -275,12 +243,18 @@ class AtomicCheckpointIO(CheckpointIO):
             save(checkpoint, path)
             written = path
         finally:
-            if self._copies is not None:
-                self._copies.send(written)
+            if self._group is not None:
+                broadcast_file(written, 0, self._group)  # None: the file could not be written
         for observer in self._observers:
             observer.after_write()
         if self._number:
             keep_step_checkpoint(path, checkpoint["global_step"], self._number)
+
+    def _receive(self, path: Path) -> None:
+        """Write the next file that rank zero sends."""
+        content = broadcast_file(None, 0, self._group)
+        if content is not None:
+            write(path, content)
 
     def wait(self) -> None:
         """Wait until all files are on the disk.
@@ -297,7 +271,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
-        checkpoint = loaded.content if loaded and loaded.path == str(path) else load(path, broadcast=True)
+        checkpoint = load(path, broadcast=True) if loaded is None else loaded
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 

@@ -125,12 +125,8 @@ def _expand_init_from(
         return list(arguments)
 
     def newest_run() -> str:
-        return str(
-            newest_run_folder(
-                "init_from",
-                Path(value_checks.folder("outputs", _compose_single([*new_overrides, *flags], config_name).outputs)),
-            )
-        )
+        config = _compose_single([*new_overrides, *flags], config_name)
+        return str(newest_run_folder("init_from", config.outputs))
 
     folder = decide_on_rank_zero("init_from", newest_run)
     return [f"init_from={quote_path(folder)}" if each == "init_from=last" else each for each in arguments]
@@ -214,10 +210,8 @@ def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], co
     """Return the checkpoint that `resume=` names: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
         config = _compose_single([*new_overrides, *flags], config_name)
-        parent, pattern = Path(value_checks.folder("outputs", config.outputs)) / str(config.name), "*"
-        if NAME_KEYS.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides):
-            parent, pattern = parent.parent, "*/*"
-        wanted = str(newest_run_folder("resume", parent, pattern))
+        any_name = NAME_KEYS.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides)
+        wanted = str(newest_run_folder("resume", config.outputs, None if any_name else str(config.name)))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
@@ -231,20 +225,21 @@ def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], co
     return path
 
 
-def newest_run_folder(config_key: str, parent: Path, pattern: str = "*/*") -> Path:
+def newest_run_folder(config_key: str, outputs: Any, name: str | None = None) -> Path:
     """Return the folder of the run that saved a checkpoint last.
 
     Under SLURM, a restarted job prefers runs that it has worked on.
 
     Args:
         config_key: the key whose value is `last`, for the message.
-        parent: the folder that has the runs.
-        pattern: a pattern of the run folders in it.
+        outputs: the config's `outputs`.
+        name: the name of the runs; None: any.
 
     Raises:
-        UserError: no run has a checkpoint.
+        UserError: no run has a checkpoint, or `outputs` is no folder name.
     """
-    folders = _runs_in(parent, pattern)
+    parent = Path(value_checks.folder("outputs", outputs), name or "")
+    folders = _runs_in(parent, "*" if name else "*/*")
     if not folders:
         raise UserError(f"{config_key}=last: no run in {parent} has a checkpoint")
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]

@@ -1,4 +1,4 @@
-"""The start of a worker: it reads the checkpoint from which its run continues, once, and checks that it fits.
+"""How a worker continues from a checkpoint: it reads it, once, and checks that it fits.
 
 The run's folder gets the new config after the first step, because nothing is refused after that.
 """
@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, Loaded, step_of
+from lockstep.checkpoint.io import CheckpointError, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
 from lockstep.config.value_checks import show
@@ -32,18 +32,20 @@ NEW_RUN = "init_from= begins a new run with its weights"
 
 
 def load_start(
-    folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None, ranks: Sequence[int]
-) -> Loaded | None:
-    """Return rank zero's checkpoint from which a run continues; None for a new run. All workers must call it.
+    folder: Path, resume: str | None, hydra_files: Mapping[str, str], ranks: Sequence[int]
+) -> tuple[str | None, dict[str, Any]]:
+    """Return the path and the content of rank zero's checkpoint from which a run continues. All workers must call it.
 
     It is the last checkpoint, or the one that the user has named. If the last one is damaged and the user has not named
     it, it is the best one.
 
     Args:
-        folder: the run's folder on this machine.
         resume: the checkpoint that the user has named; at least one machine has it in the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
         ranks: the ranks that write in the folder, from `ranks_writing_in`.
+
+    Returns:
+        The path and the content; None and an empty dict for a new run.
 
     Raises:
         CheckpointError: the checkpoint can't be used.
@@ -53,25 +55,33 @@ def load_start(
     named = resume is not None and not environment().restarts
     exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
     if not exists and not named:
-        return None
+        return None, {}
     try:
-        return Loaded(str(path), checkpoint_io.load(path, broadcast=True))
+        return str(path), _load(path)
     except CheckpointError as error:
         if named or not has_best:
             raise
         LOG.warning("%s; continuing from the older %s", error, best.name)
-        return Loaded(str(best), checkpoint_io.load(best, broadcast=True))
+        return str(best), _load(best)
 
 
-def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None) -> Path:
+def _load(path: Path) -> dict[str, Any]:
+    """Read rank zero's checkpoint, which `ResumeState` must have completed. All workers must call it."""
+    content = checkpoint_io.load(path, broadcast=True)
+    if not {"lockstep", "continuation"} <= content.keys():
+        raise CheckpointError(f"{path}: no run of train.py saved it, so none can continue from it: {NEW_RUN}")
+    return content
+
+
+def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str]) -> Path:
     """Return the path of the checkpoint from which a run continues. It may not exist. All workers must call it."""
     last = paths.last(folder)
     if resume is None or Path(resume).name == last.name:
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    recorded, overrides = folder / ".hydra" / OVERRIDES, (hydra_files or {}).get(OVERRIDES)
-    went_back = restarted and recorded.exists() and recorded.read_text() == overrides
+    recorded = folder / ".hydra" / OVERRIDES
+    went_back = restarted and recorded.exists() and recorded.read_text() == hydra_files.get(OVERRIDES)
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
 
 
@@ -106,49 +116,42 @@ def share_newest(start: Path, ranks: Sequence[int]) -> None:
 
 
 def check_checkpoint_fits(
-    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int
+    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, splits: Splits, steps: int
 ) -> None:
     """Check that a run can continue from a checkpoint.
 
     Args:
-        path: the checkpoint's, for messages.
-        checkpoint: its content.
-        weights: the state_dict of the run's module.
-        config: the run's config.
         steps: optimizer steps of the whole run.
 
     Raises:
-        UserError: the checkpoint has another network, optimizer, grouping of parameters or batch size, or more steps.
+        UserError: the checkpoint has other data, another network, optimizer, grouping of parameters or batch size, or
+            more steps.
     """
-    sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
-    for name in sorted(sizes[0].keys() | sizes[1].keys()):
-        saved_size, model_size = (side.get(name, "missing") for side in sizes)
-        if saved_size != model_size:
-            difference = f"{name} is {saved_size} there and {model_size} in this model"
-            raise UserError(
-                f"{path} has the weights of another network ({difference}): give the same model=, or init_from= to "
-                "begin a new run with the weights that fit"
-            )
-    before = checkpoint.get("lockstep", {}).get("config", {})
-    made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
-    if made is not None and made != now:
-        raise UserError(f"model._target_={now}, but {path} was saved by {made}: give the same class; {NEW_RUN}")
-    optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
-    scaled, scales = (list(one.get("lr_scale") or ()) for one in (before.get("optimizer", {}), config.optimizer))
-    if optimizer is not None and scaled != scales:
+    recorded = checkpoint["lockstep"]
+    before = recorded["config"]
+    _check_same_data(path, recorded, config, splits)
+    _check_same_shapes(path, checkpoint["state_dict"], weights)
+    saved_model, model = before["model"]["_target_"], config.model["_target_"]
+    if saved_model != model:
         raise UserError(
-            f"optimizer.lr_scale groups parameters by {join_names(scales) or 'no pattern'}, but {path} groups them by "
-            f"{join_names(scaled) or 'no pattern'}: keep the patterns; only their factors may change"
+            f"model._target_={model}, but {path} was saved by {saved_model}: give the same class; {NEW_RUN}"
         )
-    size = config.layout.batch_size
-    batch_size = before.get("batch_size", size)
-    if optimizer is not None and optimizer != chosen:
+    saved_patterns, patterns = (list(each.get("lr_scale") or ()) for each in (before["optimizer"], config.optimizer))
+    if saved_patterns != patterns:
         raise UserError(
-            f"optimizer._target_={chosen}, but {path} holds the state of {optimizer}: give the same class; {NEW_RUN}"
+            f"optimizer.lr_scale groups parameters by {join_names(patterns) or 'no pattern'}, but {path} groups them "
+            f"by {join_names(saved_patterns) or 'no pattern'}: keep the patterns; only their factors may change"
         )
-    if batch_size != size:
+    saved_optimizer, optimizer = before["optimizer"]["_target_"], config.optimizer.get("_target_")
+    if saved_optimizer != optimizer:
         raise UserError(
-            f"batch_size={size}, but {path} counts its steps in {batch_size} samples: give batch_size={batch_size}; "
+            f"optimizer._target_={optimizer}, but {path} holds the state of {saved_optimizer}: give the same class; "
+            f"{NEW_RUN}"
+        )
+    saved_size, size = before["batch_size"], config.layout.batch_size
+    if saved_size != size:
+        raise UserError(
+            f"batch_size={size}, but {path} counts its steps in {saved_size} samples: give batch_size={saved_size}; "
             f"{NEW_RUN}"
         )
     if checkpoint["global_step"] > steps:
@@ -159,27 +162,22 @@ def check_checkpoint_fits(
         )
 
 
-def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
+def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
     """Check that the data set is the one that a checkpoint was trained on.
 
     A checkpoint's position and schedule are counted in steps of its training set. The folder of the data may change,
     and so may augmentation, transforms, mixing and sampling.
 
     Args:
-        path: the checkpoint's, for messages.
         recorded: the checkpoint's entry `lockstep`.
-        config: the run's config.
-        splits: the open data set.
 
     Raises:
         UserError: the function that opens the data, the classes or the number of training samples differ, or both the
             options and the content do.
     """
-    before = recorded.get("config", {}).get("data", {})
-    if not before:  # a run without the checkpoint callback has saved it on a signal
-        return
-    if before.get("_target_") != config.data.get("_target_"):
-        names = [group.get("name") or group.get("_target_") for group in (config.data, before)]
+    before = recorded["config"]["data"]
+    if before["_target_"] != config.data["_target_"]:
+        names = [group.get("name") or group["_target_"] for group in (config.data, before)]
         raise UserError(f"data={names[0]}, but {path} was trained on data={names[1]}: give the same data; {NEW_RUN}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
@@ -189,7 +187,7 @@ def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spli
         raise UserError(
             f"data.{name}={now_shown}, but {path} was trained with {shown}: give data.{name}={shown}; {NEW_RUN}"
         )
-    samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
+    samples, now = recorded["samples"], len(splits.train)
     if samples != now:
         raise UserError(
             f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
@@ -199,22 +197,25 @@ def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spli
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
 
 
-def resume_messages(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
-    """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint.
+def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Check that the weights of a checkpoint have the names and the shapes of the module's."""
+    saved_shapes, shapes = ({name: list(each.shape) for name, each in side.items()} for side in (saved, weights))
+    for name in sorted(saved_shapes.keys() | shapes.keys()):
+        saved_shape, shape = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
+        if saved_shape != shape:
+            raise UserError(
+                f"{path} has the weights of another network ({name} is {saved_shape} there and {shape} in this model): "
+                "give the same model=, or init_from= to begin a new run with the weights that fit"
+            )
 
-    Args:
-        config: the run's config.
-        splits: the open data set.
-        resumed: the content of the checkpoint; empty for a new run.
-    """
-    if not resumed:
+
+def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint."""
+    if not checkpoint:
         return []
-    recorded = resumed.get("lockstep")
-    messages = [f"resumes after step {resumed['global_step']}"]
-    if recorded is None:  # a run without the checkpoint callback has saved it on a signal
-        return messages
+    recorded, messages = checkpoint["lockstep"], [f"resumes after step {checkpoint['global_step']}"]
     before = {**recorded["config"], "precision": recorded["precision"]}
-    changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
+    changed = differences(before, {**config.record, "precision": config.precision, "resume": before["resume"]})
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if recorded["fingerprint"] != splits.fingerprint:
@@ -248,14 +249,12 @@ class TakeOverFolder(Callback):
     run's files.
 
     Args:
-        folder: the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
-        start: the checkpoint from which the run continues, if there is one.
         writes: whether this rank writes in the folder.
     """
 
-    def __init__(self, folder: Path, hydra_files: Mapping[str, str] | None, start: str | None, writes: bool) -> None:
-        self._folder, self._hydra_files = folder, hydra_files or {}
+    def __init__(self, folder: Path, hydra_files: Mapping[str, str], start: str | None, writes: bool) -> None:
+        self._folder, self._hydra_files = folder, hydra_files
         self._checkpoint, self._due = start, writes
 
     def _take_over(self, *args: Any, **kwargs: Any) -> None:
@@ -274,7 +273,6 @@ def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
     """Replace a run's last checkpoint by the newest one that a device's wrong values have not affected.
 
     Args:
-        folder: the run's folder.
         fault: the failure that found the wrong values; it has `last_good_step`.
 
     Raises:

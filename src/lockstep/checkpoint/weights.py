@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import CheckpointError, checked_source, fault, load_plain
+from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names
@@ -122,6 +123,33 @@ def load_weights(
         model = f"the model has {join_names(not_loaded)}"
         raise UserError(f"{key}={path}: none of its weights fits this model by name and shape: {model}")
     return LoadedWeights(weights_message(key, len(module_tensors), not_loaded), not_loaded)
+
+
+def load_initial_weights(config: Config, module: nn.Module) -> LoadedWeights:
+    """Load rank zero's file `init_from` into the module of a new run. All workers must call it.
+
+    Returns:
+        The result; empty for a run without `init_from`, and for one that continues from a checkpoint.
+
+    Raises:
+        UserError: as in `load_weights` and `refuse_frozen_unloaded`.
+    """
+    if config.resume or not config.init_from:
+        return LoadedWeights("", [])
+    loaded = load_weights("init_from", module, config.init_from, broadcast=True)
+    freeze = config.model.get("freeze") or ("*" if config.model.get("train_only") else ())
+    setting = f"init_from={config.init_from}"
+    refuse_frozen_unloaded(setting, module, loaded.not_loaded, freeze, _unfrozen_later(config))
+    return loaded
+
+
+def _unfrozen_later(config: Config) -> list[str]:
+    """Return the patterns of the parameter names that `callbacks.unfreeze` trains from some epoch on."""
+    options = config.callbacks.get("unfreeze")
+    if not options:
+        return []
+    epochs = options.get("epoch")
+    return [str(pattern) for pattern in epochs] if isinstance(epochs, dict) else ["*"]
 
 
 def refuse_frozen_unloaded(

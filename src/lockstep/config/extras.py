@@ -36,7 +36,7 @@ class RunParts:
     splits: Any
     folder: Path
     module: "LightningModule"
-    resumed: Mapping[str, Any]
+    resumed: dict[str, Any]
     rank: int
 
 
@@ -108,7 +108,7 @@ class Extra:
         return assignment
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        """Return the gradient sum to use. It is called before `step_hooks` and `callbacks`.
+        """Return the gradient sum to use. It is called before the methods that get the parts of the run.
 
         Args:
             gradients: the gradient sum of the core, or of an earlier extra.
@@ -124,7 +124,9 @@ class Extra:
         return ()
 
     def callbacks(self, parts: RunParts) -> "Sequence[Callback]":
-        """Return callbacks for Lightning's Trainer. They are called before those of the core and of conf/.
+        """Return callbacks for Lightning's Trainer. This method is called last.
+
+        The callbacks are called before those of the core and of conf/.
 
         Args:
             parts: the parts of the worker's run.

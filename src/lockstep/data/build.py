@@ -16,11 +16,11 @@ from lockstep.config.schema import Data, chosen_fold
 from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import Ids, Source, Spec, Splits, fetch, fingerprint, labels_of
-from lockstep.data.folds import validation_fold
 from lockstep.data.lightning_data import source_of
-from lockstep.data.transforms import image_of, moments, transformed
+from lockstep.data.transforms import with_transforms
 from lockstep.errors import UserError
 from lockstep.launch.new_thread import in_new_thread
+from lockstep.text import plural
 
 check_data = checker(Data)
 
@@ -39,44 +39,20 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     Raises:
         UserError: data are missing, incomplete or damaged, or an option is out of range.
     """
-    options = dict(check_data("data", config))
-    val_fraction, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
-    folding = chosen_fold(options)
-    options = {key: value for key, value in options.items() if key not in ("folds", "fold")}
-    val_fraction = 0.0 if folding else val_fraction  # an opener must not hold out a part of its own
-    augment = Augment(**(options.pop("augment", None) or {}))
-    listed = options.pop("transforms", None) or {}
-    mix, alpha, sampling = (options.pop(name, None) for name in ("mix", "mix_alpha", "sampling"))
-    source = instantiate(
-        "data", options, data_dir=data_dir, seed=seed, val_fraction=val_fraction, split_seed=split_seed
-    )
-    if isinstance(source, pl.LightningDataModule):
-        source = source_of(source, split_seed)
-    if not isinstance(source, Source):
-        made = type(source).__name__
-        remedy = "it must return a lockstep.Source or a LightningDataModule (docs/use/own-data.md)"
-        wrong = f"data._target_={config['_target_']} returned a {made}: {remedy}"
-        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-            raise UserError(wrong)
-        raise UserError(
-            f"{wrong}; write a function with the lines: train = {made}(...); test = {made}(...); "
-            "return Source(train, test, Spec(channels, image_size, classes))"
-        )
-    about = source.about
-    if source.val is not None:
-        if folding:
-            has = f"data={config.get('name')} brings its own validation set"
-            raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
-        train, val = source.train, source.val
-    elif folding:
-        val_ids, line = validation_fold(source.train, source.spec, *folding, split_seed)
-        train, val = divide(source.train, val_ids, source.val_candidates)
-        about = "; ".join(filter(None, [about, line]))
-    else:
-        train, val = hold_out(source.train, val_fraction, split_seed, source.val_candidates)
+    group = check_data("data", config)
+    folding = chosen_fold(group)
+    val_fraction = 0.0 if folding else group.get("val_fraction", 0.1)  # an opener must not hold out a part of its own
+    split_seed = group.get("split_seed", 0)
+    options = {key: value for key, value in group.items() if key not in Data.__annotations__}
+    source = _open_source(options, data_dir=data_dir, seed=seed, val_fraction=val_fraction, split_seed=split_seed)
+    if folding and source.val is not None:
+        has = f"data={config.get('name')} brings its own validation set"
+        raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
+    train, val, about = split_validation(source, val_fraction, folding, split_seed)
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
             raise UserError(f"data={config.get('name')}: the {name} set is empty: it needs at least one image")
+    mix, sampling = group.get("mix"), group.get("sampling")
     for key, value in {"mix": mix, "sampling": sampling}.items():
         if value and source.spec.task != "classification":
             is_for = "is for data with one class per sample"
@@ -84,112 +60,56 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     if sampling:
         labels_of(train)  # raises now if the labels are unknown
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
-    digest = hashlib.sha256("".join(parts).encode()).hexdigest()
-    splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
-    splits = replace(splits, about=about, split_by_opener=source.split_by_opener)
-    splits = with_transforms(splits, listed)
-    splits = replace(splits, mix=mixing(mix, alpha, splits))
-    if augment.crop >= splits.spec.image_size:
-        raise UserError(f"data.augment.crop={augment.crop}: must be less than the image size, {splits.spec.image_size}")
+    splits = Splits(
+        train,
+        val,
+        source.test,
+        source.spec,
+        fingerprint=hashlib.sha256("".join(parts).encode()).hexdigest(),
+        augment=Augment(**(group.get("augment") or {})),
+        balanced=sampling is not None,
+        about=about,
+        split_by_opener=source.split_by_opener,
+    )
+    splits = with_transforms(splits, group.get("transforms") or {})
+    splits = replace(splits, mix=mixing(mix, group.get("mix_alpha"), splits))
+    crop, image_size = splits.augment.crop, splits.spec.image_size
+    if crop >= image_size:
+        raise UserError(f"data.augment.crop={crop}: must be less than the image size, {image_size}")
     return splits
 
 
-def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
-    """Return the transforms that `data.transforms.<part>` lists.
+def _open_source(options: Mapping[str, Any], **offers: Any) -> Source:
+    """Call the opener of a `data` group and return its Source.
 
     Args:
-        part: `train` or `eval`.
-        listed: the `data.transforms` group.
-        spec: gives the transforms' `channels` and `image_size`.
-    """
-    numbers = {"channels": spec.channels, "image_size": spec.image_size}
-    entries = enumerate(listed.get(part) or [])
-    return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
-
-
-def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
-    """Return splits with transforms applied to their images, and with the spec of the resulting images.
-
-    Validation and test use the transforms of evaluation.
-
-    Args:
-        splits: the splits without transforms.
-        listed: the `data.transforms` group.
+        options: `_target_` and the opener's own options.
+        offers: arguments for an opener that takes them; a LightningDataModule's random numbers get `split_seed`.
 
     Raises:
-        UserError: a transform can't be made or applied, or the resulting images do not fit together.
+        UserError: the opener fails, or returns something else.
     """
-    made = {part: make_transforms(part, listed, splits.spec) for part in ("train", "eval")}
-    if not any(made.values()):
-        return splits
-    if splits.spec.task == "segmentation":
-        right = "use data.augment, which shifts and flips both"
-        raise UserError(f"data.transforms would change images without their masks: leave it out, or {right}")
-    parts = {"train": "train", "val": "eval", "test": "eval"}
-    keys = {name: f"data.transforms.{part}" for name, part in parts.items()}
-    sets = {name: transformed(getattr(splits, name), made[part], keys[name]) for name, part in parts.items()}
-    images = {name: image_of(dataset) for name, dataset in sets.items() if dataset is not None}
-    shape = images["train"].shape
-    for name, image in images.items():
-        if image.shape != shape:
-            sizes = [" x ".join(map(str, each)) for each in (image.shape, shape)]
-            raise UserError(f"{keys[name]} gives images of {sizes[0]}: they must be {sizes[1]}, as in training")
-    if len(shape) != 3 or shape[1] != shape[2]:
-        raise UserError(f"data.transforms gives images of {' x '.join(map(str, shape))}: they must be square")
-    kinds = {image.is_floating_point(): keys[name] for name, image in images.items()}
-    if len(kinds) > 1:
-        raise UserError(
-            f"{kinds[True]} gives float images and {kinds[False]} uint8 images: give both the same ConvertImageDtype "
-            "and Normalize"
-        )
-    moments_of_floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
-    if len(moments_of_floats) > 1:
-        raise UserError("data.transforms.train and data.transforms.eval differ in Normalize: use the same mean and std")
-    mean, std = moments_of_floats.pop() if moments_of_floats else (splits.spec.mean, splits.spec.std)
-    if not {len(mean), len(std)} <= {1, shape[0]}:
-        raise UserError(
-            f"data.transforms gives images of {shape[0]} channels with {len(mean)} means and {len(std)} standard "
-            f"deviations: there must be {shape[0]} of each, or 1"
-        )
-    mean, std = mean * (shape[0] // len(mean)), std * (shape[0] // len(std))
-    spec = replace(splits.spec, channels=shape[0], image_size=shape[1], mean=mean, std=std)
-    return replace(splits, **sets, spec=spec)
-
-
-def without_training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `data` group without the settings that only training uses, for an evaluation."""
-    options = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
-    listed = (config.get("transforms") or {}).get("eval")
-    return {**options, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else options
-
-
-def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
-    """Apply the transforms of evaluation to images that will be predicted. Return the transformed data set.
-
-    Args:
-        images: a data set of images.
-        config: the `data` group.
-        spec: the images that the model takes.
-
-    Raises:
-        UserError: the transforms give images of another size.
-    """
-    transforms = make_transforms("eval", config.get("transforms") or {}, spec)
-    processed = transformed(images, transforms, "data.transforms.eval")
-    shape, wanted = tuple(processed[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
-    if shape != wanted:
-        sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
-        raise UserError(f"data.transforms.eval gives images of {sizes[0]}: the model takes {sizes[1]}")
-    return processed
+    source = instantiate("data", options, **offers)
+    if isinstance(source, pl.LightningDataModule):
+        return source_of(source, offers["split_seed"])
+    if isinstance(source, Source):
+        return source
+    made = type(source).__name__
+    remedy = "it must return a lockstep.Source or a LightningDataModule (docs/use/own-data.md)"
+    wrong = f"data._target_={options['_target_']} returned a {made}: {remedy}"
+    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        raise UserError(wrong)
+    raise UserError(
+        f"{wrong}; write a function with the lines: train = {made}(...); test = {made}(...); "
+        "return Source(train, test, Spec(channels, image_size, classes))"
+    )
 
 
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
     """Return torchvision's MixUp or CutMix for the classes of a data set; None if `name` is None.
 
     Args:
-        name: `data.mix`: `mixup`, `cutmix` or None.
         alpha: `data.mix_alpha`, the parameter of the beta distribution; None: 1.
-        splits: the data set.
 
     Raises:
         UserError: an option is out of range, or the data set's samples can't be mixed.
@@ -212,11 +132,41 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
         ) from None
 
 
+def without_training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `data` group without the settings that only training uses, for an evaluation."""
+    options = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
+    listed = (config.get("transforms") or {}).get("eval")
+    return {**options, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else options
+
+
+# --- validation: a share or a fold, a pure function of a seed and the labels, the same on every layout and machine ---
+
+
+def split_validation(
+    source: Source, fraction: float, folding: tuple[int, int] | None, seed: int
+) -> tuple[Any, Any, str]:
+    """Return a source's training set, its validation set or None, and a line about the data for the log.
+
+    Args:
+        source: its own validation set is used if it has one.
+        folding: the number of folds, and the one for validation; None: no folds.
+
+    Raises:
+        UserError: as of `hold_out` and `validation_fold`.
+    """
+    if source.val is not None:
+        return source.train, source.val, source.about
+    if folding is None:
+        return *hold_out(source.train, fraction, seed, source.val_candidates), source.about
+    val_ids, line = validation_fold(source.train, source.spec, *folding, seed)
+    train, val = divide(source.train, val_ids, source.val_candidates)
+    return train, val, "; ".join(filter(None, [source.about, line]))
+
+
 def hold_out(dataset: Any, fraction: float, seed: int, val_candidates: Any = None) -> tuple[Any, Any]:
     """Split a data set into training and validation; both keep the order of samples.
 
     Args:
-        dataset: the data set.
         fraction: share of the samples for validation: those whose hashes with `seed` are the smallest.
         seed: belongs to the data, not to the run, so that runs with other seeds use the same validation set.
         val_candidates: if `dataset` augments its samples itself, the same samples without augmentation.
@@ -243,7 +193,6 @@ def divide(dataset: Any, val_ids: Ids, val_candidates: Any = None) -> tuple[Any,
     """Return the training and the validation samples of a data set; both keep the order of samples.
 
     Args:
-        dataset: the data set.
         val_ids: numbers of the samples for validation, sorted.
         val_candidates: as of `hold_out`.
 
@@ -261,3 +210,43 @@ def divide(dataset: Any, val_ids: Ids, val_candidates: Any = None) -> tuple[Any,
     in_val[val_ids] = True
     train_ids = np.flatnonzero(~in_val)
     return Subset(dataset, train_ids), Subset(val_candidates, val_ids)  # type: ignore[arg-type]
+
+
+def assign_folds(labels: Ids, folds: int, seed: int) -> Ids:
+    """Return the fold of each sample, int64 [n].
+
+    The samples are sorted by class, and within a class by a hash of `seed` and their number. The folds take turns. So
+    the sizes of two folds differ by at most one, in all and in each class.
+
+    Args:
+        labels: the class of each sample, int64 [n].
+    """
+    by_class = np.lexsort((hash64(seed, 0xF01D, np.arange(len(labels))), labels))
+    assigned = np.empty(len(labels), dtype=np.int64)
+    assigned[by_class] = np.arange(len(labels)) % folds
+    return assigned
+
+
+def validation_fold(dataset: Any, spec: Spec, folds: int, fold: int, seed: int) -> tuple[Ids, str]:
+    """Return the ids of the samples of a fold, sorted, and a line about it for the log.
+
+    If the labels are unknown without making samples, the folds are chosen by the hash alone, and the line states it.
+
+    Raises:
+        UserError: a class has fewer samples than there are folds.
+    """
+    stratified = ", each class alike"
+    try:
+        labels = labels_of(dataset)
+    except UserError:
+        labels = np.zeros(len(dataset), dtype=np.int64)
+        stratified = " by chance, since the data set has no attribute labels or targets with one class for each sample"
+    classes, counts = np.unique(labels, return_counts=True)
+    least = int(counts.argmin())
+    if counts[least] < folds:
+        label, count = int(classes[least]), int(counts[least])
+        name = spec.classes[label] if 0 <= label < spec.num_classes else label
+        right = f"use data.folds={count} or less" if count > 1 else "each class must have two at least"
+        raise UserError(f"data.folds={folds}: the class {name} has {plural(count, 'training sample')}: {right}")
+    ids = np.flatnonzero(assign_folds(labels, folds, seed) == fold)
+    return ids, f"cross-validation: fold {fold} of {folds} (0 to {folds - 1}) is for validation{stratified}"

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
-from lockstep.data.datasets import UNLABELLED, Ids, Splits, innermost_dataset, labels_of
+from lockstep.config.value_checks import show
+from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import (
     ChunkDataset,
     ChunkSampler,
@@ -25,13 +27,14 @@ from lockstep.data.loaders import (
     chunks_of_rank,
     gains_from_loader_processes,
 )
-from lockstep.data.on_device import Resident, place_on_device
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import MicroBatch, StepBatch
 
 LOG = logging.getLogger("lockstep")
+MIB = 1 << 20
 
 
 class DataModule(pl.LightningDataModule):
@@ -44,7 +47,7 @@ class DataModule(pl.LightningDataModule):
         rank: this process's number among `layout.replicas`.
         num_workers: loader processes of this process. None: none for data sets in memory, else the machine's cores
             divided by its number of ranks, at least 1 and at most 8.
-        resident: whether data sets in memory are copied to the GPU: true, false or auto; see `lockstep.data.on_device`.
+        resident: whether data sets in memory are copied to the GPU: true, false or auto; see `place_on_device`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
         assignment: assigns the pieces of each step to devices. None: as `layout` does.
 
@@ -101,8 +104,7 @@ class DataModule(pl.LightningDataModule):
 
     def labels_of_step(self, step_batch: StepBatch) -> Ids:
         """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""
-        index = step_batch.step - step_batch.epoch * self.order.steps_per_epoch
-        return self.labels[self.order.step(step_batch.epoch, index)]
+        return self.labels[self.order.step(*self.order.position(step_batch.step))]
 
     # --- loaders ---
 
@@ -245,6 +247,39 @@ class DataModule(pl.LightningDataModule):
         scale, shift = self._scales[key]
         # Two operations, because a fused one may round differently in a kernel's vectorised body and its scalar tail.
         return images.to(dtype).mul_(scale).add_(shift)
+
+
+def place_on_device(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:
+    """Return splits with their data sets in memory copied to `device`, each once. Others stay on the host.
+
+    Only objects of the class `ArrayDataset` itself are copied, since a derived class may use its arrays in other ways.
+
+    Args:
+        choice: `speed.resident`: false, true or auto. Only true requires that a data set is in memory.
+        free: free bytes on the device.
+
+    Raises:
+        UserError: no data set is in memory although `choice` is true, or they do not fit on the device.
+    """
+    if choice is False:
+        return splits
+    parts = {"train": splits.train, "val": splits.val, "test": splits.test}
+    innermost = map(innermost_dataset, parts.values())
+    in_memory = {id(dataset): dataset for dataset in innermost if type(dataset) is ArrayDataset}
+    size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in in_memory.values())
+    if choice is True and not in_memory:
+        raise UserError("speed.resident=true: no data set is in memory as an ArrayDataset: use speed.resident=auto")
+    if size > free:
+        sizes = f"the data sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} MiB free"
+        raise UserError(f"speed.resident={show(choice)}: {sizes}: use speed.resident=false")
+    resident: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in in_memory.items()}
+    return replace(splits, **{name: _moved(part, resident) for name, part in parts.items()})
+
+
+def _moved(dataset: Any, resident: dict[int, Any]) -> Any:
+    if type(dataset) is Subset:
+        return Subset(_moved(dataset.dataset, resident), dataset.indices)
+    return resident.get(id(dataset), dataset)
 
 
 def _set_up_loader_process(parent: int, worker: int) -> None:

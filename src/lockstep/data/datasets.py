@@ -197,6 +197,24 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
+class Resident(ArrayDataset):
+    """A data set in memory whose images and labels are on `device`, copied once.
+
+    Batches are gathered there, with the same bits, and only sample ids are sent.
+    """
+
+    uses_random_numbers = False
+
+    def __init__(self, dataset: ArrayDataset, device: torch.device) -> None:
+        self.images, self.labels = dataset.images.to(device), dataset.labels.to(device)
+
+    def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
+        index = torch.as_tensor(ids, dtype=torch.int64)
+        if self.images.is_cuda:  # pinned memory: without it, the host would wait for the copy
+            index = index.pin_memory().to(self.images.device, non_blocking=True)
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
+
+
 def innermost_dataset(dataset: Any) -> Any:
     """Return the data set inside all `Subset`s. Do not open a class derived from Subset: it may change samples."""
     while type(dataset) is Subset:

@@ -54,7 +54,6 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
     """Return the data sets of a LightningDataModule's loaders, after `prepare_data` and `setup`.
 
     Args:
-        module: the data module.
         split_seed: seeds the random numbers of its methods, so that each start of a run has the same split.
 
     Raises:

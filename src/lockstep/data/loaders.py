@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
-from lockstep.data.on_device import Resident
+from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
@@ -88,16 +87,14 @@ class StepDataset:
         order: the order of its samples.
         rank: the process's number.
         augment: shifts and flips; it makes their random numbers.
-        assignment: assigns the pieces of each step to devices. None: as the layout of `order` does.
+        assignment: assigns the pieces of each step to devices.
     """
 
-    def __init__(
-        self, dataset: Any, order: DataOrder, rank: int, augment: Augment, assignment: Assignment | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, assignment: Assignment) -> None:
         self.dataset = dataset
         self.order = order
         self.augment = augment
-        self.assignment = assignment or Assignment(order.layout)
+        self.assignment = assignment
         self.rank = rank
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps
@@ -235,7 +232,6 @@ def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = T
 
     Args:
         num_samples: number of samples of the evaluation set.
-        layout: the run's layout.
         rank: the process's number among `layout.replicas`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
 

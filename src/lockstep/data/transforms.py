@@ -1,6 +1,7 @@
 """torchvision's transforms, applied sample by sample. `fetch` seeds their random numbers by (seed, epoch, sample)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import Ids, fetch, fingerprint, labels_of
+from lockstep.config.instantiate import instantiate
+from lockstep.data.datasets import Ids, Spec, Splits, fetch, fingerprint, labels_of
 from lockstep.errors import UserError
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
@@ -21,7 +23,6 @@ class Transformed:
     Args:
         dataset: map-style. If it has a method `whole(index)`, samples come from it, with images as they are stored;
             `dataset[index]` may have cropped them.
-        transforms: functions of an image.
         key: the config key that lists them, for messages.
 
     Raises:
@@ -94,3 +95,73 @@ def moments(transforms: Sequence[Any]) -> Moments:
     kinds = (Normalize, v2.Normalize)
     moments_of_each = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, kinds)]
     return moments_of_each[-1] if moments_of_each else ((0.0,), (1.0,))
+
+
+# --- the transforms of a config ---
+
+
+def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
+    """Return the transforms that `data.transforms.<part>` lists."""
+    numbers = {"channels": spec.channels, "image_size": spec.image_size}
+    entries = enumerate(listed.get(part) or [])
+    return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
+
+
+def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
+    """Return splits with transforms applied to their images, and with the spec of the resulting images.
+
+    Validation and test use the transforms of evaluation.
+
+    Raises:
+        UserError: a transform can't be made or applied, or the resulting images do not fit together.
+    """
+    made = {part: make_transforms(part, listed, splits.spec) for part in ("train", "eval")}
+    if not any(made.values()):
+        return splits
+    if splits.spec.task == "segmentation":
+        right = "use data.augment, which shifts and flips both"
+        raise UserError(f"data.transforms would change images without their masks: leave it out, or {right}")
+    parts = {"train": "train", "val": "eval", "test": "eval"}
+    keys = {name: f"data.transforms.{part}" for name, part in parts.items()}
+    sets = {name: transformed(getattr(splits, name), made[part], keys[name]) for name, part in parts.items()}
+    images = {name: image_of(dataset) for name, dataset in sets.items() if dataset is not None}
+    shape = images["train"].shape
+    for name, image in images.items():
+        if image.shape != shape:
+            sizes = [" x ".join(map(str, each)) for each in (image.shape, shape)]
+            raise UserError(f"{keys[name]} gives images of {sizes[0]}: they must be {sizes[1]}, as in training")
+    if len(shape) != 3 or shape[1] != shape[2]:
+        raise UserError(f"data.transforms gives images of {' x '.join(map(str, shape))}: they must be square")
+    kinds = {image.is_floating_point(): keys[name] for name, image in images.items()}
+    if len(kinds) > 1:
+        raise UserError(
+            f"{kinds[True]} gives float images and {kinds[False]} uint8 images: give both the same ConvertImageDtype "
+            "and Normalize"
+        )
+    moments_of_floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
+    if len(moments_of_floats) > 1:
+        raise UserError("data.transforms.train and data.transforms.eval differ in Normalize: use the same mean and std")
+    mean, std = moments_of_floats.pop() if moments_of_floats else (splits.spec.mean, splits.spec.std)
+    if not {len(mean), len(std)} <= {1, shape[0]}:
+        raise UserError(
+            f"data.transforms gives images of {shape[0]} channels with {len(mean)} means and {len(std)} standard "
+            f"deviations: there must be {shape[0]} of each, or 1"
+        )
+    mean, std = mean * (shape[0] // len(mean)), std * (shape[0] // len(std))
+    spec = replace(splits.spec, channels=shape[0], image_size=shape[1], mean=mean, std=std)
+    return replace(splits, **sets, spec=spec)
+
+
+def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
+    """Apply the transforms of evaluation to images that will be predicted. Return the transformed data set.
+
+    Raises:
+        UserError: the transforms give images of another size.
+    """
+    transforms = make_transforms("eval", config.get("transforms") or {}, spec)
+    processed = transformed(images, transforms, "data.transforms.eval")
+    shape, wanted = tuple(processed[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
+    if shape != wanted:
+        sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
+        raise UserError(f"data.transforms.eval gives images of {sizes[0]}: the model takes {sizes[1]}")
+    return processed

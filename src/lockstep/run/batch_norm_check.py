@@ -5,6 +5,7 @@ BatchNorm needs two values per channel to compute a variance. The smallest piece
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.arithmetic.layout import Layout
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import fetch
@@ -79,23 +81,23 @@ def single_value_error(config: Config, samples: int) -> UserError:
 
 def _sizes(config: Config, samples: int) -> Iterator[str]:
     """Yield the nearest smaller and the nearest larger `batch_size` that fit, as overrides."""
-    layout = config.layout
-    for by in (-layout.pieces, layout.pieces):
-        size = layout.batch_size + by
-        while 0 < size <= samples:
-            if smallest_piece(replace(config, layout=replace(layout, batch_size=size)), samples) > 1:
-                yield f"batch_size={size}"
-                break
-            size += by
+    size, pieces = config.layout.batch_size, config.layout.pieces
+    for sizes in (range(size - pieces, 0, -pieces), range(size + pieces, samples + 1, pieces)):
+        fitting = (each for each in sizes if _fits(config, replace(config.layout, batch_size=each), samples))
+        yield from (f"batch_size={each}" for each in islice(fitting, 1))
 
 
 def _pieces(config: Config, samples: int) -> Iterator[str]:
     """Yield the nearest smaller number of pieces that fits, as an override."""
     layout = config.layout
     for pieces in range(layout.pieces - 1, layout.num_devices - 1, -1):
-        fits = smallest_piece(replace(config, layout=replace(layout, pieces=pieces)), samples) > 1
-        if fits and layout.batch_size % pieces == 0:
+        if layout.batch_size % pieces == 0 and _fits(config, replace(layout, pieces=pieces), samples):
             each, rest = divmod(pieces, layout.num_devices)
             accumulated = "accumulate_grad_batches" in config.overridden and not rest
             yield f"accumulate_grad_batches={each}" if accumulated else f"pieces={pieces}"
             return
+
+
+def _fits(config: Config, layout: Layout, samples: int) -> bool:
+    """Check whether all pieces of the run would have several samples with another layout."""
+    return smallest_piece(replace(config, layout=layout), samples) > 1

@@ -1,7 +1,6 @@
 """Build what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
-from lockstep.checkpoint.io import AtomicCheckpointIO, Copies, Loaded
+from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
@@ -22,7 +21,6 @@ from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, refuse_keys_without_effect, training_arguments
-from lockstep.run.provenance import versions
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
@@ -99,36 +97,24 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     return module
 
 
-def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
-    """Return the DataModule of one worker."""
-    trains = config.trains
+def make_data(config: Config, splits: Splits) -> DataModule:
+    """Return the DataModule of this worker."""
     # In a staged layout each process has a part of one network, so all processes get the same pieces.
-    rank = rank if config.layout.replicas > 1 else 0
+    rank = environment().rank if config.layout.replicas > 1 else 0
     assignment = Assignment(config.layout)
     for extra in config.extras.values():
         assignment = extra.wrap_assignment(assignment)
     return DataModule(
-        splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, trains, assignment
+        splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, config.trains, assignment
     )
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """Build the config's callbacks. Check them, and the module's own callbacks, which Lightning adds later."""
-    # The entry `lockstep` of each checkpoint. Its config, `config.record`, is the resolved one as plain containers.
-    checkpoint_entry = {
-        "config": config.record,
-        "precision": config.precision,  # resolved; the config may have auto
-        "pieces": config.layout.pieces,
-        "fingerprint": splits.fingerprint,
-        "samples": len(splits.train),
-        "versions": versions(),
-        "spec": asdict(splits.spec),  # lets the model be used without the data set
-    }
     arguments = {
         "folder": folder,
         "every": config.checkpoint_every,
         "log_every": config.log_every,
-        "record": checkpoint_entry,
         "config": config.record,
         "headline": headline(config, splits, folder),
         "started": environment().started,
@@ -138,26 +124,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
     returned = module.configure_callbacks()
     module_callbacks = returned if isinstance(returned, Sequence) else [returned]
-    for name, callback in [
-        *config_callbacks.items(),
-        *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
-    ]:
-        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
-            raise UserError(
-                f"{name}: {type(callback).__name__} changes how many batches make a step, which the layout fixes: "
-                "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
-            )
-        separate_weights = [extra.setting for extra in config.extras.values() if extra.separate_weights]
-        if isinstance(callback, WeightAveraging) and separate_weights:
-            raise UserError(
-                f"{name}: with {separate_weights[0]} each device would have its own average: leave one of them out"
-            )
-        if isinstance(callback, WeightAveraging) and config.layout.staged:  # each process has a part of the network
-            kind = type(callback).__name__
-            raise UserError(f"{name}: {kind} needs the whole network on each device: use strategy=ddp")
-        if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
-            precision = f"precision={config.precision}"
-            raise UserError(f"{name}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
+    for key, callback in config_callbacks.items():
+        _check_callback(key, callback, config)
+    for callback in module_callbacks:
+        _check_callback(f"model._target_={config.model['_target_']}", callback, config)
     all_callbacks = config_callbacks | {
         f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks
     }
@@ -169,24 +139,44 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     return [*config_callbacks.values(), OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
 
 
+def _check_callback(setting: str, callback: pl.Callback, config: Config) -> None:
+    """Refuse a callback of Lightning that can't work with the config. `setting` is what chooses the callback."""
+    kind = type(callback).__name__
+    if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+        raise UserError(
+            f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "
+            "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
+        )
+    if not isinstance(callback, WeightAveraging):
+        return
+    for extra in config.extras.values():
+        if extra.separate_weights:
+            raise UserError(
+                f"{setting}: with {extra.setting} each device would have its own average: leave one of them out"
+            )
+    if config.layout.staged:  # each process has a part of the network
+        raise UserError(f"{setting}: {kind} needs the whole network on each device: use strategy=ddp")
+    if config.precision.endswith("16-true"):
+        precision = f"precision={config.precision}"
+        raise UserError(f"{setting}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
+
+
 def make_trainer(
     config: Config,
     folder: Path,
     callbacks: list[pl.Callback],
-    loaded: Loaded | None = None,
-    copies: Copies | None = None,
     parts: RunParts | None = None,
+    ranks: Sequence[int] = (0,),
 ) -> StepTrainer:
     """Build Lightning's Trainer on the config's layout, with steps made of pieces.
 
     Args:
-        folder: the run folder.
-        loaded: the checkpoint that a resumed run continues from.
-        copies: sends each checkpoint to the other machines; None: no copies.
-        parts: the run's config, data, module and checkpoint, from which extras make their hooks and callbacks; None:
-            the run has no extras, as in an evaluation.
+        parts: the run's config, data, module and the checkpoint from which it continues. Extras make their hooks and
+            callbacks from them. None: an evaluation, which has no extras.
+        ranks: the ranks that write in the folder, from `ranks_writing_in`.
     """
     layout = config.layout
+    resumed = parts.resumed if parts else {}
     # With one piece nothing is added, so an ordinary sum is exact.
     sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
     gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas)
@@ -202,9 +192,9 @@ def make_trainer(
     for extra in config.extras.values():
         assert parts is not None, "extras take part in training only: see config.check"
         gradient_sum = extra.wrap_gradients(gradient_sum)
+        observers += extra.checkpoint_observers(parts)
         hooks += extra.step_hooks(parts)
         extra_callbacks += extra.callbacks(parts)
-        observers += extra.checkpoint_observers(parts)
     callbacks = [*extra_callbacks, *callbacks]
     # A worker that sees only its own GPU is a machine of its own for Lightning.
     one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"
@@ -227,9 +217,11 @@ def make_trainer(
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None if config.val_every else 1,
         log_every_n_steps=config.log_every,
-        logger=make_loggers(config, folder, loaded.content.get("global_step", 0) if loaded else 0),
+        logger=make_loggers(config, folder, resumed.get("global_step", 0)),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO(observers, config.checkpoint_keep, copies, loaded)],
+        plugins=[
+            AtomicCheckpointIO(observers, config.checkpoint_keep, ranks, config.hang_timeout, resumed or None),
+        ],
         num_sanity_val_steps=0,  # MonitorCheck sets it to 1 if something monitors a metric of validation
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,

@@ -52,8 +52,7 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
     if not isinstance(path, str) or not path:
         raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
-        outputs = Path(value_checks.folder("outputs", raw["outputs"]))
-        path = str(resume.newest_run_folder("checkpoint", outputs))
+        path = str(resume.newest_run_folder("checkpoint", raw["outputs"]))
     location = Path(path).expanduser()
     if not location.is_dir():
         return location
@@ -96,7 +95,6 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     where `raw` has none. Everything else comes from `raw`.
 
     Args:
-        path: the checkpoint.
         record: the checkpoint's record, see `find_checkpoint_and_record`.
         raw: the config that the user has composed.
 
@@ -215,7 +213,6 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     Args:
         config: the config of the evaluation, from `config_of`.
         splits: the data, from `choose_test_images`.
-        folder: the run's folder.
 
     Raises:
         UserError: The data set has no test images.
@@ -223,9 +220,9 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if splits.test is None:
         raise UserError(f"data={config.data.get('name')}: its Source has no test set: use split=train, val or all")
     started = time.perf_counter()
-    rank = set_up_worker(config, folder)
+    set_up_worker(config, folder)
     module = make_module(config, splits)
-    data = make_data(config, splits, rank)
+    data = make_data(config, splits)
     callbacks = [DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
     trainer = make_trainer(config, folder, callbacks)
     run = RunRecord(config, splits, folder, trainer, started)
@@ -233,6 +230,6 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
     run.record_weights()  # those that were loaded from the checkpoint
     run.record_test()
-    if rank == 0 and splits.about:
+    if trainer.is_global_zero and splits.about:
         LOG.info("%s", splits.about)
     return run.finish("completed", None)

@@ -1,5 +1,6 @@
 """Make the factories with which a module builds the optimizer and the schedule that a config names."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.run_length import steps_per_epoch, total_steps
+from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
 # Key of train.yaml -> constructor arguments through which it acts. A module that takes none of them ignores the key.
@@ -41,48 +42,54 @@ class ParameterGroups(Protocol):
 
 
 class Factory:
-    """Makes an optimizer, or Lightning's `lr_scheduler` dict, from a config's options.
+    """Makes what a config group names, from the options of the group, when the module calls it.
 
     Args:
         key: the config group, for error messages.
-        make: the optimizer's or schedule's class with its options.
-        lightning_keys: the other keys of the `lr_scheduler` dict; None: this makes an optimizer.
+        make: the class with its options.
         groups: divides the optimizer's parameter groups.
+        further: options of the group that are not options of the class.
 
     Attributes:
         settings: all options with their values in this run, as plain data for checkpoints.
         called: whether the module has called it.
-        named_parameters: the module's method, which `groups` needs.
     """
 
     def __init__(
-        self,
-        key: str,
-        make: partial[Any],
-        lightning_keys: Mapping[str, Any] | None = None,
-        groups: ParameterGroups | None = None,
+        self, key: str, make: partial[Any], groups: ParameterGroups | None, further: Mapping[str, Any]
     ) -> None:
-        self.key, self.make, self.lightning_keys, self.groups = key, make, lightning_keys, groups
+        self.key, self.make, self.groups, self.further = key, make, groups, further
         self.called = False
-        self.named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]] = lambda: ()
         options = {name: value if is_plain(value) else type(value).__name__ for name, value in make.keywords.items()}
-        self.settings = {
-            "_target_": f"{make.func.__module__}.{make.func.__name__}",
-            **options,
-            **(lightning_keys or {}),
-        }
+        self.settings = {"_target_": f"{make.func.__module__}.{make.func.__name__}", **options, **further}
+
+
+class OptimizerFactory(Factory):
+    """Makes an optimizer.
+
+    Attributes:
+        named_parameters: the module's method, which `groups` needs. It is set when the module exists.
+    """
+
+    named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
-        if self.lightning_keys is None:
-            made = call(self.key, partial(self.make, **kwargs), *args)
-            if self.groups:
-                made.param_groups = self.groups.divide(made.param_groups, self.named_parameters())
-            return made
+        made = call(self.key, partial(self.make, **kwargs), *args)
+        if self.groups:
+            made.param_groups = self.groups.divide(made.param_groups, self.named_parameters())
+        return made
+
+
+class SchedulerFactory(Factory):
+    """Makes Lightning's `lr_scheduler` dict, whose other keys are in `further`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         if self.groups:
             optimizer = kwargs.get("optimizer", *args[:1])
             kwargs = self.groups.scaled_options(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
-        return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.lightning_keys}
+        return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.further}
 
 
 def training_arguments(config: Config, samples: int) -> dict[str, Any]:
@@ -94,30 +101,32 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     Raises:
         UserError: The optimizer or the schedule can't be made with these options.
     """
+    length = run_length(config, samples)
     numbers: dict[str, Any] = {
         "lr": config.scaled_lr,
-        "total_steps": total_steps(config, samples),
-        "steps_per_epoch": steps_per_epoch(config, samples),
+        "total_steps": length.steps,
+        "steps_per_epoch": length.steps_per_epoch,
     }
     if not config.trains:
-        return {**numbers, "optimizer": None, "scheduler": None}
+        # A huge number of steps, so that a module's check like `warmup < total_steps` passes.
+        return {**numbers, "total_steps": sys.maxsize, "optimizer": None, "scheduler": None}
     options: dict[str, Any] = {**config.optimizer, "_partial_": True}
     groups_config, scale, groups = options.pop("param_groups", None), options.pop("lr_scale", None), None
     if scale:
         if not groups_config:
             raise UserError("optimizer.lr_scale has no effect without optimizer.param_groups: give both")
         groups = instantiate("optimizer.param_groups", groups_config, lr_scale=scale)
-    optimizer = Factory("optimizer", instantiate("optimizer", options, **numbers), groups=groups)
-    optimizer.settings |= {"lr_scale": scale} if scale else {}
+    make = instantiate("optimizer", options, **numbers)
+    optimizer = OptimizerFactory("optimizer", make, groups, {"lr_scale": scale} if scale else {})
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early
     scheduler = None
     if config.scheduler:
         lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
         schedule = {name: value for name, value in config.scheduler.items() if name not in lightning_keys}
         make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
-        scheduler = Factory("scheduler", make, lightning_keys, groups)
+        scheduler = SchedulerFactory("scheduler", make, groups, lightning_keys)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
-            _check_plateau_metric(lightning_keys, config.val_every, numbers["steps_per_epoch"])
+            _check_plateau_metric(lightning_keys, config.val_every, length.steps_per_epoch)
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 

@@ -94,19 +94,19 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     Raises:
         UserError: `top_k` is given, but the module does not return probabilities.
     """
-    rank = set_up_worker(config, folder)
+    set_up_worker(config, folder)
     module = load_module(config, splits)
     if not overrides_method(module, "predict_step", pl.LightningModule):
         module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
-    data, collector = make_data(config, splits, rank), PredictionCollector()
+    data, collector = make_data(config, splits), PredictionCollector()
     trainer = make_trainer(config, folder, [collector])
     began = time.perf_counter()
     trainer.predict(module, datamodule=data, return_predictions=False)
     parts = gather_objects(collector.predictions)
     speed = len(splits.test) / (time.perf_counter() - began)
     ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
-    summary = summarise(config, folder, "completed", None)
-    if rank == 0:
+    summary = summarise(config, splits, folder, "completed", None)
+    if trainer.is_global_zero:
         write = write_masks if rows.dtype == torch.uint8 else partial(write_predictions, top_k=top_k)
         broken = write(folder / "predictions.csv", splits.test.names, splits.spec, ids, rows)
         summary |= {"images": len(splits.test), "broken": broken}

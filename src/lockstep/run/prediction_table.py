@@ -28,7 +28,6 @@ def write_predictions(
     with theirs. Other rows are written without change.
 
     Args:
-        path: the table's file.
         names: the files, in the order of the table.
         spec: the description of the images, with the names of the classes.
         ids: for each row the number of its file, int64 [n]; below 0: the row belongs to no file.
@@ -94,7 +93,6 @@ def _write_table(
     """Write a table with a row for each file. Return the files without a prediction, whose cells are empty.
 
     Args:
-        path: the table's file.
         names: the files, in the order of the table.
         columns: names of the columns after the first one, `file`.
         ids: for each prediction the number of its file; below 0: it belongs to no file.

@@ -1,7 +1,7 @@
 """Record where a run comes from, and check that all its machines have the same.
 
 `provenance.json` has the command, the config, the versions, the commit and the machine. `git.diff` has the changes
-since the commit.
+since the commit. Each checkpoint has a record, too.
 """
 
 import hashlib
@@ -11,9 +11,10 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import Config
 from lockstep.config.value_checks import ROOT
@@ -21,6 +22,9 @@ from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
+
+if TYPE_CHECKING:  # the parent imports this module, and must not import torch
+    from lockstep.data import Splits
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
 SECONDS = 10.0  # timeout of a git command
@@ -86,6 +90,19 @@ def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
     (folder / "git.diff").unlink(missing_ok=True)  # from an earlier start
     if changes := _git(ROOT, "diff", "--no-ext-diff", "HEAD"):
         (folder / "git.diff").write_bytes(changes)
+
+
+def checkpoint_record(config: Config, splits: "Splits") -> dict[str, Any]:
+    """Return the entry `lockstep` of a run's checkpoints, without metrics, as plain data."""
+    return {
+        "config": config.record,
+        "precision": config.precision,  # resolved; the config may have auto
+        "pieces": config.layout.pieces,
+        "fingerprint": splits.fingerprint,
+        "samples": len(splits.train),
+        "versions": versions(),
+        "spec": asdict(splits.spec),  # lets the model be used without the data set
+    }
 
 
 def _machine(config: Config) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,7 +16,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
-from lockstep.run.run_length import run_length, steps_per_epoch
+from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -29,7 +30,8 @@ class StartLines(pl.Callback):
     """Prints a run's first lines. It waits until the optimizer exists, since the lines name its learning rate.
 
     Args:
-        make_lines: returns the lines. It gets the learning rate as text, such as `lr 0.01`.
+        not_loaded: as of `start_lines`.
+        notes: lines that follow; empty ones are left out.
 
     Attributes:
         lr: the optimizer's peak learning rate, as text.
@@ -37,13 +39,17 @@ class StartLines(pl.Callback):
 
     lr = ""
 
-    def __init__(self, make_lines: Callable[[str], Iterable[str]]) -> None:
-        self._make_lines = make_lines
+    def __init__(
+        self, config: Config, splits: Splits, folder: Path, not_loaded: Iterable[str], notes: Iterable[str]
+    ) -> None:
+        self._config, self._splits, self._folder = config, splits, folder
+        self._not_loaded, self._notes = not_loaded, notes
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.lr = peak_lr(trainer.optimizers)
         if trainer.is_global_zero:
-            for line in self._make_lines(self.lr):
+            lines = start_lines(self._config, self._splits, pl_module, self._not_loaded, self._folder, self.lr)
+            for line in filter(None, [*lines, *self._notes]):
                 LOG.info(line)
 
 
@@ -62,23 +68,23 @@ def peak_lr(optimizers: Sequence[Optimizer]) -> str:
 
 
 def start_lines(
-    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, speed_text: str, lr: str
+    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, lr: str
 ) -> list[str]:
     """Return a run's first lines: model, data, step, length and folder.
 
     Args:
         not_loaded: names of the tensors that `init_from` has not filled.
-        speed_text: memory format, compilation and CPU threads, as text.
         lr: the optimizer's peak learning rate, as text.
     """
     if config.lr_scaling != "none" and lr == f"lr {config.scaled_lr:g}":  # the optimizer does use the scaled rate
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
+    length = length_text(config, len(splits.train))
     model_name, data_name = (str(group.get("name")) for group in (config.model, config.data))
     return [
         *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, speed_text),
+        *wrap_parts(f"run {length}", config.precision, speed_text(module, config.compile)),
         f"folder {short_path(folder)}",
     ]
 
@@ -111,10 +117,9 @@ def step_parts(config: Config) -> list[str]:
 
 def length_text(config: Config, num_samples: int) -> str:
     """Return the length of a run, and the key that limits it, as text."""
-    steps_of_epoch = steps_per_epoch(config, num_samples)
     length = run_length(config, num_samples)
     limit = {"max_steps": length.steps, "max_epochs": length.epochs}[length.ends_by]
-    return f"{plural(steps_of_epoch, 'step')} per epoch, {length.steps} in all ({length.ends_by}={limit})"
+    return f"{plural(length.steps_per_epoch, 'step')} per epoch, {length.steps} in all ({length.ends_by}={limit})"
 
 
 def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
@@ -133,6 +138,14 @@ def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     parts = [f"{num_trained:,} trained, {total - num_trained:,} frozen"] * (num_trained < total)
     parts += [f"{num_new:,} newly initialised"] * bool(num_new)
     return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
+
+
+def speed_text(module: nn.Module, compiled: bool) -> str:
+    """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
+    weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
+    last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+    threads = torch.get_num_threads()
+    return "channels_last, " * last + "compiled, " * compiled + plural(threads, "thread")
 
 
 def data_counts(splits: Splits) -> list[str]:
@@ -173,7 +186,6 @@ def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> 
 
     Args:
         metrics: the run's metrics, such as `test/acc`.
-        splits: the run's data.
         lr: the optimizer's peak learning rate, as text.
     """
     split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)

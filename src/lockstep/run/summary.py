@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.arithmetic.order import DataOrder
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.files import write
 from lockstep.launch.environment import environment
 from lockstep.run.provenance import git_info, versions
+from lockstep.run.run_length import run_length
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,23 +67,18 @@ class RunRecord:
             status: completed, interrupted or failed.
             error: the message of the error that ended the run; None: no error.
         """
-        from lockstep.callbacks import Checkpoint
+        from lockstep.callbacks.meter import find_meter
         from lockstep.run.loggers import end_loggers
 
-        trainer = self.trainer
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        meter = next((callback for callback in callbacks if hasattr(callback, "samples_per_second")), None)
-        checkpoint = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
+        trainer, meter = self.trainer, find_meter(self.trainer)
         summary = {
-            **summarise(self.config, self.folder, status, error),
-            **progress_counts(self.config, len(self.splits.train), trainer.global_step),
+            **summarise(self.config, self.splits, self.folder, status, error, trainer.global_step),
             "epochs": trainer.current_epoch,
             "samples": self.splits.sizes,
             "metrics": self.metrics,
             "throughput": {
-                "samples_per_second": getattr(meter, "samples_per_second", None),
-                "seconds_to_first_step": getattr(meter, "seconds_to_first_step", None),
-                "seconds_saving": getattr(checkpoint, "seconds", None),
+                "samples_per_second": meter.samples_per_second if meter else None,
+                "seconds_to_first_step": meter.seconds_to_first_step if meter else None,
                 "seconds": time.perf_counter() - self.started,
             },
             "weights_sha256": self.weights_hash,
@@ -101,16 +96,12 @@ def logged_metrics(trainer: "pl.Trainer") -> dict[str, float]:
     return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in metrics.items()}
 
 
-def progress_counts(config: Config, samples: int, steps: int) -> dict[str, int]:
-    """Return steps, epochs and samples seen after `steps` optimizer steps on `samples` training samples."""
-    order = DataOrder(samples, config.layout, config.seed)
-    epochs, step = order.position(steps)
-    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}
-
-
-def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:
-    """Return a summary without the results of workers: their values are empty."""
-    layout = config.layout
+def summarise(
+    config: Config, splits: "Splits", folder: Path, status: str, error: str | None, steps: int = 0
+) -> dict[str, Any]:
+    """Return the summary of a run after `steps` optimizer steps, without the results of workers: they are empty."""
+    layout, samples = config.layout, len(splits.train)
+    epochs, step = divmod(steps, run_length(config, samples).steps_per_epoch)
     best, last = (
         str(path.relative_to(folder)) if path.exists() else None for path in (paths.best(folder), paths.last(folder))
     )
@@ -122,9 +113,9 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "data": config.data.get("name"),
         "seed": config.seed,
         "layout": {name: getattr(layout, name) for name in LAYOUT} | {"accumulate_grad_batches": layout.accumulate},
-        "steps": 0,
-        "epochs": 0,
-        "samples_seen": 0,
+        "steps": steps,
+        "epochs": epochs,
+        "samples_seen": epochs * samples + step * layout.batch_size,
         "samples": {},
         "metrics": {},
         "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},

@@ -18,7 +18,7 @@ from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.parent import VICTIM_SECONDS, launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.run.provenance import check_same_on_all_ranks
-from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
+from lockstep.run.summary import summarise, summary_of, write_conclusion
 
 
 def check_start_files(config: Config, folder: Path) -> None:
@@ -118,5 +118,5 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     written, steps = summary_of(folder), getattr(error, "steps", 0) or max(0, step_of(paths.last(folder)))
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
-        known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)
+        known = summarise(config, splits, folder, status, str(error), steps)
     write_conclusion(folder, status, str(error), known)

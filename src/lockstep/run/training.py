@@ -3,10 +3,9 @@
 import errno
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,13 @@ from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.callbacks.store_lease import store_leases
-from lockstep.checkpoint import weights
-from lockstep.checkpoint.io import Copies, not_plain
-from lockstep.checkpoint.resume_state import ResumeState
-from lockstep.checkpoint.start import (
-    TakeOverFolder,
-    check_checkpoint_fits,
-    check_same_data,
-    load_start,
-    resume_messages,
-)
+from lockstep.checkpoint.callback import ResumeState
+from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
+from lockstep.checkpoint.weights import load_initial_weights
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
-from lockstep.data import Splits
+from lockstep.data import DataModule, Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
@@ -43,8 +36,8 @@ from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.optimizers import settings
-from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
-from lockstep.run.run_length import run_length, steps_per_epoch, total_steps
+from lockstep.run.report_lines import StartLines, chance_level_line, end_lines
+from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
@@ -61,83 +54,65 @@ def fit_and_test(
     """Fit and test in this worker, and return the run's summary. Every worker of the layout must call it.
 
     Args:
-        hydra_files: the texts of the files in `.hydra/`, by file name.
+        hydra_files: the texts of the files in `.hydra/`, by file name; None: the folder gets none.
 
     Raises:
         UserError: The input is bad, or the run can't continue from its checkpoint.
         Interrupted: A signal ended the run. Its checkpoint is saved.
     """
     started = time.perf_counter()
-    rank = worker_setup.set_up_worker(config, folder)
+    worker_setup.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 
     ranks = ranks_writing_in(folder)  # rank zero, and the ranks that keep copies of its checkpoints
-    loaded = load_start(folder, config.resume, hydra_files, ranks)
-    path, checkpoint = loaded or (None, {})  # the checkpoint's path and content
-    first_step = checkpoint.get("global_step", 0)
-    steps = total_steps(config, len(splits.train))
-    module = make_module(replace(config, resume=path), splits)
-    messages: list[str] = [splits.about]
-    not_loaded: Sequence[str] = ()  # names of the tensors that `init_from` has not set
-    if config.init_from and not path:
-        loaded_weights = weights.load_weights("init_from", module, config.init_from, broadcast=True)
-        messages.append(loaded_weights.message)
-        freeze = config.model.get("freeze") or ("*" if config.model.get("train_only") else ())
-        unfrozen = unfrozen_later(config)
-        weights.refuse_frozen_unloaded(
-            f"init_from={config.init_from}", module, loaded_weights.not_loaded, freeze, unfrozen
-        )
-        not_loaded = loaded_weights.not_loaded
-    check_batch_norms(config, splits, module)
-    messages += resume_messages(config, splits, checkpoint)
-    messages += config.strategy.notes(resumes=bool(checkpoint))
-    for extra in config.extras.values():
-        messages += extra.notes(config, resumes=bool(checkpoint))
-    if names := not_plain(module.hparams):
-        messages.append(f"hyperparameters {join_names(names)}: they are no plain data, so checkpoints leave them out")
-    data = make_data(config, splits, rank)
-    samples = len(splits.train)
+    path, checkpoint = load_start(folder, config.resume, hydra_files or {}, ranks)
+    length = run_length(config, len(splits.train))
     # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
-    config = replace(config, max_epochs=run_length(config, samples).epochs)
-    callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck(), *store_leases()]
-    callbacks += make_callbacks(config, splits, folder, module)
-    callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    speed_settings = worker_setup.describe_speed_settings(module, config.compile)
-    describe_run = partial(start_lines, config, splits, module, not_loaded, folder, speed_settings)
-    # The callback calls this function when the optimizer exists, because the lines name its learning rate.
-    start_callback = StartLines(lambda lr: filter(None, [*describe_run(lr), *messages]))
-    # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
-    take_over = TakeOverFolder(folder, hydra_files, path, environment().rank in ranks)
-    callbacks += [Preemption(folder), start_callback, take_over]
+    config = replace(config, resume=path, max_epochs=length.epochs)
+    module = make_module(config, splits)
+    initial = load_initial_weights(config, module)
+    check_batch_norms(config, splits, module)
     if path:
-        check_same_data(path, checkpoint.get("lockstep", {}), config, splits)
-        check_checkpoint_fits(path, checkpoint, module.state_dict(), config, steps)
-    copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
-    parts = RunParts(config, splits, folder, module, checkpoint, rank)
-    trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
+        check_checkpoint_fits(path, checkpoint, module.state_dict(), config, splits, length.steps)
+
+    notes = [splits.about, initial.message, *_notes(config, splits, module, checkpoint)]
+    start_lines = StartLines(config, splits, folder, initial.not_loaded, notes)
+    record = provenance.checkpoint_record(config, splits)
+    callbacks: list[pl.Callback] = [
+        DummyBatchOnEmptyRank(),
+        ReplicaConsistencyCheck(),
+        *store_leases(),
+        *make_callbacks(config, splits, folder, module),
+        ResumeState(record, settings(config, len(splits.train)), length.steps_per_epoch),
+        Preemption(folder),
+        start_lines,
+        # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
+        TakeOverFolder(folder, hydra_files or {}, path, environment().rank in ranks),
+    ]
+    data = make_data(config, splits)
+    parts = RunParts(config, splits, folder, module, checkpoint, environment().rank)
+    trainer = make_trainer(config, folder, callbacks, parts, ranks)
     if config.compile:
         compile_networks(module, bool(config.layout.exact))
-    if rank == 0:
+    if trainer.is_global_zero:
         provenance.write_provenance(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)
-    run.metrics.update(checkpoint.get("lockstep", {}).get("metrics", {}))  # needed if nothing is left to train
-    del loaded, checkpoint, parts  # free the memory: the trainer's CheckpointIO has the checkpoint until it is restored
+    if checkpoint:
+        run.metrics.update(checkpoint["lockstep"]["metrics"])  # needed if nothing is left to train
+    first_step = checkpoint.get("global_step", 0)
+    del checkpoint, parts  # free the memory: the trainer's CheckpointIO has the checkpoint until it is restored
     try:
         trainer.fit(module, datamodule=data, ckpt_path=path)
         run.record_weights()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
-        if trainer.should_stop and trainer.global_step < steps and rank == 0:
+        if trainer.should_stop and trainer.global_step < length.steps and trainer.is_global_zero:
             reason = next(filter(None, map(stop_reason, callbacks)), "a callback stopped it")
-            LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
+            LOG.info("ended early, after step %d of %d: %s", trainer.global_step, length.steps, reason)
         if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
-            untyped: Any = trainer  # the same object as Any, so that mypy lets the next lines set its attributes
-            untyped.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
-            # WeightAveraging would load from the checkpoint the weights that are not averaged.
-            untyped.callbacks = [each for each in untyped.callbacks if not isinstance(each, WeightAveraging)]
-            trainer.test(module, datamodule=data, ckpt_path=_best_path(callbacks), verbose=False)
+            _test_best(trainer, module, data)
             run.record_test()
     except Interrupted as interrupted:
         run.record_weights()
@@ -145,35 +120,63 @@ def fit_and_test(
         raise
     except Exception as error:
         error.steps = trainer.global_step  # type: ignore[attr-defined]  # the parent needs it if rank zero was killed
-        if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
-            error.filename = str(folder)  # errors of TensorBoard name no file
-        # causes that have nothing to do with the checkpoint
-        other_cause = isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) or is_lost_rank(error)
-        trained = trainer.global_step > first_step or environment().restarts
-        if path and not other_cause and not trained:  # this start has changed nothing, so the summary stays
-            raise _cannot_continue(path, error, rank) from error
-        if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
-            with suppress(OSError):  # the disk may be full
-                run.finish("failed", f"{type(error).__name__}: {error}")
-        if SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
-            raise single_value_error(config, samples) from error
+        if refusal := _conclude_failure(run, error, first_step):
+            raise refusal from error
         raise
     summary = run.finish("completed", None)
-    if rank == 0:
-        one_epoch = trainer.global_step >= steps_per_epoch(config, samples)  # before that, chance level is normal
-        chance = chance_level_line(run.metrics, splits, start_callback.lr) if one_epoch else None
+    if trainer.is_global_zero:
+        one_epoch = trainer.global_step >= length.steps_per_epoch  # before that, chance level is normal
+        chance = chance_level_line(run.metrics, splits, start_lines.lr) if one_epoch else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary
 
 
-def unfrozen_later(config: Config) -> list[str]:
-    """Return the patterns of the parameter names that `callbacks.unfreeze` trains from some epoch on."""
-    options = config.callbacks.get("unfreeze")
-    if not options:
-        return []
-    epochs = options.get("epoch")
-    return [str(pattern) for pattern in epochs] if isinstance(epochs, dict) else ["*"]
+def _notes(config: Config, splits: Splits, module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return lines for the log at a run's start: what differs from an ordinary run."""
+    notes = resume_messages(config, splits, checkpoint)
+    notes += config.strategy.notes(resumes=bool(checkpoint))
+    for extra in config.extras.values():
+        notes += extra.notes(config, resumes=bool(checkpoint))
+    if names := not_plain(module.hparams):
+        notes.append(f"hyperparameters {join_names(names)}: they are no plain data, so checkpoints leave them out")
+    return notes
+
+
+def _test_best(trainer: Any, module: pl.LightningModule, data: DataModule) -> None:
+    """Test the weights of the best checkpoint, or those that training has ended with if there is none."""
+    paths = [str(path) for callback in trainer.callbacks if (path := getattr(callback, "best_path", None))]
+    best = broadcast_from_rank_zero(paths[0] if paths else None)  # other ranks may not see the file
+    trainer.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
+    # WeightAveraging would load from the checkpoint the weights that are not averaged.
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, WeightAveraging)]
+    trainer.test(module, datamodule=data, ckpt_path=best, verbose=False)
+
+
+def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> UserError | None:
+    """Write the summary of a run that has failed. Return the refusal to raise instead of the error, if there is one.
+
+    Args:
+        first_step: the step after which this start of the run continued; 0 for a new run.
+    """
+    config, steps = run.config, run.trainer.global_step
+    if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
+        error.filename = str(run.folder)  # errors of TensorBoard name no file
+    # causes that have nothing to do with the checkpoint
+    other_cause = isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) or is_lost_rank(error)
+    has_trained = steps > first_step or environment().restarts
+    if config.resume and not other_cause and not has_trained:  # this start has changed nothing, so the summary stays
+        if isinstance(error, UserError):
+            return None
+        logging.root.error("the run can't continue", exc_info=error)
+        cause, log_file = f"{type(error).__name__}: {error}".splitlines()[0], logs.log_file_name(environment().rank)
+        return UserError(f"{config.resume}: can't continue from it: {cause} (traceback in {log_file})")
+    if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
+        with suppress(OSError):  # the disk may be full
+            run.finish("failed", f"{type(error).__name__}: {error}")
+    if SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
+        return single_value_error(config, len(run.splits.train))
+    return None
 
 
 def check_sizes(config: Config, samples: int) -> None:
@@ -199,22 +202,7 @@ def stop_reason(callback: Any) -> str | None:
     return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.").rstrip(".")
 
 
-def _cannot_continue(checkpoint: str, error: Exception, rank: int) -> UserError:
-    """Return the error of a run that can't continue from its checkpoint. The log gets the traceback."""
-    if isinstance(error, UserError):
-        return error
-    logging.root.error("the run can't continue", exc_info=error)
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UserError(f"{checkpoint}: can't continue from it: {cause} (traceback in {logs.log_file_name(rank)})")
-
-
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
     """Return splits whose training set is the run's first batch, so that every step has these samples."""
     first = splits.order(layout, seed).step(0, 0)
     return replace(splits, train=Subset(splits.train, first), balanced=False)  # type: ignore[arg-type]
-
-
-def _best_path(callbacks: list[pl.Callback]) -> str | None:
-    """Return the best checkpoint's path, the same on all ranks: rank zero's, since the others may not see the file."""
-    paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
-    return broadcast_from_rank_zero(paths[0] if paths else None)

@@ -20,10 +20,9 @@ from lockstep.launch.environment import environment
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
-def set_up_worker(config: Config, folder: Path) -> int:
-    """Set this worker's log, allocator and threads. Return its rank. Call it before the worker computes anything."""
-    rank = environment().rank
-    logs.configure_logging(folder, rank)
+def set_up_worker(config: Config, folder: Path) -> None:
+    """Set this worker's log, allocator and threads. Call it before the worker computes anything."""
+    logs.configure_logging(folder, environment().rank)
     tempfile.tempdir = environment().scratch or None  # the run removes this folder at its end
     if config.speed.allocator != "system":
         keep_freed_memory()
@@ -32,15 +31,6 @@ def set_up_worker(config: Config, folder: Path) -> int:
     threads = config.worker_threads
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise Lightning's ddp sets its own number
-    return rank
-
-
-def describe_speed_settings(module: nn.Module, compiled: bool) -> str:
-    """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
-    weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
-    last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
-    threads = torch.get_num_threads()
-    return "channels_last, " * last + "compiled, " * compiled + f"{threads} thread{'s' * (threads > 1)}"
 
 
 def keep_freed_memory() -> None:

@@ -67,6 +67,17 @@ def verified(run: Path, *overrides: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def test_a_run_without_a_step_left_repairs_its_ledger(run: Path, tmp_path: Path) -> None:
+    """It writes no checkpoint, after which the missing line would follow."""
+    folder = tmp_path / "outputs" / "again" / run.name
+    shutil.copytree(run, folder)
+    file = folder / "ledger.jsonl"
+    whole = file.read_text()
+    file.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    Program(tmp_path / "outputs")(f"resume={folder}")
+    assert file.read_text() == whole
+
+
 def test_a_ledger_has_neither_gap_nor_double(run: Path) -> None:
     texts, lines = (run / "ledger.jsonl").read_text().splitlines(), ledger(run)
     steps = [line["step"] for line in lines]
