@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
 from lockstep.launch.network import LOOPBACK
@@ -90,7 +90,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                     place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
                     process = context.Process(target=run_worker, args=(work, args, place))
                     process.start()
-                    workers.append(_Worker(process, receiver))
+                    workers.append(_Worker(rank, process, receiver))
                     sender.close()
             listener.close()
             if received:  # the signal arrived before all workers were started
@@ -101,7 +101,9 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                 return decisive.result
             if received:
                 raise Interrupted(received[0])
-            raise _failure(decisive.error, workers.index(decisive), workers, hang_timeout, scratch)
+            if decisive.process.exitcode == -signal.SIGTERM:
+                raise Interrupted(signal.SIGTERM)
+            raise _failure(decisive.error, workers, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -132,7 +134,7 @@ def _run_in_external_worker(
         if not is_lost_rank(error):
             raise
         text = hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION
-        raise WorkerFailed(text, victim=True) from error
+        raise LostRank(text) from error
     finally:
         end_children()
 
@@ -141,6 +143,7 @@ def _run_in_external_worker(
 class _Worker:
     """The parent's record of a worker."""
 
+    rank: int
     process: Any
     receiver: Connection
     answered: bool = False  # whether the worker has sent how it ended, or has died
@@ -159,7 +162,7 @@ class _Worker:
         code = self.process.exitcode
         text = f"was killed by {signal_name(-code)}" if code < 0 else f"failed: exit code {code}"
         text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answered, self.error = True, WorkerFailed(text, signum=max(0, -code))
+        self.answered, self.error = True, WorkerFailed(f"rank {self.rank} {text}", self.rank)
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
@@ -183,32 +186,23 @@ def _priority(error: BaseException | None) -> int:
     Args:
         error: None if the worker succeeded, which is the highest number.
     """
+    if isinstance(error, LostRank):
+        return 2 if error.timed_out else 3
     if isinstance(error, WorkerFailed):
-        return 3 if error.victim else 2 if error.waited_for_rank else 1
+        return 1
     return 0 if isinstance(error, UserError) else 5 if error is None else 4  # 4: interrupted
 
 
-def _failure(
-    error: BaseException, local_rank: int, workers: Sequence[_Worker], hang_timeout: float, scratch: str
-) -> BaseException:
-    """Return the exception of a run that a worker's error ended."""
-    if not isinstance(error, WorkerFailed):
-        return error
-    if error.signum == signal.SIGTERM:
-        return Interrupted(signal.SIGTERM)
-    text = str(error)
-    if error.waited_for_rank:  # another worker hangs
+def _failure(error: BaseException, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
+    """Return the exception of a run that a worker's error ended. If a collective timed out, find the hanging worker."""
+    if isinstance(error, LostRank) and error.timed_out:
         _wait(workers, ANSWER_SECONDS)
-        hanging = [index for index, each in enumerate(workers) if not each.answered]
+        hanging = next((each for each in workers if not each.answered), None)
         if hanging:
-            local_rank = hanging[0]
-            location = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
-            text = missing_ranks_message([local_rank], hang_timeout, location)
-    elif not error.suspects:  # the ranks of which one has computed wrong values; the text names them already
-        text = f"rank {local_rank} {text}"
-    error.args, error.local_rank = (text,), local_rank
-    error.steps = max(getattr(each.error, "steps", 0) for each in workers)
-    error.victim = False  # the supervisor must not wait for a lost rank: no other process writes the summary
+            location = _stop_hanging_worker(hanging.process, hanging.rank, scratch)
+            error = WorkerFailed(missing_ranks_message([hanging.rank], hang_timeout, location), hanging.rank)
+    if isinstance(error, WorkerFailed):
+        error.steps = max(getattr(each.error, "steps", 0) for each in workers)
     return error
 
 
@@ -304,19 +298,20 @@ def _worker_failure(error: BaseException, hang_timeout: float) -> UserError | Wo
     """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
     if isinstance(error, UserError):
         return UserError(logs.first_line(str(error)).removeprefix("UserError: "))
-    steps = getattr(error, "steps", 0)
+    rank, steps = environment().rank, getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):
-            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited_for_rank=True)
+            return LostRank(missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
         time.sleep(VICTIM_SECONDS)
-        return WorkerFailed("lost the connection to another worker", steps=steps, victim=True)
-    if isinstance(error, WorkerFailed):  # its message already names the ranks at fault
-        return WorkerFailed(str(error), steps=steps, suspects=error.suspects, last_good_step=error.last_good_step)
+        return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
+    if isinstance(error, WorkerFailed):
+        text = str(error) if error.suspects else f"rank {rank} {error}"  # the text names the suspects
+        return WorkerFailed(text, rank, steps, error.suspects, error.last_good_step)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker called exit with code {error.code}"
     trace = traceback.format_exc()
-    where = f"{logs.user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
-    failed = WorkerFailed(f"failed: {logs.first_line(message)} ({where})", steps=steps)
+    where = f"{logs.user_code_location(trace)}traceback in {logs.log_file_name(rank)}"
+    failed = WorkerFailed(f"rank {rank} failed: {logs.first_line(message)} ({where})", rank, steps)
     failed.add_note(trace)
     return failed

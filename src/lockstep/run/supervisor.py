@@ -14,7 +14,7 @@ from lockstep.checkpoint.resume import hydra_files_of, last_checkpoint_id
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.portable import choose_kernels
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.parent import VICTIM_SECONDS, launch
@@ -118,7 +118,7 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     rank = environment().rank
     if rank and isinstance(error, Interrupted):  # rank zero writes it, and two ranks must not write one file at once
         return
-    if isinstance(error, WorkerFailed) and error.victim:
+    if isinstance(error, LostRank) and external_workers():  # with a parent, no other process writes the summary
         time.sleep(VICTIM_SECONDS + rank / 4)  # so that the first remaining rank writes first
         if (written := summary_of(folder)) != before and written.get("status") == "failed":
             return  # the lost rank has written its error
