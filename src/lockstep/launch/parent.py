@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,20 +28,17 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import LostRank, UserError, WorkerFailed
-from lockstep.launch import logs
 from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
-from lockstep.launch.network import LOOPBACK
-from lockstep.launch.process_group import (
-    hanging_ranks_message,
+from lockstep.launch.failures import (
+    end_hanging_worker,
+    failure_of_worker,
     is_lost_rank,
-    is_timeout,
-    join_external,
-    join_group,
-    leave_group,
-    missing_ranks_message,
-    open_store_socket,
+    lost_rank_failure,
+    stack_on_demand,
 )
+from lockstep.launch.logs import log_failure
 from lockstep.launch.process_lifetime import freeze_imports
+from lockstep.launch.rendezvous import LOOPBACK, join_external, join_group, leave_group, open_store_socket
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import (
     Interrupted,
@@ -56,10 +52,8 @@ from lockstep.launch.signals import (
 )
 from lockstep.text import signal_name
 
-LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-ANSWER_SECONDS = 3.0  # after a timeout: for the other workers' answers, and for the stack of a worker that hangs
-VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
+ANSWER_SECONDS = 3.0  # after a timeout, for the other workers' answers
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -128,13 +122,12 @@ def _run_in_external_worker(
     if dist.is_initialized():
         dist.set_timeout(timedelta(seconds=hang_timeout))
     try:
-        with logs.log_failure():
+        with log_failure():
             return work(*args)
     except Exception as error:
         if not is_lost_rank(error):
             raise
-        text = hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION
-        raise LostRank(text) from error
+        raise lost_rank_failure(error, hang_timeout) from error
     finally:
         end_children()
 
@@ -199,21 +192,10 @@ def _failure(error: BaseException, workers: Sequence[_Worker], hang_timeout: flo
         _wait(workers, ANSWER_SECONDS)
         hanging = next((each for each in workers if not each.answered), None)
         if hanging:
-            location = _stop_hanging_worker(hanging.process, hanging.rank, scratch)
-            error = WorkerFailed(missing_ranks_message([hanging.rank], hang_timeout, location), hanging.rank)
+            error = end_hanging_worker(hanging.process, hanging.rank, scratch, hang_timeout)
     if isinstance(error, WorkerFailed):
         error.steps = max(getattr(each.error, "steps", 0) for each in workers)
     return error
-
-
-def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
-    """Kill a worker that hangs, after its stack is in its log. Return where it hung; "" if that is not known."""
-    for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signum)
-    location = logs.last_frame(logs.read_stack(scratch, rank, ANSWER_SECONDS))
-    process.kill()
-    return location and f"it was {location}; its stack is in {logs.log_file_name(rank)}"
 
 
 def _end_processes(processes: Sequence[Any]) -> None:
@@ -277,11 +259,11 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
     error: BaseException | None = None
     result = None
     try:
-        with logs.stack_on_demand(place.rank):
+        with stack_on_demand(place.rank):
             if place.layout.has_process_group:
-                join_group(place.layout, place.listener, place.hang_timeout)
+                join_group(place.layout.accelerator == "gpu", place.listener, place.hang_timeout)
             try:
-                with logs.log_failure():
+                with log_failure():
                     result = work(*args)
             except Interrupted as interrupted:
                 error = Interrupted(interrupted.signum)  # without the traceback, which keeps the work's objects alive
@@ -289,29 +271,6 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
             # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
             leave_group()
     except (Exception, SystemExit) as failure:
-        error = _worker_failure(failure, place.hang_timeout)
+        error = failure_of_worker(failure, place.hang_timeout)
     end_children()
     place.answers.send((error, result))
-
-
-def _worker_failure(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
-    """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
-    if isinstance(error, UserError):
-        return UserError(logs.first_line(str(error)).removeprefix("UserError: "))
-    rank, steps = environment().rank, getattr(error, "steps", 0)
-    if is_lost_rank(error):
-        if is_timeout(error):
-            return LostRank(missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
-        time.sleep(VICTIM_SECONDS)
-        return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
-    if isinstance(error, WorkerFailed):
-        text = str(error) if error.suspects else f"rank {rank} {error}"  # the text names the suspects
-        return WorkerFailed(text, rank, steps, error.suspects, error.last_good_step)
-    message = f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
-        message = f"the worker called exit with code {error.code}"
-    trace = traceback.format_exc()
-    where = f"{logs.user_code_location(trace)}traceback in {logs.log_file_name(rank)}"
-    failed = WorkerFailed(f"rank {rank} failed: {logs.first_line(message)} ({where})", rank, steps)
-    failed.add_note(trace)
-    return failed

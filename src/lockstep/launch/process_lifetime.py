@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from lockstep.launch.environment import external_workers
-from lockstep.launch.process_group import leave_group
+from lockstep.launch.rendezvous import leave_group
 
 
 def disable_garbage_collector() -> None:

@@ -33,10 +33,10 @@ from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
-from lockstep.launch.logs import user_code_location
-from lockstep.launch.process_group import is_printed_by_another_rank, join_external
+from lockstep.launch.failures import is_printed_by_another_rank, user_code_location
+from lockstep.launch.process_group import decide_on_rank_zero, ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_writing_in, remove_decisions
+from lockstep.launch.rendezvous import join_external
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.machine_check import MACHINE_KEYS

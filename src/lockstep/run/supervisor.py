@@ -16,8 +16,9 @@ from lockstep.config.check import Config, check
 from lockstep.config.portable import choose_kernels
 from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.failures import VICTIM_SECONDS
 from lockstep.launch.machine import computes_bf16, hide_gpu
-from lockstep.launch.parent import VICTIM_SECONDS, launch
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.run.machine_check import check_same_on_all_ranks
 from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion

@@ -36,8 +36,8 @@ from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
-from lockstep.launch.rank_zero_decisions import ranks_writing_in
+from lockstep.launch.failures import is_lost_rank
+from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
