@@ -20,7 +20,7 @@ from lockstep.data.folds import validation_fold
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import image_of, moments, transformed
 from lockstep.errors import UserError
-from lockstep.launch.new_thread import in_new_thread
+from lockstep.launch.process_lifetime import in_new_thread
 
 check_data = checker(Data)
 
