@@ -30,6 +30,8 @@ PARENT = "LOCKSTEP_PARENT"
 # torchrun's variables, since the worker would otherwise count as started by torchrun.
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
 SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files: lockstep.launch.scratch
+# Host and port of torchrun's store. scripts/torchrun.sh sets it if the number of machines may change (--nnodes=1:3).
+STORE = "LOCKSTEP_RDZV_STORE"
 
 # The names of four variables: rank, world size, local rank, local world size.
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -63,6 +65,7 @@ class Environment:
     master_addr: str  # empty: the engine does not set it
     master_port: int
     agent_store: bool  # whether the store of torchrun's agent is at the master's address
+    rdzv_store: str  # host and port of torchrun's store; empty: scripts/torchrun.sh does not set it
     restarts: int  # how many times the workers were restarted
     started: float  # `time.time()` when the command or the sweep's job started
     scratch: str  # the run's folder for temporary files; empty: no parent has created one
@@ -108,6 +111,7 @@ def environment() -> Environment:
         master_addr=variables.get("MASTER_ADDR", ""),
         master_port=int(variables.get("MASTER_PORT", "0")) or _port(variables),
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        rdzv_store=variables.get(STORE, ""),
         restarts=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
         started=float(variables.get(STARTED, time.time())),
         scratch=variables.get(SCRATCH, ""),
