@@ -39,7 +39,7 @@ class Console(Callback):
         every_epochs: epochs between two lines; the last epoch always has one.
     """
 
-    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
+    changes_weights = False
 
     def __init__(
         self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0, every_epochs: int = 1
