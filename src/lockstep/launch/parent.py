@@ -4,8 +4,8 @@ The first part of this file runs in the parent, the second part in a worker, bef
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
 runs a parallel operation or touches CUDA, so it may fork. User code that opens data may start parallel operations, so
-it runs in a second thread, which ends before the fork (launch/process_lifetime.py). A forked worker starts in a fraction of a
-second with everything imported.
+it runs in a second thread, which ends before the fork (launch/process_lifetime.py). A forked worker starts in a
+fraction of a second with everything imported.
 
 Serving the store of the process group takes a thread, and the parent may have only its main thread while it forks, so
 rank zero serves the store. When one worker dies, the parent ends all of them. If an engine (torchrun, SLURM, MPI) has

@@ -1,7 +1,7 @@
 """The command's own process: a fast start, forks that cannot hang, and a fast end.
 
-Garbage collection during imports and the teardown at exit are left out. Measured on a run of one step, in seconds of CPU
-time, on a busy machine: 7.1 with Python's defaults, 6.6 without garbage collection during the imports of torch and
+Garbage collection during imports and the teardown at exit are left out. Measured on a run of one step, in seconds of
+CPU time, on a busy machine: 7.1 with Python's defaults, 6.6 without garbage collection during the imports of torch and
 Lightning, 4.2 if the process also exits without teardown.
 """
 
