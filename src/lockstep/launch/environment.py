@@ -100,9 +100,8 @@ def environment() -> Environment:
 
     group = _ranks_of_group() if launcher is None else None
     rank, world_size = group or (number(0, 0), number(1, 1))
-    is_srun_worker = variables.get(LAUNCHER_VARIABLE, launcher) == "slurm"
     return Environment(
-        launcher="group" if group else variables.get(LAUNCHER_VARIABLE, launcher) if launcher else None,
+        launcher="group" if group else launcher,
         rank=rank,
         local_rank=int(variables.get("LOCAL_RANK", "0")) if group else number(2, 0),
         world_size=world_size,
@@ -119,8 +118,8 @@ def environment() -> Environment:
         slurm_task=int(variables.get("SLURM_PROCID", "0")),
         slurm_restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
         slurm_nodes=variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "")),
-        dedicated_cores=is_srun_worker and "SLURM_CPUS_PER_TASK" in variables,
-        dedicated_gpu=is_srun_worker and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
+        dedicated_cores=launcher == "slurm" and "SLURM_CPUS_PER_TASK" in variables,
+        dedicated_gpu=launcher == "slurm" and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
 
 
@@ -140,13 +139,12 @@ def _slurm_job(variables: Mapping[str, str]) -> str | None:
 def _launcher_and_names(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
     """Return the launcher whose variables are set, and their names in the order of TORCH_NAMES.
 
-    Without such a launcher return None and (). Torch's own variables come first, because a user may set them. A worker
-    of our own parent has them all, so it counts as torchrun's here. Open MPI comes before SLURM: it starts its daemons
-    with srun, and its processes inherit srun's variables. A single process of MPI or SLURM counts as having no
-    launcher, so that it may start workers as our own parent does.
+    Without such a launcher return None and (). Torch's own variables come first, because a user or Lockstep may have
+    set them. Open MPI comes before SLURM: it starts its daemons with srun, and its processes inherit srun's variables.
+    A single process of MPI or SLURM counts as having no launcher, so that it may start workers as our own parent does.
     """
     if "TORCHELASTIC_RUN_ID" in variables:
-        return "torchrun", TORCH_NAMES
+        return variables.get(LAUNCHER_VARIABLE, "torchrun"), TORCH_NAMES
     if "RANK" in variables and variables.get("WORLD_SIZE", "").isdecimal() and int(variables["WORLD_SIZE"]) > 1:
         return "env", TORCH_NAMES
     for (launcher, marker), names in ENGINE_NAMES.items():

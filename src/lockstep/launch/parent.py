@@ -28,7 +28,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import LostRank, UserError, WorkerFailed
-from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
+from lockstep.launch.environment import LAUNCHER_VARIABLE, SCRATCH, environment, export, external_workers
 from lockstep.launch.failures import (
     end_hanging_worker,
     failure_of_worker,
@@ -81,7 +81,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             with block_signals():
                 for rank in range(layout.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender)
                     process = context.Process(target=run_worker, args=(work, args, place))
                     process.start()
                     workers.append(_Worker(rank, process, receiver))
@@ -229,6 +229,7 @@ class WorkerPlace:
     hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
+    scratch: str  # the run's folder for temporary files
     listener: socket.socket  # the listening socket of rank zero's store
     answers: Connection  # to the parent, for one message, `(error, result)`; error: None if the work succeeded
 
@@ -244,7 +245,7 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # callbacks.Preemption handles it while there is something to save
     unblock_signals()
     set_parent_death_signal(place.parent)
-    export(  # the variables that torchrun sets
+    export(  # the variables that torchrun sets, and ours
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),
         WORLD_SIZE=str(place.layout.world_size),
@@ -254,7 +255,7 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
         MASTER_PORT=str(place.listener.getsockname()[1]),
         TORCHELASTIC_RUN_ID="lockstep",
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
-        **{LAUNCHER_VARIABLE: "lockstep"},
+        **{LAUNCHER_VARIABLE: "lockstep", SCRATCH: place.scratch},
     )
     error: BaseException | None = None
     result = None

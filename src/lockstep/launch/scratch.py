@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from lockstep.launch.environment import SCRATCH, export
-
 PREFIX = "lockstep_"
 # A socket's path has at most 107 bytes, and data loaders put sockets into subfolders.
 MAX_PATH_BYTES = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")
@@ -34,11 +32,9 @@ def scratch_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
-        export(**{SCRATCH: folder})  # for the workers
         try:
             yield folder
         finally:
-            export(**{SCRATCH: ""})
             shutil.rmtree(folder, ignore_errors=True)
             _remove_abandoned(parent)
 
