@@ -102,8 +102,8 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     if not external_workers():
         return make()
     file = _decisions_file()
-    stored = file and json.loads(file.read_text() if file.exists() else "{}")
-    decided = next((each for each in gather_objects((stored or {}).get(what)) if each is not None), None)
+    stored = json.loads(file.read_text()) if file and file.exists() else {}
+    decided = next((each for each in gather_objects(stored.get(what)) if each is not None), None)
     answer = ("", decided)
     if decided is None and environment().rank == 0:
         try:
@@ -115,7 +115,7 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
         raise UserError(refused)
     if file and environment().local_rank == 0:
         with suppress(OSError):  # without the file, a restart calls `make` again
-            file.write_text(json.dumps({**(stored or {}), what: value}))
+            file.write_text(json.dumps({**stored, what: value}))
     return value
 
 
