@@ -80,7 +80,7 @@ class Environment:
     def started_by(self) -> str:
         """The launcher's name in messages."""
         names = {"mpi": "mpirun", "slurm": "srun", "env": "the launcher", "group": "the process group's owner"}
-        return names.get(self.launcher or "", self.launcher or "nobody")
+        return names.get(str(self.launcher), str(self.launcher))
 
     @property
     def num_nodes(self) -> int:
@@ -94,18 +94,20 @@ def environment() -> Environment:
     """Return this process's environment as it was at the first call."""
     variables = os.environ
     launcher, names = _launcher_and_names(variables)
+    group = _ranks_of_group() if launcher is None else None
+    if group:
+        launcher, names = "group", TORCH_NAMES
 
     def number(index: int, default: int) -> int:  # `index` is a position in `names`
         return int(variables.get(names[index], default)) if names else default
 
-    group = _ranks_of_group() if launcher is None else None
     rank, world_size = group or (number(0, 0), number(1, 1))
     return Environment(
-        launcher="group" if group else launcher,
+        launcher=launcher,
         rank=rank,
-        local_rank=int(variables.get("LOCAL_RANK", "0")) if group else number(2, 0),
+        local_rank=number(2, 0),
         world_size=world_size,
-        local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "0")) if group else number(3, 0 if names else 1),
+        local_world_size=number(3, 0 if names else 1),
         run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
         master_addr=variables.get("MASTER_ADDR", ""),
         master_port=int(variables.get("MASTER_PORT", "0")) or _port(variables),
