@@ -174,16 +174,16 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
 def _priority(error: BaseException | None) -> int:
     """Return the priority of a worker's error. The run ends with the error that has the lowest number.
 
-    Errors that another worker has caused have a higher number than their cause.
-
-    Args:
-        error: None if the worker succeeded, which is the highest number.
+    Errors that another worker has caused have a higher number than their cause. The error of a worker that succeeded is
+    None.
     """
+    if error is None:
+        return 5
+    if isinstance(error, UserError):
+        return 0
     if isinstance(error, LostRank):
         return 2 if error.timed_out else 3
-    if isinstance(error, WorkerFailed):
-        return 1
-    return 0 if isinstance(error, UserError) else 5 if error is None else 4  # 4: interrupted
+    return 1 if isinstance(error, WorkerFailed) else 4  # 4: interrupted
 
 
 def _failure(error: BaseException, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
