@@ -11,22 +11,15 @@ class WorkerFailed(Exception):
     Args:
         message: the message.
         local_rank: the worker's rank on its machine.
-        steps: completed optimizer steps, the largest count that a worker reported.
         suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
     """
 
     def __init__(
-        self,
-        message: str,
-        local_rank: int = 0,
-        steps: int = 0,
-        suspects: tuple[int, ...] = (),
-        last_good_step: int = 0,
+        self, message: str, local_rank: int = 0, suspects: tuple[int, ...] = (), last_good_step: int = 0
     ) -> None:
         super().__init__(message)
         self.local_rank = local_rank
-        self.steps = steps
         self.suspects = suspects
         self.last_good_step = last_good_step
 
@@ -37,10 +30,9 @@ class LostRank(WorkerFailed):
     Args:
         message: the message.
         local_rank: the worker's rank on its machine.
-        steps: completed optimizer steps.
         timed_out: whether the other rank did not join a collective in time. Otherwise the connection to it was lost.
     """
 
-    def __init__(self, message: str, local_rank: int = 0, steps: int = 0, timed_out: bool = False) -> None:
-        super().__init__(message, local_rank, steps)
+    def __init__(self, message: str, local_rank: int = 0, timed_out: bool = False) -> None:
+        super().__init__(message, local_rank)
         self.timed_out = timed_out

@@ -29,21 +29,21 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
     if isinstance(error, UserError):
         return UserError(_first_line(str(error)).removeprefix("UserError: "))
-    rank, steps = environment().rank, getattr(error, "steps", 0)
+    rank = environment().rank
     if is_lost_rank(error):
         if _is_timeout(error):
-            return LostRank(_missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
+            return LostRank(_missing_ranks_message([], hang_timeout), rank, timed_out=True)
         time.sleep(VICTIM_SECONDS)
-        return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
+        return LostRank(f"rank {rank} lost the connection to another worker", rank)
     if isinstance(error, WorkerFailed):
         text = str(error) if error.suspects else f"rank {rank} {error}"  # the text names the suspects
-        return WorkerFailed(text, rank, steps, error.suspects, error.last_good_step)
+        return WorkerFailed(text, rank, error.suspects, error.last_good_step)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker called exit with code {error.code}"
     trace = traceback.format_exc()
     where = f"{user_code_location(trace)}traceback in {log_file_name(rank)}"
-    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank, steps)
+    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank)
     failed.add_note(trace)
     return failed
 

@@ -90,14 +90,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
             _wait(workers)
-            decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
-            if decisive.error is None:
-                return decisive.result
-            if received:
-                raise Interrupted(received[0])
-            if decisive.process.exitcode == -signal.SIGTERM:
-                raise Interrupted(signal.SIGTERM)
-            raise _failure(decisive.error, workers, hang_timeout, scratch)
+            return _result(workers, received, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -171,6 +164,29 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
             return
 
 
+def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
+    """Return rank zero's result, or raise the error that ended the run.
+
+    Args:
+        workers: of these, one has failed or all have answered.
+        received: the ending signals that the parent has received.
+        hang_timeout: as in `launch`.
+        scratch: the run's folder for temporary files.
+    """
+    decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
+    if decisive.error is None:
+        return decisive.result
+    if received:
+        raise Interrupted(received[0])
+    if decisive.process.exitcode == -signal.SIGTERM:
+        raise Interrupted(signal.SIGTERM)
+    if isinstance(decisive.error, LostRank) and decisive.error.timed_out:
+        _wait(workers, ANSWER_SECONDS)
+        if hanging := [each for each in workers if not each.answered]:
+            raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout)
+    raise decisive.error
+
+
 def _priority(error: BaseException | None) -> int:
     """Return the priority of a worker's error. The run ends with the error that has the lowest number.
 
@@ -184,18 +200,6 @@ def _priority(error: BaseException | None) -> int:
     if isinstance(error, LostRank):
         return 2 if error.timed_out else 3
     return 1 if isinstance(error, WorkerFailed) else 4  # 4: interrupted
-
-
-def _failure(error: BaseException, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
-    """Return the exception of a run that a worker's error ended. If a collective timed out, find the hanging worker."""
-    if isinstance(error, LostRank) and error.timed_out:
-        _wait(workers, ANSWER_SECONDS)
-        hanging = next((each for each in workers if not each.answered), None)
-        if hanging:
-            error = end_hanging_worker(hanging.process, hanging.rank, scratch, hang_timeout)
-    if isinstance(error, WorkerFailed):
-        error.steps = max(getattr(each.error, "steps", 0) for each in workers)
-    return error
 
 
 def _end_processes(processes: Sequence[Any]) -> None:

@@ -144,7 +144,6 @@ def fit_and_test(
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
-        error.steps = trainer.global_step  # type: ignore[attr-defined]  # the parent needs it if rank zero was killed
         if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
             error.filename = str(folder)  # errors of TensorBoard name no file
         # causes that have nothing to do with the checkpoint
