@@ -28,8 +28,7 @@ class LostRank(WorkerFailed):
     """A worker failed only because another rank was lost or hangs. That rank, or the parent, reports the reason.
 
     Args:
-        message: the message.
-        local_rank: the worker's rank on its machine.
+        message, local_rank: as in `WorkerFailed`.
         timed_out: whether the other rank did not join a collective in time. Otherwise the connection to it was lost.
     """
 

@@ -165,14 +165,7 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
 
 
 def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
-    """Return rank zero's result, or raise the error that ended the run.
-
-    Args:
-        workers: of these, one has failed or all have answered.
-        received: the ending signals that the parent has received.
-        hang_timeout: as in `launch`.
-        scratch: the run's folder for temporary files.
-    """
+    """Return rank zero's result, or raise the error that ended the run. One worker has failed, or all have answered."""
     decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
     if decisive.error is None:
         return decisive.result

@@ -62,22 +62,17 @@ def broadcast_file(path: Path | None, source: int = 0, group: Any = None) -> mem
     return content.numpy().data
 
 
-def barrier_with_timeout(what: str, seconds: float) -> bool:
-    """Wait until all ranks have called this with the same name. Return False if that takes longer than `seconds`.
-
-    Args:
-        what: the barrier's name.
-        seconds: the time to wait.
-    """
+def barrier_with_timeout(name: str, seconds: float) -> bool:
+    """Wait until all ranks have called this with the same name. Return False if that takes longer than `seconds`."""
     from torch.distributed import DistError
 
     store = group_store()
     if store is None:
         return False
-    names = [f"{what} {rank}" for rank in range(environment().world_size)]
+    keys = [f"{name} {rank}" for rank in range(environment().world_size)]
     try:
-        store.set(names[environment().rank], "")
-        store.wait(names, timedelta(seconds=seconds))
+        store.set(keys[environment().rank], "")
+        store.wait(keys, timedelta(seconds=seconds))
     except DistError:
         return False
     return True

@@ -160,7 +160,7 @@ def run_command(job: Job, config_name: str, config_folder: Path = arguments.CONF
             with suppress(BrokenPipeError):  # the output may be piped into head
                 print(page, flush=True)
             return 0, ""
-        refuse_unknown_rank(os.environ)
+        refuse_unknown_rank()
         if portable.is_requested(sys.argv[1:]):
             portable.choose_kernels(portable.PORTABLE)
         join_external()
