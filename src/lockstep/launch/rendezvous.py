@@ -60,7 +60,7 @@ def join_group(gpu: bool, listener: socket.socket, timeout: float) -> None:
         port = listener.getsockname()[1]
         listener.close()
         store = TCPStore(LOOPBACK, port, environment().world_size, False, timeout=wait, wait_for_workers=False)
-    _use_interface(LOOPBACK, several_machines=False)
+    _use_interface(LOOPBACK)
     _init_process_group(gpu, store, wait)
 
 
@@ -90,7 +90,7 @@ def join_external() -> None:
     here, world = environment(), environment().world_size
     address, port = here.master_addr or _address_of_rank_zero(), here.master_port
     address = resolve_address(address, port)
-    _use_interface(address, several_machines=here.num_nodes > 1)
+    _use_interface(address)
     agent_store = _connect_to_agent_store()
     if here.rank == 0:
         store = _serve_store(_open_store_listener(address, 0 if agent_store else port), JOIN_TIMEOUT)
@@ -182,14 +182,14 @@ def group_store() -> "Store | None":
     return _group_store
 
 
-def _use_interface(address: str, several_machines: bool) -> None:
+def _use_interface(address: str) -> None:
     """Make gloo, and NCCL between machines, use the interface that leads to rank zero.
 
     Otherwise gloo uses the address of this machine's own name, which may be a loopback address.
     """
     if interface := interface_towards(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if several_machines:
+        if environment().num_nodes > 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not all that begin with it
 
 
