@@ -171,7 +171,7 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
         return decisive.result
     if received:
         raise Interrupted(received[0])
-    if decisive.process.exitcode == -signal.SIGTERM:
+    if decisive.process.exitcode == -signal.SIGTERM:  # sent to the worker, which had nothing to save
         raise Interrupted(signal.SIGTERM)
     if isinstance(decisive.error, LostRank) and decisive.error.timed_out:
         _wait(workers, ANSWER_SECONDS)
