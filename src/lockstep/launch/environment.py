@@ -28,7 +28,7 @@ PARENT = "LOCKSTEP_PARENT"
 # Its value is the name, in the table above, of what started this worker. It is set wherever Lockstep itself sets
 # torchrun's variables, since the worker would otherwise count as started by torchrun.
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
-SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files: lockstep.launch.scratch
+SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files, see `scratch_folder`
 # Host and port of torchrun's store. scripts/torchrun.sh sets it if the number of machines may change (--nnodes=1:3).
 STORE = "LOCKSTEP_RDZV_STORE"
 

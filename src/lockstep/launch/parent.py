@@ -37,9 +37,8 @@ from lockstep.launch.failures import (
     stack_on_demand,
 )
 from lockstep.launch.logs import log_failure
-from lockstep.launch.process_lifetime import freeze_imports
+from lockstep.launch.process_lifetime import freeze_imports, scratch_folder
 from lockstep.launch.rendezvous import LOOPBACK, join_external, join_group, leave_group, open_store_socket
-from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import (
     Interrupted,
     block_signals,

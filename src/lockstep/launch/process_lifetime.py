@@ -1,25 +1,33 @@
-"""The command's own process: a fast start, forks that cannot hang, and a fast end.
+"""What surrounds a run's processes: a fast start, forks that cannot hang, a temporary folder, and a fast end.
 
 Garbage collection during imports and the teardown at exit are left out. Measured on a run of one step, in seconds of
 CPU time, on a busy machine: 7.1 with Python's defaults, 6.6 without garbage collection during the imports of torch and
 Lightning, 4.2 if the process also exits without teardown.
 """
 
+import fcntl
 import gc
 import logging
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import NoReturn, ParamSpec, TypeVar
+from pathlib import Path
+from typing import IO, NoReturn, ParamSpec, TypeVar
 
 from lockstep.launch.environment import external_workers
 from lockstep.launch.rendezvous import leave_group
 
+SCRATCH_PREFIX = "lockstep_"
+# A socket's path has at most 107 bytes, and data loaders put sockets into subfolders.
+MAX_PATH_BYTES = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -73,6 +81,48 @@ def in_new_thread(function: Callable[P, T]) -> Callable[P, T]:
         return outcome.result()
 
     return call
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """Create a temporary folder, yield its path, and remove it afterwards.
+
+    It lies in the default folder for temporary files; in /tmp if that path is too long for the sockets of data loaders,
+    which would hang.
+
+    This process and its forks hold a lock on the folder. A folder without a lock was left by processes that were
+    killed. The next run on the machine removes it: at its start, or at its end if the processes still existed then.
+    """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > MAX_PATH_BYTES:
+        parent = "/tmp"
+    _remove_abandoned(parent)
+    folder = tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent)
+    with open(Path(folder, "lock"), "wb") as lock_file:
+        _lock(lock_file)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            _remove_abandoned(parent)
+
+
+def _remove_abandoned(parent: str) -> None:
+    """Remove the folders in `parent` that killed processes left behind."""
+    for lock in Path(parent).glob(f"{SCRATCH_PREFIX}*/lock"):
+        with suppress(OSError), open(lock, "rb") as file:  # it may be removed by now, or belong to another user
+            young = time.time() - os.fstat(file.fileno()).st_mtime < 1  # its owner may not have locked it yet
+            if not young and _lock(file):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file until every process that has it open exits. Return False if another process has the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def exit_process(code: int) -> NoReturn:

@@ -1,5 +1,6 @@
 """The start of the default process group: where its store is, who serves it, and how the ranks of a run join it."""
 
+import fcntl
 import os
 import platform
 import socket
@@ -277,8 +278,6 @@ def _interfaces() -> list[tuple[str, str]]:
     """Return names and IPv4 addresses of this machine's network interfaces. The list is empty except on Linux."""
     if sys.platform != "linux":
         return []
-    import fcntl
-
     interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
