@@ -11,15 +11,22 @@ class WorkerFailed(Exception):
     Args:
         message: the message.
         local_rank: the worker's rank on its machine.
+        steps: optimizer steps that the worker has completed; 0 if it could not report them.
         suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
     """
 
     def __init__(
-        self, message: str, local_rank: int = 0, suspects: tuple[int, ...] = (), last_good_step: int = 0
+        self,
+        message: str,
+        local_rank: int = 0,
+        steps: int = 0,
+        suspects: tuple[int, ...] = (),
+        last_good_step: int = 0,
     ) -> None:
         super().__init__(message)
         self.local_rank = local_rank
+        self.steps = steps
         self.suspects = suspects
         self.last_good_step = last_good_step
 
@@ -28,10 +35,10 @@ class LostRank(WorkerFailed):
     """A worker failed only because another rank was lost or hangs. That rank, or the parent, reports the reason.
 
     Args:
-        message, local_rank: as in `WorkerFailed`.
+        message, local_rank, steps: as in `WorkerFailed`.
         timed_out: whether the other rank did not join a collective in time. Otherwise the connection to it was lost.
     """
 
-    def __init__(self, message: str, local_rank: int = 0, timed_out: bool = False) -> None:
-        super().__init__(message, local_rank)
+    def __init__(self, message: str, local_rank: int = 0, steps: int = 0, timed_out: bool = False) -> None:
+        super().__init__(message, local_rank, steps)
         self.timed_out = timed_out

@@ -29,21 +29,21 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
     if isinstance(error, UserError):
         return UserError(_first_line(str(error)).removeprefix("UserError: "))
-    rank = environment().rank
+    rank, steps = environment().rank, getattr(error, "steps", 0)
     if is_lost_rank(error):
         if _is_timeout(error):
-            return LostRank(_missing_ranks_message([], hang_timeout), rank, timed_out=True)
+            return LostRank(_missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
         time.sleep(VICTIM_SECONDS)
-        return LostRank(f"rank {rank} lost the connection to another worker", rank)
+        return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
     if isinstance(error, WorkerFailed):
         text = str(error) if error.suspects else f"rank {rank} {error}"  # the text names the suspects
-        return WorkerFailed(text, rank, error.suspects, error.last_good_step)
+        return WorkerFailed(text, rank, steps, error.suspects, error.last_good_step)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker called exit with code {error.code}"
     trace = traceback.format_exc()
     where = f"{user_code_location(trace)}traceback in {log_file_name(rank)}"
-    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank)
+    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank, steps)
     failed.add_note(trace)
     return failed
 
@@ -150,8 +150,11 @@ def stack_on_demand(rank: int) -> Iterator[None]:
             faulthandler.unregister(signal.SIGQUIT)
 
 
-def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: float) -> WorkerFailed:
-    """Kill a worker that hangs, after its stack is in its log. Return the failure, which names the place if known."""
+def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: float, steps: int) -> WorkerFailed:
+    """Kill a worker that hangs, after its stack is in its log. Return the failure, which names the place if known.
+
+    `steps` is the number of steps that the workers which waited for it have completed.
+    """
     for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
@@ -167,7 +170,7 @@ def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: floa
     process.kill()
     location = _last_frame(stack)
     where = location and f"it was {location}; its stack is in {log_file_name(rank)}"
-    return WorkerFailed(_missing_ranks_message([rank], hang_timeout, where), rank)
+    return WorkerFailed(_missing_ranks_message([rank], hang_timeout, where), rank, steps)
 
 
 # --- lines from messages, tracebacks and stacks ---

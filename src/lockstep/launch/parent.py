@@ -172,11 +172,12 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
         raise Interrupted(received[0])
     if decisive.process.exitcode == -signal.SIGTERM:  # sent to the worker, which had nothing to save
         raise Interrupted(signal.SIGTERM)
-    if isinstance(decisive.error, LostRank) and decisive.error.timed_out:
+    error = decisive.error
+    if isinstance(error, LostRank) and error.timed_out:
         _wait(workers, ANSWER_SECONDS)
         if hanging := [each for each in workers if not each.answered]:
-            raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout)
-    raise decisive.error
+            raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout, error.steps)
+    raise error
 
 
 def _priority(error: BaseException | None) -> int:

@@ -126,7 +126,7 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     if isinstance(error, KeyboardInterrupt):  # it came while no worker ran
         error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
-    written, steps = summary_of(folder), max(0, step_of(paths.last(folder)))
+    written, steps = summary_of(folder), getattr(error, "steps", 0) or max(0, step_of(paths.last(folder)))
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
         known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)

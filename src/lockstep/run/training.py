@@ -144,6 +144,7 @@ def fit_and_test(
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
+        error.steps = trainer.global_step  # type: ignore[attr-defined]  # for the parent, if rank zero writes no summary
         if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
             error.filename = str(folder)  # errors of TensorBoard name no file
         # causes that have nothing to do with the checkpoint
