@@ -1,6 +1,5 @@
 """Compute a part of a run again from what its ledger records, by the same training as any run (train.py)."""
 
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,8 +45,7 @@ class SaveAtSteps(Preemption):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step in self._steps:
-            # As if all ranks had received the signal: SIGTERM saves and ends the run, SIGUSR1 only saves.
-            self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
+            self._save_due, self._end_due = True, trainer.global_step == self._steps[-1]
             if not validation_or_epoch_end_follows(trainer):  # if one follows, Preemption saves after it
                 self._save_for_signal(trainer)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config.value_checks import whole_number
 from lockstep.errors import UserError
-from lockstep.launch.new_thread import in_new_thread
+from lockstep.launch.process_lifetime import in_new_thread
 from lockstep.run import cli
 
 

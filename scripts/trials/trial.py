@@ -25,9 +25,8 @@ from lockstep.config.check import Config, check
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import export
-from lockstep.launch.network import LOOPBACK, bind_socket
 from lockstep.launch.parent import launch
-from lockstep.launch.process_group import leave_group
+from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
 from lockstep.run.training import fit_and_test
 
 # Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide

@@ -1,7 +1,5 @@
 """The errors that end a command: bad input, a failed worker, failed jobs of a sweep. Standard library only."""
 
-from typing import Any
-
 
 class UserError(Exception):
     """Bad input. The message is one line: `what is wrong: what would be right`."""
@@ -12,29 +10,38 @@ class WorkerFailed(Exception):
 
     Args:
         message: the message.
-        facts: the values of attributes, by name.
-
-    Attributes:
-        steps: completed optimizer steps, the largest count that a worker reported.
         local_rank: the worker's rank on its machine.
-        signum: the number of the signal that killed it; 0 if none did.
-        waited_for_rank: whether it failed only because another worker did not join a collective.
-        victim: whether it failed only because another worker was lost, which reports the reason.
+        steps: optimizer steps that the worker has completed; 0 if it could not report them.
         suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
     """
 
-    steps = 0
-    local_rank = 0
-    signum = 0
-    waited_for_rank = False
-    victim = False
-    suspects: tuple[int, ...] = ()
-    last_good_step = 0
-
-    def __init__(self, message: str, **facts: Any) -> None:
+    def __init__(
+        self,
+        message: str,
+        local_rank: int = 0,
+        steps: int = 0,
+        suspects: tuple[int, ...] = (),
+        last_good_step: int = 0,
+    ) -> None:
         super().__init__(message)
-        vars(self).update(facts)
+        self.local_rank = local_rank
+        self.steps = steps
+        self.suspects = suspects
+        self.last_good_step = last_good_step
+
+
+class LostRank(WorkerFailed):
+    """A worker failed only because another rank was lost or hangs. That rank, or the parent, reports the reason.
+
+    Args:
+        message, local_rank, steps: as in `WorkerFailed`.
+        timed_out: whether the other rank did not join a collective in time. Otherwise the connection to it was lost.
+    """
+
+    def __init__(self, message: str, local_rank: int = 0, steps: int = 0, timed_out: bool = False) -> None:
+        super().__init__(message, local_rank, steps)
+        self.timed_out = timed_out
 
 
 class SweepFailed(Exception):

@@ -60,7 +60,8 @@ def test_validation_is_not_training_time(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_the_warm_up_is_left_out_once_as_much_again_has_passed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    counted = meter.Speed(warmup=3)
+    monkeypatch.setattr(meter, "WARMUP", 3)
+    counted = meter.Speed()
     found = []
     for seconds in (9, 2, 2, 1, 1, 1, 1):
         clock.sleep(seconds)

@@ -17,7 +17,7 @@ from plain import Plain, loaders, trainer_with
 from lockstep.callbacks import store_lease
 from lockstep.callbacks.store_lease import StoreLease, store_leases
 from lockstep.errors import WorkerFailed
-from lockstep.launch.environment import environment
+from lockstep.launch.environment import STORE, environment
 
 SERVER = """
 import time
@@ -102,7 +102,7 @@ def test_the_script_names_the_store_if_fewer_machines_may_continue(tmp_path: Pat
 
 
 def test_only_workers_of_torchrun_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(store_lease.STORE, "127.0.0.1:1")
+    monkeypatch.setenv(STORE, "127.0.0.1:1")
     environment.cache_clear()
     assert store_leases() == []
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}.items():

@@ -7,7 +7,7 @@ import pytest
 from conftest import Program, template
 from PIL import Image
 
-from lockstep.launch.new_thread import in_new_thread
+from lockstep.launch.process_lifetime import in_new_thread
 
 OPENER = """
 import torch

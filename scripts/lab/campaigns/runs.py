@@ -14,7 +14,7 @@ from campaigns.processes import Process
 LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # the choices for a start
 GRACE = 30  # seconds until the program must end after a fault
 PATIENCE = 5  # seconds after SIGTERM or SIGINT within which training must stop
-UNLOCKED_SECONDS = 2  # a little more than the seconds for which a run keeps unlocked folders (lockstep.launch.scratch)
+UNLOCKED_SECONDS = 2  # a little more than the seconds for which a run keeps unlocked folders (scratch_folder)
 
 
 class Runs(Campaign):

@@ -1,4 +1,8 @@
-"""Lockstep's own callbacks: measuring, console, averages, checks. Those that users may change are in project/."""
+"""Lockstep's own callbacks: measuring, console, averages, checks. Those that users may change are in project/.
+
+A callback that changes no weights has `changes_weights = False`. The record of settings that affect the weights leaves
+it out.
+"""
 
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.ema import EMA

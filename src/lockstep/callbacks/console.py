@@ -39,7 +39,7 @@ class Console(Callback):
         every_epochs: epochs between two lines; the last epoch always has one.
     """
 
-    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
+    changes_weights = False
 
     def __init__(
         self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0, every_epochs: int = 1
@@ -53,6 +53,7 @@ class Console(Callback):
         self._meter: Meter | None = None
         self._shown: dict[str, float] = {}  # the measurement of the last line inside an epoch
         self._bar: Any = None
+        self._numbers = ""  # those of the latest step, as text
         self._arriving: Arriving | None = None  # numbers of an earlier step, on their way from the device
         self._drawing = contextlib.ExitStack()  # open while the bar is drawn; log lines then go above the bar
         self._ended = ""  # the beginning of an epoch's line, until the line is logged
@@ -84,10 +85,10 @@ class Console(Callback):
         if self._arriving is None and batch.num_local_samples and not batch.skipped:
             self._arriving = Arriving(outputs)
         if self._arriving and self._arriving.done:
-            self._bar.numbers, self._arriving = _metrics(self._arriving.numbers), None
+            self._numbers, self._arriving = _metrics(self._arriving.numbers), None
         self._bar.n = trainer.global_step
         self._bar.set_description_str(_epoch(trainer), refresh=False)
-        self._bar.set_postfix_str(_line(self._bar.numbers, self._speed()))
+        self._bar.set_postfix_str(_line(self._numbers, self._speed()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking or trainer.is_last_batch or is_last_step(trainer):
@@ -134,13 +135,7 @@ class Console(Callback):
 
 
 class Bar(tqdm):
-    """A bar that shows the remaining time with its unit.
-
-    Attributes:
-        numbers: the latest step's numbers, as text.
-    """
-
-    numbers = ""
+    """A bar that shows the remaining time with its unit."""
 
     @property
     def format_dict(self) -> dict[str, Any]:

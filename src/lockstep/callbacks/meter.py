@@ -20,19 +20,15 @@ WARMUP = 10  # optimizer steps that `samples_per_second` leaves out, see `Speed`
 class Speed:
     """The speed of training, over all ranks, since this process began.
 
-    Its clock stops while something other than training runs.
-
-    Args:
-        warmup: first optimizer steps to leave out, since kernels are chosen and memory grows in them. They are left out
-            as soon as there are twice as many steps.
+    Its clock stops while something other than training runs. The first WARMUP optimizer steps are left out as soon as
+    there are twice as many steps, since kernels are chosen and memory grows in them.
 
     Attributes:
         steps: optimizer steps counted.
     """
 
-    def __init__(self, warmup: int = WARMUP) -> None:
+    def __init__(self) -> None:
         self.steps = 0
-        self._warmup = warmup
         self._samples = 0
         self._end = 0.0  # when the last step ended
         self._marks: list[tuple[float, int]] = []  # clock and samples after the first step, and after the warm-up
@@ -51,7 +47,7 @@ class Speed:
         self.steps += 1
         self._samples += samples
         self._end = self.now()
-        if self.steps in (1, self._warmup):
+        if self.steps in (1, WARMUP):
             self._marks.append((self._end, self._samples))
 
     @property
@@ -59,7 +55,7 @@ class Speed:
         """Samples per second of training; None before two steps."""
         if self.steps < 2:
             return None
-        clock, samples = self._marks[-1] if self.steps >= 2 * self._warmup else self._marks[0]
+        clock, samples = self._marks[-1] if self.steps >= 2 * WARMUP else self._marks[0]
         return (self._samples - samples) / max(self._end - clock, 1e-9)
 
 
@@ -85,22 +81,21 @@ class Meter(Callback):
         just_measured: whether the step that has just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
-        wait_began: the time on the clock of `Speed` when the loop last asked its loader for a batch, or when validation
-            began.
     """
 
-    changes_weights = False  # so the record of settings that affect the weights leaves this callback out
+    changes_weights = False
 
     def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
         self.just_measured = False
         self.samples_seen = 0
         self.seconds_to_first_step: float | None = None
-        self.wait_began = 0.0
         self._log_every = log_every
         self._started = time.time() if started is None else started
         self._next = 1  # optimizer step to be measured next
         self._before = (0.0, 0, 0)  # the previous measurement: clock, samples seen, steps
+        # The time on the clock of `Speed` when the loop last asked its loader for a batch, or when validation began.
+        self._wait_began = 0.0
         self._waited = 0.0  # seconds of waiting for batches since then
         self._speed = Speed()
         self._names: list[str] = []  # names of the values that training steps return
@@ -122,20 +117,20 @@ class Meter(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._next = trainer.global_step + 1
-        self.wait_began = self._speed.now()
-        self._before = (self.wait_began, self.samples_seen, self._speed.steps)
+        self._wait_began = self._speed.now()
+        self._before = (self._wait_began, self.samples_seen, self._speed.steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.wait_began = self._speed.now()
+        self._wait_began = self._speed.now()
         if self._epoch_number != trainer.current_epoch:  # a resumed epoch keeps its sums
             self._epoch, self._epoch_number = {}, trainer.current_epoch
 
     def exclude_seconds(self, seconds: float) -> None:
         """Leave `seconds` between two steps out of the waiting time for data."""
-        self.wait_began += seconds
+        self._wait_began += seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._waited += self._speed.now() - self.wait_began
+        self._waited += self._speed.now() - self._wait_began
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples_seen += batch.samples
@@ -147,17 +142,17 @@ class Meter(Callback):
         if self.just_measured:
             self._measure(trainer, pl_module)
         self._speed.count(batch.samples)
-        self.wait_began = self._speed.now()
+        self._wait_began = self._speed.now()
         if self.seconds_to_first_step is None:
             self.seconds_to_first_step = time.time() - self._started
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.device.type == "cuda":  # the last steps may still be running
             torch.cuda.synchronize(pl_module.device)
-        self.wait_began = self._speed.now()
+        self._wait_began = self._speed.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._speed.exclude_since(self.wait_began)
+        self._speed.exclude_since(self._wait_began)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._collect(trainer, pl_module)

@@ -58,21 +58,21 @@ class MonitorCheck(pl.Callback):
                 callback.save(trainer)
                 writer.wait()
         logged = set(trainer.callback_metrics)
-        missing = [each for each in self._monitors(trainer) if each[1] not in logged]
-        message = (
-            unlogged_metric_message(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
-        )
-        raise UserError(message) from exception
+        for key, metric, mode in self._monitors(trainer):
+            if metric not in logged:
+                raise UserError(unlogged_metric_message(key, metric, logged, mode)) from exception
+        raise UserError(str(exception)) from exception
 
     def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
         """Return what is monitored as (key, metric, mode). Metrics that may be missing are left out."""
         owners: list[tuple[str, Any]] = [(f"{name}.monitor", each) for name, each in self._callbacks.items()]
-        owners += [
-            (self._monitor_setting, config) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
-        ]
-        strict = [(key, owner) for key, owner in owners if getattr(owner, "strict", True)]
-        followed = [(key, getattr(owner, "monitor", None), getattr(owner, "mode", None)) for key, owner in strict]
-        return [(key, metric, mode) for key, metric, mode in followed if isinstance(metric, str)]
+        owners += [(self._monitor_setting, each) for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        monitors = []
+        for key, owner in owners:
+            metric = getattr(owner, "monitor", None)
+            if isinstance(metric, str) and getattr(owner, "strict", True):
+                monitors.append((key, metric, getattr(owner, "mode", None)))
+        return monitors
 
 
 def _reads_sanity_checking(module: pl.LightningModule) -> bool:

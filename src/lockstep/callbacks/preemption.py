@@ -37,7 +37,7 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
 
     def __init__(self, folder: Path) -> None:
         self._path = paths.last(folder)
-        self._agreed: list[int] = []  # signals that all ranks have and have not handled yet
+        self._save_due = self._end_due = False  # what all ranks have agreed on and not done yet; ending includes saving
         self._ending_signal: int = signal.SIGTERM  # the last ending signal of this rank; SIGTERM before
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
         self._handlers = ExitStack()
@@ -55,15 +55,15 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:
             self._share_signals(trainer)
-        if self._agreed and not validation_or_epoch_end_follows(trainer):
+        if self._save_due and not validation_or_epoch_end_follows(trainer):
             self._save_for_signal(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreed and not trainer.is_last_batch:
+        if self._save_due and not trainer.is_last_batch:
             self._save_for_signal(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreed:
+        if self._save_due:
             self._save_for_signal(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -76,29 +76,31 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
             trainer.fit_loop.epoch_loop.follow_metrics()
             trainer.save_checkpoint(self._path)
         trainer.strategy.checkpoint_io.wait()  # the writer thread must have finished
-        self._ending = self._ending_signal if self._ends & {*self._agreed} else None
-        self._agreed.clear()
+        self._ending = self._ending_signal if self._end_due else None
+        self._save_due = self._end_due = False
         if trainer.is_global_zero:
             why = "asked to end" if self._ending else "SIGUSR1"  # the parent has the signal's name
             LOG.info(f"{why}: saved {self._path.name} after step {trainer.global_step}")
 
     def _share_signals(self, trainer: Trainer) -> None:
-        """Move the signals that any rank got to `_agreed`. Every rank must call it."""
-        known = len(pending_signals)  # later ones wait for the next call
-        mine = pending_signals[:known]
-        self._ending_signal = next((signum for signum in mine if signum in self._ends), self._ending_signal)
+        """Decide whether to save and to end, from the signals that any rank got. Every rank must call it."""
+        received = pending_signals.copy()  # later ones wait for the next call
+        del pending_signals[: len(received)]
+        ending = [signum for signum in received if signum in self._ends]
+        if ending:
+            self._ending_signal = ending[0]
+        save, end = bool(received), bool(ending)
         if trainer.world_size > 1:
-            mine = self._all_reduce_signals(mine, trainer.global_step)
-        self._agreed += mine
-        del pending_signals[:known]
+            save, end = self._all_reduce(save, end, trainer.global_step)
+        self._save_due |= save
+        self._end_due |= end
 
-    def _all_reduce_signals(self, mine: list[int], step: int) -> list[int]:
-        """Return the kinds of signals that any rank got, and set the step of the next all-reduce."""
+    def _all_reduce(self, save: bool, end: bool, step: int) -> tuple[bool, bool]:
+        """Return whether any rank must save, and whether any must end. Set the step of the next all-reduce."""
         now = time.monotonic()
-        ends, saves = bool(self._ends & {*mine}), signal.SIGUSR1 in mine
-        flags = torch.tensor([float(ends), float(saves), now - self._clock])
+        flags = torch.tensor([float(save), float(end), now - self._clock])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
-        end, save, seconds = flags.tolist()
+        any_saves, any_ends, seconds = flags.tolist()
         self._interval = max(1, min(1000, int(self._interval * SECONDS / max(seconds, 1e-3))))
         self._due, self._clock = step + self._interval, now
-        return [*[signal.SIGTERM] * bool(end), *[signal.SIGUSR1] * bool(save)]
+        return bool(any_saves), bool(any_ends)

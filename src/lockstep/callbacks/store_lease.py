@@ -1,6 +1,5 @@
 """End a part of a cut network that has lost torchrun's store, before another part continues the run."""
 
-import os
 import time
 from datetime import timedelta
 from threading import Event, Thread
@@ -12,8 +11,6 @@ from torch.distributed import DistError, TCPStore
 from lockstep.errors import WorkerFailed
 from lockstep.launch.environment import environment
 
-# Host and port of torchrun's store. scripts/torchrun.sh sets it if the number of machines may change (--nnodes=1:3).
-STORE = "LOCKSTEP_RDZV_STORE"
 LEASE_SECONDS = 3.0  # after this time without a heartbeat, torchrun's agents replace a machine (scripts/torchrun.sh)
 ASK_SECONDS = 0.5
 
@@ -75,5 +72,5 @@ class StoreLease(Callback):
 
 def store_leases() -> list[Callback]:
     """Return the callback of a run that scripts/torchrun.sh started and fewer machines may continue; none otherwise."""
-    store = os.environ.get(STORE, "")
-    return [StoreLease(store)] if store and environment().launcher == "torchrun" else []
+    here = environment()
+    return [StoreLease(here.rdzv_store)] if here.rdzv_store and here.launcher == "torchrun" else []

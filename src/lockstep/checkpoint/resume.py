@@ -31,8 +31,7 @@ from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
 from lockstep.launch.environment import external_workers
-from lockstep.launch.process_group import gather_objects
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
+from lockstep.launch.process_group import decide_on_rank_zero, gather_objects
 from lockstep.text import shell_override
 
 MULTIRUN_FLAGS = {"-m", "--multirun"}

@@ -19,7 +19,7 @@ from lockstep.data.datasets import Ids, Source, Spec, Splits, fetch, fingerprint
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import with_transforms
 from lockstep.errors import UserError
-from lockstep.launch.new_thread import in_new_thread
+from lockstep.launch.process_lifetime import in_new_thread
 from lockstep.text import plural
 
 check_data = checker(Data)

@@ -1,1 +1,1 @@
-"""Processes: the parent that starts workers, the process group, signals, and the detection of a hanging worker."""
+"""Processes: parent.py starts workers, rendezvous.py joins them to a group, failures.py says why one has failed."""

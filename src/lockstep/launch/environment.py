@@ -15,7 +15,6 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,21 +28,20 @@ PARENT = "LOCKSTEP_PARENT"
 # Its value is the name, in the table above, of what started this worker. It is set wherever Lockstep itself sets
 # torchrun's variables, since the worker would otherwise count as started by torchrun.
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
-SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files: lockstep.launch.scratch
+SCRATCH = "LOCKSTEP_SCRATCH"  # the run's folder for temporary files, see `scratch_folder`
+# Host and port of torchrun's store. scripts/torchrun.sh sets it if the number of machines may change (--nnodes=1:3).
+STORE = "LOCKSTEP_RDZV_STORE"
 
 # The names of four variables: rank, world size, local rank, local world size.
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# (engine, the variable by which it is recognised): the engine's names of the same four variables; "" if it has none.
-ENGINE_NAMES = {
-    ("mpi", "OMPI_COMM_WORLD_RANK"): (
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ),
-    ("slurm", "SLURM_PROCID"): ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-    ("mpi", "PMI_RANK"): ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("mpi", "MV2_COMM_WORLD_RANK"): (
-        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ),
-}
+COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+# Each engine's names of the same four variables; "" if it has none. An engine is recognised by its first variable.
+ENGINE_NAMES = (
+    ("mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in COMM_WORLD)),
+    ("slurm", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")),
+    ("mpi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("mpi", tuple(f"MV2_COMM_WORLD_{name}" for name in COMM_WORLD)),
+)
 # If one of these is set but Lockstep finds no world size, another launcher may have started several processes.
 RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK", "RANK")
 # Variables that identify one start of several processes and have the same value in all of them.
@@ -63,6 +61,7 @@ class Environment:
     master_addr: str  # empty: the engine does not set it
     master_port: int
     agent_store: bool  # whether the store of torchrun's agent is at the master's address
+    rdzv_store: str  # host and port of torchrun's store; empty: scripts/torchrun.sh does not set it
     restarts: int  # how many times the workers were restarted
     started: float  # `time.time()` when the command or the sweep's job started
     scratch: str  # the run's folder for temporary files; empty: no parent has created one
@@ -77,7 +76,7 @@ class Environment:
     def started_by(self) -> str:
         """The launcher's name in messages."""
         names = {"mpi": "mpirun", "slurm": "srun", "env": "the launcher", "group": "the process group's owner"}
-        return names.get(self.launcher or "", self.launcher or "nobody")
+        return names.get(str(self.launcher), str(self.launcher))
 
     @property
     def num_nodes(self) -> int:
@@ -90,63 +89,65 @@ class Environment:
 def environment() -> Environment:
     """Return this process's environment as it was at the first call."""
     variables = os.environ
-    launcher, names = _launcher_and_names(variables)
+    launcher, names = _launcher_and_names()
+    group = _ranks_of_group() if launcher is None else None
+    if group:
+        launcher, names = "group", TORCH_NAMES
 
     def number(index: int, default: int) -> int:  # `index` is a position in `names`
         return int(variables.get(names[index], default)) if names else default
 
-    group = _ranks_of_group() if launcher is None else None
     rank, world_size = group or (number(0, 0), number(1, 1))
-    is_srun_worker = variables.get(LAUNCHER_VARIABLE, launcher) == "slurm"
     return Environment(
-        launcher="group" if group else variables.get(LAUNCHER_VARIABLE, launcher) if launcher else None,
+        launcher=launcher,
         rank=rank,
-        local_rank=int(variables.get("LOCAL_RANK", "0")) if group else number(2, 0),
+        local_rank=number(2, 0),
         world_size=world_size,
-        local_world_size=int(variables.get("LOCAL_WORLD_SIZE", "0")) if group else number(3, 0 if names else 1),
+        local_world_size=number(3, 0 if names else 1),
         run_id=variables.get("TORCHELASTIC_RUN_ID", ""),
         master_addr=variables.get("MASTER_ADDR", ""),
-        master_port=int(variables.get("MASTER_PORT", "0")) or _port(variables),
+        master_port=int(variables.get("MASTER_PORT", "0")) or _port(),
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        rdzv_store=variables.get(STORE, ""),
         restarts=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
         started=float(variables.get(STARTED, time.time())),
         scratch=variables.get(SCRATCH, ""),
-        slurm_job=_slurm_job(variables),
+        slurm_job=_slurm_job(),
         slurm_task=int(variables.get("SLURM_PROCID", "0")),
         slurm_restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
         slurm_nodes=variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "")),
-        dedicated_cores=is_srun_worker and "SLURM_CPUS_PER_TASK" in variables,
-        dedicated_gpu=is_srun_worker and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
+        dedicated_cores=launcher == "slurm" and "SLURM_CPUS_PER_TASK" in variables,
+        dedicated_gpu=launcher == "slurm" and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
 
 
 os.register_at_fork(after_in_child=environment.cache_clear)  # a worker gets its rank after the fork
 
 
-def _slurm_job(variables: Mapping[str, str]) -> str | None:
+def _slurm_job() -> str | None:
     """Return the name of the batch job in SLURM's commands, `<array>_<task>` in an array.
 
     There the SLURM_JOB_ID of the last job is also the id of the array, so it would name the whole array.
     """
-    if "SLURM_ARRAY_TASK_ID" in variables:
-        return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
-    return variables.get("SLURM_JOB_ID")
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID")
 
 
-def _launcher_and_names(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
+def _launcher_and_names() -> tuple[str | None, tuple[str, ...]]:
     """Return the launcher whose variables are set, and their names in the order of TORCH_NAMES.
 
-    Without such a launcher return None and (). Torch's own variables come first, because a user may set them. A worker
-    of our own parent has them all, so it counts as torchrun's here. Open MPI comes before SLURM: it starts its daemons
-    with srun, and its processes inherit srun's variables. A single process of MPI or SLURM counts as having no
-    launcher, so that it may start workers as our own parent does.
+    Without such a launcher return None and (). Torch's own variables come first, because a user or Lockstep may have
+    set them. Open MPI comes before SLURM: it starts its daemons with srun, and its processes inherit srun's variables.
+    A single process of MPI or SLURM counts as having no launcher, so that it may start workers as our own parent does.
     """
+    variables = os.environ
     if "TORCHELASTIC_RUN_ID" in variables:
-        return "torchrun", TORCH_NAMES
+        return variables.get(LAUNCHER_VARIABLE, "torchrun"), TORCH_NAMES
     if "RANK" in variables and variables.get("WORLD_SIZE", "").isdecimal() and int(variables["WORLD_SIZE"]) > 1:
         return "env", TORCH_NAMES
-    for (launcher, marker), names in ENGINE_NAMES.items():
-        if marker in variables and int(variables.get(names[1], "1")) > 1:
+    for launcher, names in ENGINE_NAMES:
+        if names[0] in variables and int(variables.get(names[1], "1")) > 1:
             return launcher, names
     return None, ()
 
@@ -161,34 +162,32 @@ def _ranks_of_group() -> tuple[int, int] | None:
     return (dist.get_rank(), dist.get_world_size()) if exists and dist.get_world_size() > 1 else None
 
 
-def _port(variables: Mapping[str, str]) -> int:
+def _port() -> int:
     """Return a port for rank zero's store if MASTER_PORT is not set.
 
     It is the same in all processes of one start, and below the range from which the kernel assigns ports.
     """
-    start_ids = [variables[name] for name in START_IDS if name in variables] or [str(os.getppid())]
+    start_ids = [os.environ[name] for name in START_IDS if name in os.environ] or [str(os.getppid())]
     return 20000 + int(hashlib.sha256(" ".join(start_ids).encode()).hexdigest(), 16) % 10000
 
 
-def refuse_unknown_rank(variables: Mapping[str, str]) -> None:
+def refuse_unknown_rank() -> None:
     """Refuse to run if several processes were started but their ranks or rank zero's address are unknown.
 
     Each of the processes would act as rank zero.
 
-    Args:
-        variables: the environment variables.
-
     Raises:
         UserError: it names the variable that is wrong or lacks its counterpart, and what to do.
     """
-    launcher, names = _launcher_and_names(variables)
+    variables = os.environ
+    launcher, names = _launcher_and_names()
     rank, world_size = (variables.get(name, "") for name in TORCH_NAMES[:2])
     if launcher == "env" and not (rank.isdecimal() and int(rank) < int(world_size)):
         raise UserError(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
     if launcher is None:
         # An engine's rank is known only if its variable for the world size is set too.
-        complete_markers = {marker for (_, marker), its_names in ENGINE_NAMES.items() if its_names[1] in variables}
-        suspicious_names = [name for name in RANK_VARIABLES if name in variables and name not in complete_markers]
+        known_ranks = {its_names[0] for _, its_names in ENGINE_NAMES if its_names[1] in variables}
+        suspicious_names = [name for name in RANK_VARIABLES if name in variables and name not in known_ranks]
         suspicious_names += ["WORLD_SIZE"] * (world_size not in ("", "1"))
         # If srun had started several tasks, `launcher` would be slurm.
         is_single_task = "SLURM_STEP_NUM_TASKS" in variables

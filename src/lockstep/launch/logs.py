@@ -1,16 +1,8 @@
-"""Logging: rank zero writes to the console and to `train.log`, every other rank to `rank_<n>.log`.
+"""Logging: rank zero writes to the console and to `train.log`, every other rank to `rank_<n>.log`."""
 
-Functions at the end find the reason of a failure, in one line, in tracebacks and stacks.
-"""
-
-import faulthandler
 import logging
-import os
 import re
-import signal
-import sysconfig
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,7 +40,7 @@ def configure_logging(folder: Path, rank: int) -> None:
     must read.
     """
     path = (folder / log_file_name(rank)).absolute()
-    if environment().scratch:  # the parent finds the log by this link, see `read_stack`
+    if environment().scratch:  # the parent finds the log by this link, see failures.end_hanging_worker
         with suppress(FileExistsError):
             Path(environment().scratch, f"log_{rank}").symlink_to(path)
     file = logging.FileHandler(path, encoding="utf-8", delay=rank > 0)
@@ -102,90 +94,3 @@ def log_failure() -> Iterator[None]:
         if logging.root.handlers:  # `configure_logging` was called
             logging.root.error("the run failed", exc_info=error)
         raise
-
-
-# --- the stack of a worker that hangs ---
-
-
-@contextmanager
-def stack_on_demand(rank: int) -> Iterator[None]:
-    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file. `read_stack` reads it."""
-    with open(Path(environment().scratch, f"stack_{rank}"), "w") as file:
-        faulthandler.register(signal.SIGQUIT, file)
-        try:
-            yield
-        finally:
-            faulthandler.unregister(signal.SIGQUIT)
-
-
-def read_stack(scratch: str, rank: int, seconds: float) -> str:
-    """Wait for the stack that a worker writes on SIGQUIT. Append it to the worker's log and return it.
-
-    Args:
-        scratch: the run's folder for temporary files.
-        rank: the worker's rank.
-        seconds: the time to wait. Return "" if there is no stack then.
-    """
-    file, deadline = Path(scratch, f"stack_{rank}"), time.monotonic() + seconds
-    stack = ""
-    with suppress(OSError):
-        while not (stack := file.read_text(errors="replace")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.2)  # wait until the file is complete
-        stack = file.read_text(errors="replace")
-        with open(Path(scratch, f"log_{rank}"), "a", encoding="utf-8") as log:
-            log.write(f"the worker hung and was killed; its stack:\n{stack}\n")
-    return stack
-
-
-# --- the reason of a failure in one line ---
-
-
-def first_line(message: str) -> str:
-    """Return the first line of a message.
-
-    If torch has re-raised an error of another process or thread, the message contains a whole traceback. Then return
-    the line of the traceback that names the exception.
-    """
-    if "\nOriginal Traceback (most recent call last):" in message:
-        after_last_frame = message.rpartition('\n  File "')[2].splitlines()[1:]
-        raised_line = next((line for line in after_last_frame if line and not line.startswith(" ")), message)
-        message = re.sub(r"^[\w.]+\.(?=\w+: )", "", raised_line)
-    return (message.strip().splitlines() or ["no reason given"])[0]
-
-
-def user_code_location(trace: str) -> str:
-    """Return the last frame of a traceback in the user's own code as `<file>:<line> in <function>; `, or ""."""
-    frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
-    user_frames = [frame for frame in frames if _is_user_code(frame[0])]
-    return f"{_format_frame(*user_frames[-1])}; " if user_frames else ""
-
-
-def last_frame(stack: str) -> str:
-    """Return the innermost frame of a stack as `at <file>:<line> in <function>`. Return "" if there is no stack.
-
-    Prefer the innermost frame of the user's own code. Of each thread, leave out launch/parent.py and what called it:
-    that is the worker's start, where the user's program appears too.
-
-    Args:
-        stack: the text that faulthandler wrote. In it the innermost frame of a thread comes first, and the main thread
-            comes last.
-    """
-    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]
-    stacks = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
-    frames = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in stacks]
-    user_frames = [frame for thread in frames for frame in thread if _is_user_code(frame[0])]
-    candidates = user_frames or (frames[-1] if frames else [])
-    return f"at {_format_frame(*candidates[0])}" if candidates else ""
-
-
-def _is_user_code(file: str) -> bool:
-    """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
-    other_code = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
-    return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
-
-
-def _format_frame(file: str, line: str, function: str) -> str:
-    """Return a frame as text. The path is relative to the working folder if the file lies in it."""
-    relative_path = os.path.relpath(file)
-    return f"{file if relative_path.startswith('..') else relative_path}:{line} in {function}"

@@ -4,8 +4,8 @@ The first part of this file runs in the parent, the second part in a worker, bef
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
 runs a parallel operation or touches CUDA, so it may fork. User code that opens data may start parallel operations, so
-it runs in a second thread, which ends before the fork (launch/new_thread.py). A forked worker starts in a fraction of a
-second with everything imported.
+it runs in a second thread, which ends before the fork (launch/process_lifetime.py). A forked worker starts in a
+fraction of a second with everything imported.
 
 Serving the store of the process group takes a thread, and the parent may have only its main thread while it forks, so
 rank zero serves the store. When one worker dies, the parent ends all of them. If an engine (torchrun, SLURM, MPI) has
@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,22 +27,18 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.errors import UserError, WorkerFailed
-from lockstep.launch import logs
-from lockstep.launch.environment import LAUNCHER_VARIABLE, environment, export, external_workers
-from lockstep.launch.network import LOOPBACK
-from lockstep.launch.process_group import (
-    hanging_ranks_message,
+from lockstep.errors import LostRank, UserError, WorkerFailed
+from lockstep.launch.environment import LAUNCHER_VARIABLE, SCRATCH, environment, export, external_workers
+from lockstep.launch.failures import (
+    end_hanging_worker,
+    failure_of_worker,
     is_lost_rank,
-    is_timeout,
-    join_external,
-    join_group,
-    leave_group,
-    missing_ranks_message,
-    open_store_socket,
+    lost_rank_failure,
+    stack_on_demand,
 )
-from lockstep.launch.process_lifetime import freeze_imports
-from lockstep.launch.scratch import scratch_folder
+from lockstep.launch.logs import log_failure
+from lockstep.launch.process_lifetime import freeze_imports, scratch_folder
+from lockstep.launch.rendezvous import LOOPBACK, join_external, join_group, leave_group, open_store_socket
 from lockstep.launch.signals import (
     Interrupted,
     block_signals,
@@ -56,10 +51,8 @@ from lockstep.launch.signals import (
 )
 from lockstep.text import signal_name
 
-LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-ANSWER_SECONDS = 3.0  # after a timeout: for the other workers' answers, and for the stack of a worker that hangs
-VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
+ANSWER_SECONDS = 3.0  # after a timeout, for the other workers' answers
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -87,21 +80,16 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             with block_signals():
                 for rank in range(layout.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender)
                     process = context.Process(target=run_worker, args=(work, args, place))
                     process.start()
-                    workers.append(_Worker(process, receiver))
+                    workers.append(_Worker(rank, process, receiver))
                     sender.close()
             listener.close()
             if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
             _wait(workers)
-            decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
-            if decisive.error is None:
-                return decisive.result
-            if received:
-                raise Interrupted(received[0])
-            raise _failure(decisive.error, workers.index(decisive), workers, hang_timeout, scratch)
+            return _result(workers, received, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -126,13 +114,12 @@ def _run_in_external_worker(
     if dist.is_initialized():
         dist.set_timeout(timedelta(seconds=hang_timeout))
     try:
-        with logs.log_failure():
+        with log_failure():
             return work(*args)
     except Exception as error:
         if not is_lost_rank(error):
             raise
-        text = hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION
-        raise WorkerFailed(text, victim=True) from error
+        raise lost_rank_failure(error, hang_timeout) from error
     finally:
         end_children()
 
@@ -141,6 +128,7 @@ def _run_in_external_worker(
 class _Worker:
     """The parent's record of a worker."""
 
+    rank: int
     process: Any
     receiver: Connection
     answered: bool = False  # whether the worker has sent how it ended, or has died
@@ -159,7 +147,7 @@ class _Worker:
         code = self.process.exitcode
         text = f"was killed by {signal_name(-code)}" if code < 0 else f"failed: exit code {code}"
         text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answered, self.error = True, WorkerFailed(text, signum=max(0, -code))
+        self.answered, self.error = True, WorkerFailed(f"rank {self.rank} {text}", self.rank)
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
@@ -175,51 +163,36 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
             return
 
 
+def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
+    """Return rank zero's result, or raise the error that ended the run. One worker has failed, or all have answered."""
+    decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
+    if decisive.error is None:
+        return decisive.result
+    if received:
+        raise Interrupted(received[0])
+    if decisive.process.exitcode == -signal.SIGTERM:  # sent to the worker, which had nothing to save
+        raise Interrupted(signal.SIGTERM)
+    error = decisive.error
+    if isinstance(error, LostRank) and error.timed_out:
+        _wait(workers, ANSWER_SECONDS)
+        if hanging := [each for each in workers if not each.answered]:
+            raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout, error.steps)
+    raise error
+
+
 def _priority(error: BaseException | None) -> int:
     """Return the priority of a worker's error. The run ends with the error that has the lowest number.
 
-    Errors that another worker has caused have a higher number than their cause.
-
-    Args:
-        error: None if the worker succeeded, which is the highest number.
+    Errors that another worker has caused have a higher number than their cause. The error of a worker that succeeded is
+    None.
     """
-    if isinstance(error, WorkerFailed):
-        return 3 if error.victim else 2 if error.waited_for_rank else 1
-    return 0 if isinstance(error, UserError) else 5 if error is None else 4  # 4: interrupted
-
-
-def _failure(
-    error: BaseException, local_rank: int, workers: Sequence[_Worker], hang_timeout: float, scratch: str
-) -> BaseException:
-    """Return the exception of a run that a worker's error ended."""
-    if not isinstance(error, WorkerFailed):
-        return error
-    if error.signum == signal.SIGTERM:
-        return Interrupted(signal.SIGTERM)
-    text = str(error)
-    if error.waited_for_rank:  # another worker hangs
-        _wait(workers, ANSWER_SECONDS)
-        hanging = [index for index, each in enumerate(workers) if not each.answered]
-        if hanging:
-            local_rank = hanging[0]
-            location = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
-            text = missing_ranks_message([local_rank], hang_timeout, location)
-    elif not error.suspects:  # the ranks of which one has computed wrong values; the text names them already
-        text = f"rank {local_rank} {text}"
-    error.args, error.local_rank = (text,), local_rank
-    error.steps = max(getattr(each.error, "steps", 0) for each in workers)
-    error.victim = False  # the supervisor must not wait for a lost rank: no other process writes the summary
-    return error
-
-
-def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
-    """Kill a worker that hangs, after its stack is in its log. Return where it hung; "" if that is not known."""
-    for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signum)
-    location = logs.last_frame(logs.read_stack(scratch, rank, ANSWER_SECONDS))
-    process.kill()
-    return location and f"it was {location}; its stack is in {logs.log_file_name(rank)}"
+    if error is None:
+        return 5
+    if isinstance(error, UserError):
+        return 0
+    if isinstance(error, LostRank):
+        return 2 if error.timed_out else 3
+    return 1 if isinstance(error, WorkerFailed) else 4  # 4: interrupted
 
 
 def _end_processes(processes: Sequence[Any]) -> None:
@@ -253,6 +226,7 @@ class WorkerPlace:
     hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
+    scratch: str  # the run's folder for temporary files
     listener: socket.socket  # the listening socket of rank zero's store
     answers: Connection  # to the parent, for one message, `(error, result)`; error: None if the work succeeded
 
@@ -268,7 +242,7 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # callbacks.Preemption handles it while there is something to save
     unblock_signals()
     set_parent_death_signal(place.parent)
-    export(  # the variables that torchrun sets
+    export(  # the variables that torchrun sets, and ours
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),
         WORLD_SIZE=str(place.layout.world_size),
@@ -278,16 +252,16 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
         MASTER_PORT=str(place.listener.getsockname()[1]),
         TORCHELASTIC_RUN_ID="lockstep",
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
-        **{LAUNCHER_VARIABLE: "lockstep"},
+        **{LAUNCHER_VARIABLE: "lockstep", SCRATCH: place.scratch},
     )
     error: BaseException | None = None
     result = None
     try:
-        with logs.stack_on_demand(place.rank):
+        with stack_on_demand(place.rank):
             if place.layout.has_process_group:
-                join_group(place.layout, place.listener, place.hang_timeout)
+                join_group(place.layout.accelerator == "gpu", place.listener, place.hang_timeout)
             try:
-                with logs.log_failure():
+                with log_failure():
                     result = work(*args)
             except Interrupted as interrupted:
                 error = Interrupted(interrupted.signum)  # without the traceback, which keeps the work's objects alive
@@ -295,28 +269,6 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
             # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
             leave_group()
     except (Exception, SystemExit) as failure:
-        error = _worker_failure(failure, place.hang_timeout)
+        error = failure_of_worker(failure, place.hang_timeout)
     end_children()
     place.answers.send((error, result))
-
-
-def _worker_failure(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
-    """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
-    if isinstance(error, UserError):
-        return UserError(logs.first_line(str(error)).removeprefix("UserError: "))
-    steps = getattr(error, "steps", 0)
-    if is_lost_rank(error):
-        if is_timeout(error):
-            return WorkerFailed(missing_ranks_message([], hang_timeout), steps=steps, waited_for_rank=True)
-        time.sleep(VICTIM_SECONDS)
-        return WorkerFailed("lost the connection to another worker", steps=steps, victim=True)
-    if isinstance(error, WorkerFailed):  # its message already names the ranks at fault
-        return WorkerFailed(str(error), steps=steps, suspects=error.suspects, last_good_step=error.last_good_step)
-    message = f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
-        message = f"the worker called exit with code {error.code}"
-    trace = traceback.format_exc()
-    where = f"{logs.user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
-    failed = WorkerFailed(f"failed: {logs.first_line(message)} ({where})", steps=steps)
-    failed.add_note(trace)
-    return failed

@@ -20,11 +20,8 @@ from lockstep.launch.environment import environment
 class Interrupted(BaseException):
     """A signal ended the run. It is not an `Exception`, so that it ends a whole sweep and not only one job.
 
-    Args:
-        signum: the number of the signal.
-
     Attributes:
-        signum: the argument.
+        signum: the number of the signal.
         code: the exit code: 130 for SIGINT, else 143.
     """
 
@@ -156,10 +153,7 @@ def signal_children(signum: int) -> None:
 def set_parent_death_signal(parent: int) -> None:
     """Kill this process when its parent is killed, or now if that has already happened.
 
-    It uses prctl(PR_SET_PDEATHSIG), and does nothing on systems other than Linux.
-
-    Args:
-        parent: the parent's process id.
+    It uses prctl(PR_SET_PDEATHSIG), and does nothing on systems other than Linux. `parent` is the parent's process id.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG

@@ -32,10 +32,10 @@ from lockstep.config.value_checks import CONF, ROOT
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
-from lockstep.launch.logs import user_code_location
-from lockstep.launch.process_group import is_printed_by_another_rank, join_external
+from lockstep.launch.failures import is_printed_by_another_rank, user_code_location
+from lockstep.launch.process_group import ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
-from lockstep.launch.rank_zero_decisions import ranks_writing_in, remove_decisions
+from lockstep.launch.rendezvous import join_external
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run.run_folder import FolderBusy, lock_folder, register_folder, remove_refused_folder
 from lockstep.run.summary import summary_of, write_conclusion
@@ -102,7 +102,7 @@ def run_command(program: Program, config_name: str, config_folder: Path = CONF) 
             with suppress(BrokenPipeError):  # the output may be piped into head
                 print(page, flush=True)
             return 0, ""
-        refuse_unknown_rank(os.environ)
+        refuse_unknown_rank()
         if portable.is_requested(sys.argv[1:]):
             portable.choose_kernels(portable.PORTABLE)
         join_external()

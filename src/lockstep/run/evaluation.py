@@ -23,7 +23,7 @@ from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import without_training_settings
 from lockstep.errors import UserError
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
+from lockstep.launch.process_group import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.summary import RunRecord
 from lockstep.run.worker_setup import set_up_worker

@@ -30,8 +30,7 @@ from lockstep.config.hydra_versions import register_resolver
 from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.process_group import broadcast_from_rank_zero
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
+from lockstep.launch.process_group import broadcast_from_rank_zero, decide_on_rank_zero
 from lockstep.run.provenance import MACHINE_KEYS
 from lockstep.run.summary import summary_of
 

@@ -12,10 +12,11 @@ from typing import Any
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.resume import last_checkpoint_id
 from lockstep.config.check import Config
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.failures import VICTIM_SECONDS
 from lockstep.launch.machine import computes_bf16, hide_gpu
-from lockstep.launch.parent import VICTIM_SECONDS, launch
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.run.provenance import check_same_on_all_ranks
 from lockstep.run.summary import summarise, summary_of, write_conclusion
@@ -108,7 +109,7 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     rank = environment().rank
     if rank and isinstance(error, Interrupted):  # rank zero writes it, and two ranks must not write one file at once
         return
-    if isinstance(error, WorkerFailed) and error.victim:
+    if isinstance(error, LostRank) and external_workers():  # with a parent, no other process writes the summary
         time.sleep(VICTIM_SECONDS + rank / 4)  # so that the first remaining rank writes first
         if (written := summary_of(folder)) != before and written.get("status") == "failed":
             return  # the lost rank has written its error

@@ -29,8 +29,8 @@ from lockstep.data import DataModule, Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
-from lockstep.launch.rank_zero_decisions import ranks_writing_in
+from lockstep.launch.failures import is_lost_rank
+from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
@@ -119,7 +119,7 @@ def fit_and_test(
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
-        error.steps = trainer.global_step  # type: ignore[attr-defined]  # the parent needs it if rank zero was killed
+        error.steps = trainer.global_step  # type: ignore[attr-defined]  # for the parent, if rank zero writes no summary
         if refusal := _conclude_failure(run, error, first_step):
             raise refusal from error
         raise

@@ -1,0 +1,225 @@
+"""Why a worker failed, in one line: its own error, a rank that it has lost, or the place where it hangs."""
+
+import faulthandler
+import os
+import re
+import signal
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LostRank, UserError, WorkerFailed
+from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.logs import log_file_name
+from lockstep.launch.rendezvous import group_store
+from lockstep.text import join_names, short_path
+
+VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
+STACK_SECONDS = 3.0  # for a worker that hangs, to write its stack
+STORE_SECONDS = 3.0  # how long ranks that are still alive have to exchange keys through the store after a failure
+
+
+def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
+    """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
+    if isinstance(error, UserError):
+        return UserError(_first_line(str(error)).removeprefix("UserError: "))
+    rank, steps = environment().rank, getattr(error, "steps", 0)
+    if is_lost_rank(error):
+        if _is_timeout(error):
+            return LostRank(_missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
+        time.sleep(VICTIM_SECONDS)
+        return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
+    if isinstance(error, WorkerFailed):
+        text = str(error) if error.suspects else f"rank {rank} {error}"  # the text names the suspects
+        return WorkerFailed(text, rank, steps, error.suspects, error.last_good_step)
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        message = f"the worker called exit with code {error.code}"
+    trace = traceback.format_exc()
+    where = f"{user_code_location(trace)}traceback in {log_file_name(rank)}"
+    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank, steps)
+    failed.add_note(trace)
+    return failed
+
+
+# --- ranks that are lost ---
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Check whether an error means that another rank is lost or did not join a collective.
+
+    These are torch's own errors, and those of gloo: RuntimeErrors that contain the path of gloo's source.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Check whether an error is the timeout of a collective."""
+    return re.search(r"[Tt]imed out|[Tt]imeout", str(error)) is not None
+
+
+def lost_rank_failure(error: BaseException, hang_timeout: float) -> LostRank:
+    """Return the failure of an engine's worker that has lost another rank. Here no parent sees all workers.
+
+    After a timeout it names the ranks that did not join the collective: each rank that waited in it writes a key into
+    the group's store; ranks without a key did not join.
+    """
+    if not _is_timeout(error):
+        return LostRank("lost the connection to another rank: see the log of that rank, or its machine, for the reason")
+    missing: list[set[int]] = []
+    search = threading.Thread(target=lambda: missing.append(_find_missing_ranks()), daemon=True)
+    search.start()
+    search.join(2 * STORE_SECONDS)
+    # If the search does not end, the store does not answer: rank zero, which serves it, is the missing rank.
+    return LostRank(_missing_ranks_message(sorted(missing[0] if missing else {0}), hang_timeout), timed_out=True)
+
+
+def _find_missing_ranks() -> set[int]:
+    """Return the ranks that write no key into the group's store within STORE_SECONDS."""
+    import torch.distributed as dist
+
+    store = group_store()
+    if store is None:
+        return set()
+    missing = set(range(dist.get_world_size())) - {dist.get_rank()}
+    until = time.monotonic() + STORE_SECONDS
+    try:
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        store.set(f"arrived/{dist.get_rank()}", "")
+        while missing and time.monotonic() < until:
+            missing -= {rank for rank in missing if store.check([f"arrived/{rank}"])}
+            time.sleep(0.1)
+    except dist.DistError:  # rank zero serves the store
+        return {0}
+    return missing
+
+
+def _missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
+    """Return a line that names the ranks that hang; `where` is the place where they hang, if it is known."""
+    who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
+    cause = where or "it hangs or is stopped, or its network connection is cut"
+    return f"{who} did not join the other ranks within {timeout:g} s (hang_timeout): {cause}"
+
+
+def is_printed_by_another_rank(line: str) -> bool:
+    """Check whether rank zero prints the same error line, so that this rank need not. On rank zero return False.
+
+    So an error of all ranks is printed once, and an error of one rank is printed by that rank.
+    """
+    store = group_store()
+    if external_workers() <= 1 or store is None:
+        return False
+    from torch.distributed import DistError
+
+    this_rank, line = environment().rank, line.partition("\n")[0]
+    others = [f"line/{rank}" for rank in range(1, environment().world_size)]
+    try:
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        if this_rank:
+            same = store.get("line/0").decode() == line
+            store.set(f"line/{this_rank}", "read")
+            return same
+        store.set("line/0", line)
+        store.wait(others)  # rank zero serves the store, so it ends last
+    except DistError:
+        pass
+    return False
+
+
+# --- the stack of a worker that hangs ---
+
+
+@contextmanager
+def stack_on_demand(rank: int) -> Iterator[None]:
+    """On SIGQUIT inside the `with` block, write the stacks of all threads to a file. `end_hanging_worker` reads it."""
+    with open(Path(environment().scratch, f"stack_{rank}"), "w") as file:
+        faulthandler.register(signal.SIGQUIT, file)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
+
+
+def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: float, steps: int) -> WorkerFailed:
+    """Kill a worker that hangs, after its stack is in its log. Return the failure, which names the place if known.
+
+    `steps` is the number of steps that the workers which waited for it have completed.
+    """
+    for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+    file, deadline = Path(scratch, f"stack_{rank}"), time.monotonic() + STACK_SECONDS
+    stack = ""
+    with suppress(OSError):
+        while not (stack := file.read_text(errors="replace")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)  # wait until the file is complete
+        stack = file.read_text(errors="replace")
+        with open(Path(scratch, f"log_{rank}"), "a", encoding="utf-8") as log:
+            log.write(f"the worker hung and was killed; its stack:\n{stack}\n")
+    process.kill()
+    location = _last_frame(stack)
+    where = location and f"it was {location}; its stack is in {log_file_name(rank)}"
+    return WorkerFailed(_missing_ranks_message([rank], hang_timeout, where), rank, steps)
+
+
+# --- lines from messages, tracebacks and stacks ---
+
+
+def _first_line(message: str) -> str:
+    """Return the first line of a message.
+
+    If torch has re-raised an error of another process or thread, the message contains a whole traceback. Then return
+    the line of the traceback that names the exception.
+    """
+    if "\nOriginal Traceback (most recent call last):" in message:
+        after_last_frame = message.rpartition('\n  File "')[2].splitlines()[1:]
+        raised_line = next((line for line in after_last_frame if line and not line.startswith(" ")), message)
+        message = re.sub(r"^[\w.]+\.(?=\w+: )", "", raised_line)
+    return (message.strip().splitlines() or ["no reason given"])[0]
+
+
+def user_code_location(trace: str) -> str:
+    """Return the last frame of a traceback in the user's own code as `<file>:<line> in <function>; `, or ""."""
+    frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+    user_frames = [frame for frame in frames if _is_user_code(frame[0])]
+    return f"{_format_frame(*user_frames[-1])}; " if user_frames else ""
+
+
+def _last_frame(stack: str) -> str:
+    """Return the innermost frame of a stack as `at <file>:<line> in <function>`. Return "" if there is no stack.
+
+    Prefer the innermost frame of the user's own code. Of each thread, leave out launch/parent.py and what called it:
+    that is the worker's start, where the user's program appears too.
+
+    Args:
+        stack: the text that faulthandler wrote. In it the innermost frame of a thread comes first, and the main thread
+            comes last.
+    """
+    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]
+    stacks = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
+    frames = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in stacks]
+    user_frames = [frame for thread in frames for frame in thread if _is_user_code(frame[0])]
+    candidates = user_frames or (frames[-1] if frames else [])
+    return f"at {_format_frame(*candidates[0])}" if candidates else ""
+
+
+def _is_user_code(file: str) -> bool:
+    """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
+    other_code = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
+    return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
+def _format_frame(file: str, line: str, function: str) -> str:
+    """Return a frame as text."""
+    return f"{short_path(file)}:{line} in {function}"
