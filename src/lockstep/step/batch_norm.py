@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
+from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.gradients import GradientSum, all_reduce
 from lockstep.step.network_parts import segment_ids
 
@@ -36,8 +37,9 @@ class BatchNormStats:
     """
 
     def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:
-        self.strategy, self.world_size = gradients.strategy, gradients.world_size
+        self.strategy = gradients.strategy
         module = self.strategy.lightning_module
+        self.world_size = data_of(module.trainer).layout.replicas
         layers, kinds = statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
         self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
@@ -59,7 +61,7 @@ class BatchNormStats:
             self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
             self.exact_sum.exponents = list(exponents) or self.exact_sum.exponents
 
-    def begin(self, step_batch: Any) -> None:
+    def begin(self, step_batch: StepBatch) -> None:
         """Save the statistics before a step. A step with one piece on one process is left to torch."""
         one = step_batch.num_nonempty == 1 and self.world_size == 1
         self.active = bool(self.buffers) and not one
@@ -86,7 +88,7 @@ class BatchNormStats:
         elif self.active:
             torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
 
-    def finish(self, step_batch: Any) -> None:
+    def finish(self, step_batch: StepBatch) -> None:
         """Set the statistics to the mean over the step's pieces. Every process calls this."""
         if not self.active:
             return

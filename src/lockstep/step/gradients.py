@@ -61,12 +61,10 @@ class SumOptions:
     """Options of a gradient sum. Extras set them before the first step.
 
     Attributes:
-        uses_reducer: whether DDP may send gradients during the last backward pass. False: `reduce` sends them.
         sums_at_once: number of steps whose sums may run at the same time.
         check_messages: whether exact sums carry checksums, so that a damaged message is detected.
     """
 
-    uses_reducer: bool = True
     sums_at_once: int = 1
     check_messages: bool = False
 
@@ -78,7 +76,7 @@ class GradientSum:
 
     Args:
         strategy: the trainer's strategy.
-        world_size: number of worker processes that share the pieces, over all nodes.
+        world_size: number of processes over which the gradient is summed. Extras may sum over fewer than all.
 
     Attributes:
         exact: whether the sum has the same bits in any order.
@@ -91,25 +89,15 @@ class GradientSum:
         self.strategy = strategy
         self.world_size = world_size
         self.options = SumOptions()
-        self._reducer_sends = False  # whether DDP's reducer sends this step's gradients
-
-    @property
-    def processes(self) -> int:
-        """Number of processes over which the gradient is summed. Extras may sum over fewer than all."""
-        return self.world_size
+        self._reducer_sends = False  # whether DDP's reducer sends this step's gradients in the last backward pass
 
     def begin(self, step_batch: StepBatch) -> None:
-        """Start a step. Choose whether DDP's reducer sends its gradients.
-
-        The reducer can't if a process has no sample, because DDP waits for every process. It can't if parameters were
-        frozen or unfrozen since DDP wrapped the module, because DDP would leave them out.
+        """Start a step. Let DDP's reducer send its gradients, unless a process has no sample, for which DDP would wait.
 
         Args:
             step_batch: the part of the step that this process computes.
         """
-        allowed = self.world_size > 1 and self.options.uses_reducer
-        can_send = step_batch.all_ranks_have_data and not self.strategy.trained_parameters_changed
-        self._reducer_sends = allowed and can_send
+        self._reducer_sends = self.strategy.use_reducer(self.world_size > 1 and step_batch.all_ranks_have_data)
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return the weight of a micro-batch's mean loss.
@@ -118,15 +106,8 @@ class GradientSum:
         """
         return micro_batch.size / step_batch.samples * self.world_size
 
-    def before_piece(self, index: int, step_batch: StepBatch) -> None:
-        """Prepare the forward pass of micro-batch `index`: start DDP's reducer before the last one."""
-        if self._reducer_sends and index == len(step_batch.micro_batches) - 1:
-            self.strategy.start_reducer(first=index == 0)
-
-    def collect(self, index: int, step_batch: StepBatch) -> None:
-        """Collect the gradient after the backward pass of micro-batch `index`."""
-        if self._reducer_sends and index == len(step_batch.micro_batches) - 1:
-            self.strategy.finish_reducer()
+    def collect(self) -> None:
+        """Collect the gradient after a backward pass. Here autograd has added it to those before."""
 
     def reduce(self, step: "Step") -> "Step | None":
         """Sum over all processes after the last pass, unless DDP's reducer has done so.
@@ -171,11 +152,6 @@ class GradientSum:
         """Wait for a sum and set the parameters' gradients to it."""
         for parameter, gradient in zip(started.parameters, started.result[0], strict=True):
             parameter.grad = gradient
-
-    @property
-    def waiting(self) -> int:
-        """Number of gradients whose sum is done or running but which are not applied yet."""
-        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later gradients depend, as plain data. Every process calls this."""
@@ -253,10 +229,7 @@ class ExactGradientSum(GradientSum):
         """Return the micro-batch's number of samples. `reduce` divides the sum by the step's number of samples."""
         return float(micro_batch.size)
 
-    def before_piece(self, index: int, step_batch: StepBatch) -> None:
-        """Do nothing: exact sums do not use DDP's reducer."""
-
-    def collect(self, index: int, step_batch: StepBatch) -> None:
+    def collect(self) -> None:
         """Add the gradient of a piece to the sum and drop it."""
         self.sum.add([parameter.grad for parameter in self.parameters])
         self._reset()
@@ -300,66 +273,6 @@ class ExactGradientSum(GradientSum):
         """Restore the exponents from `state_dict`; see `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
-
-
-class WrappedGradientSum(GradientSum):
-    """A base class for extras that change a part of another gradient sum. All methods call the inner sum's.
-
-    Args:
-        inner: the gradient sum to wrap.
-    """
-
-    def __init__(self, inner: GradientSum) -> None:
-        super().__init__(inner.strategy, inner.world_size)
-        self.inner = inner
-        self.exact = inner.exact
-        self.options = inner.options
-
-    @property
-    def processes(self) -> int:
-        """See `GradientSum.processes`."""
-        return self.inner.processes
-
-    def begin(self, step_batch: StepBatch) -> None:
-        """Start a step; see `GradientSum.begin`."""
-        self.inner.begin(step_batch)
-
-    def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
-        """Return a micro-batch's weight; see `GradientSum.weight`."""
-        return self.inner.weight(micro_batch, step_batch)
-
-    def before_piece(self, index: int, step_batch: StepBatch) -> None:
-        """Prepare a forward pass; see `GradientSum.before_piece`."""
-        self.inner.before_piece(index, step_batch)
-
-    def collect(self, index: int, step_batch: StepBatch) -> None:
-        """Collect a gradient; see `GradientSum.collect`."""
-        self.inner.collect(index, step_batch)
-
-    def reduce(self, step: "Step") -> "Step | None":
-        """Sum over all processes; see `GradientSum.reduce`."""
-        return self.inner.reduce(step)
-
-    def start(self, step_batch: StepBatch) -> StartedSum:
-        """Start the sum over all processes; see `GradientSum.start`."""
-        return self.inner.start(step_batch)
-
-    def apply(self, started: StartedSum) -> None:
-        """Apply a sum; see `GradientSum.apply`."""
-        self.inner.apply(started)
-
-    @property
-    def waiting(self) -> int:
-        """See `GradientSum.waiting`."""
-        return self.inner.waiting
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; see `GradientSum.state_dict`."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; see `GradientSum.load_state_dict`."""
-        self.inner.load_state_dict(state)
 
 
 def gather_exponents(

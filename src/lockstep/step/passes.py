@@ -71,14 +71,13 @@ class StepPasses:
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
                     statistics.before_forward()
-                    gradients.before_piece(index, step_batch)
                     step.forward(index)
                     statistics.after_forward()
                 else:
                     step.backward(index)
                     for hook in self.hooks:
                         hook.after_piece(step, step_batch.micro_batches[index])
-                    gradients.collect(index, step_batch)
+                    gradients.collect()
             for hook in self.hooks:
                 hook.after_passes(step)
             statistics.finish(step_batch)

@@ -79,20 +79,13 @@ class PieceStrategy(Strategy):
         """Seed the generators of the device to which batches are moved."""
         seed_device(seed, self.root_device)
 
-    @property
-    def trained_parameters_changed(self) -> bool:
-        """True if parameters were frozen or unfrozen since the strategy was set up."""
-        return False
+    def use_reducer(self, wanted: bool) -> bool:
+        """Choose whether the last passes of the next step sum its gradients over all processes. Only ddp can.
 
-    def start_reducer(self, first: bool) -> None:
-        """Sum gradients over all processes during the next passes. Only ddp does.
-
-        Args:
-            first: whether these are the first passes of a step.
+        Returns:
+            Whether they will.
         """
-
-    def finish_reducer(self) -> None:
-        """Stop summing gradients over all processes, after `start_reducer`."""
+        return False
 
     def holds(self, thing: Any) -> bool:
         """Check whether this process has a parameter or layer and computes with it."""

@@ -130,7 +130,6 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     strategy = Auto().make_lightning_strategy(layout)
     options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
     gradients: GradientSum = kind(strategy, world_size)
-    gradients.options.uses_reducer = False  # so that DDP has no part in a synchronous step, either
     hooks: list[StepHook] = [FiniteGradientCheck("stop")]
     if late:
         gradients = LateSum(gradients, late)

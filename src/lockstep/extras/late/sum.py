@@ -9,46 +9,54 @@ from lightning.pytorch import Callback
 
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.errors import UserError
-from lockstep.step.batch import StepBatch
-from lockstep.step.gradients import GradientSum, StartedSum, WrappedGradientSum
+from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.gradients import GradientSum, StartedSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.passes import Step
 from lockstep.text import plural
 
 
-class LateSum(WrappedGradientSum):
-    """Wraps a gradient sum and applies its sums `steps` steps later.
+class LateSum(GradientSum):
+    """Applies the sums of another gradient sum, `inner`, `steps` steps later.
 
     Attributes:
         queue: the sums that are started but not applied yet, with their steps; the oldest first.
     """
 
     def __init__(self, inner: GradientSum, steps: int) -> None:
-        super().__init__(inner)
-        self.options.uses_reducer = False
+        super().__init__(inner.strategy, inner.world_size)
+        self.inner = inner
+        self.exact = inner.exact
+        self.options = inner.options
         self.options.sums_at_once = steps + 1
         self.steps = steps
         self.queue: deque[tuple[StartedSum, Step]] = deque()
 
+    def begin(self, step_batch: StepBatch) -> None:
+        self.inner.begin(step_batch)
+        self.strategy.use_reducer(False)  # it would end the sum in the last backward pass
+
+    def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
+        return self.inner.weight(micro_batch, step_batch)
+
+    def collect(self) -> None:
+        self.inner.collect()
+
     def reduce(self, step: Step) -> Step | None:
-        self.queue.append((self.start(step.batch), step.without_data()))
+        self.queue.append((self.inner.start(step.batch), step.without_data()))
         return self.apply_next() if len(self.queue) > self.steps else None
 
     def apply_next(self) -> Step:
         """Put the oldest sum into the parameters' `.grad`. Return its step."""
         started, step = self.queue.popleft()
-        self.apply(started)
+        self.inner.apply(started)
         return step
 
     def wait(self) -> None:
         """Wait for the sum that is applied next, so that later sums have the network for themselves."""
         if len(self.queue) == self.steps:
             _ = self.queue[0][0].result
-
-    @property
-    def waiting(self) -> int:
-        return len(self.queue)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner sum's state and the sums that are not applied yet."""
@@ -57,7 +65,7 @@ class LateSum(WrappedGradientSum):
     def _saved(self, started: StartedSum, step: Step) -> dict[str, Any]:
         gradients, maxima = started.result
         if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
-            self.apply(started)
+            self.inner.apply(started)
             step.passes.before_optimizer_step(step)
             step.passes.flush()
         names = {id(p): name for name, p in step.module.named_parameters()}
@@ -118,8 +126,8 @@ class ApplyRemaining(Callback):
 
 def apply_remaining(trainer: Any, late: LateSum) -> int:
     """Apply the remaining gradients, the oldest first, without counting steps. Return their number."""
-    loop, count = trainer.fit_loop.epoch_loop, late.waiting
-    while late.waiting:
+    loop, count = trainer.fit_loop.epoch_loop, len(late.queue)
+    while late.queue:
         loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
     loop.passes.flush()
     return count

@@ -61,7 +61,7 @@ class LocalSgd(Extra):
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         from lockstep.extras.local_sgd.average import LocalGradients
 
-        return LocalGradients(gradients)
+        return LocalGradients(gradients.strategy)
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
         from lockstep.extras.local_sgd.average import AverageWeights
