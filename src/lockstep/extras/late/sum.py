@@ -2,10 +2,12 @@
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.errors import UserError
@@ -44,7 +46,10 @@ class LateSum(GradientSum):
         self.inner.collect()
 
     def reduce(self, step: Step) -> Step | None:
-        self.queue.append((self.inner.start(step.batch), step.without_data()))
+        # Hooks see this step later. They need its sample ids and outputs, but its batches would take memory.
+        micro_batches = [replace(each, batch=None, augmentation_numbers=None) for each in step.batch.micro_batches]
+        without_data = Step(step.passes, replace(step.batch, micro_batches=micro_batches), step.outputs)
+        self.queue.append((self.inner.start(step.batch), without_data))
         return self.apply_next() if len(self.queue) > self.steps else None
 
     def apply_next(self) -> Step:
@@ -81,7 +86,7 @@ class LateSum(GradientSum):
                 f"use extras.late.steps={len(waiting)} or more"
             )
         self.inner.load_state_dict(rest)
-        trainer = self.strategy.lightning_module.trainer
+        passes = self.strategy.lightning_module.trainer.fit_loop.epoch_loop.passes
         parameters = dict(self.strategy.lightning_module.named_parameters())
         self.queue.clear()
         for saved in waiting:
@@ -89,7 +94,7 @@ class LateSum(GradientSum):
             started = StartedSum(list(values), lambda: ([], []))
             started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in values.items()], saved["bounds"]
             batch = StepBatch([], samples=0, num_nonempty=0, epoch=0, step=saved["step"], all_ranks_have_data=True)
-            self.queue.append((started, Step(trainer.fit_loop.epoch_loop.passes, trainer, batch)))
+            self.queue.append((started, Step(passes, batch)))
 
 
 class LateSteps(StepHook):
@@ -127,7 +132,12 @@ class ApplyRemaining(Callback):
 def apply_remaining(trainer: Any, late: LateSum) -> int:
     """Apply the remaining gradients, the oldest first, without counting steps. Return their number."""
     loop, count = trainer.fit_loop.epoch_loop, len(late.queue)
+
+    def closure() -> Tensor:
+        loop.passes.before_optimizer_step(late.apply_next())
+        return torch.zeros(())
+
     while late.queue:
-        loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
+        loop.run_optimizer(closure)
     loop.passes.flush()
     return count
