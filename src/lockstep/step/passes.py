@@ -16,7 +16,7 @@ from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, gather_exponents
 from lockstep.step.hooks import StepHook
 from lockstep.step.memory import out_of_memory_advice
-from lockstep.step.strategy import Action, PieceStrategy
+from lockstep.step.strategy import Action, PieceStrategy, seed_device
 
 Outputs = dict[str, Tensor]
 
@@ -243,7 +243,8 @@ class Step:
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
-        self.strategy.seed(preparation_seed(self.passes.seed, self.batch.step, micro_batch.piece))
+        seed = preparation_seed(self.passes.seed, self.batch.step, micro_batch.piece)
+        seed_device(seed, self.strategy.root_device)
         for change in changes:
             batch = change(batch)
         return batch

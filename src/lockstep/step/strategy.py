@@ -47,7 +47,7 @@ class PieceStrategy(Strategy):
             of `training_step` ends with its stage's output. Before the backward pass it calls `training_step` again,
             without gradients. This call gets the network's output and returns the loss.
         hooks: the hooks of the trainer's steps.
-        substitute: the object that computes in the module's place; see `computing_with`.
+        substitute: an object with the module's parameters that computes in its place; None: the module computes.
     """
 
     staged = False
@@ -72,12 +72,8 @@ class PieceStrategy(Strategy):
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
-        self.seed(seed)
-        yield
-
-    def seed(self, seed: int) -> None:
-        """Seed the generators of the device to which batches are moved."""
         seed_device(seed, self.root_device)
+        yield
 
     def use_reducer(self, wanted: bool) -> bool:
         """Choose whether the last passes of the next step sum its gradients over all processes. Only ddp can.
@@ -107,21 +103,7 @@ class PieceStrategy(Strategy):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        return getattr(self._module_to_run, name)(*args, **kwargs)
-
-    @property
-    def _module_to_run(self) -> Any:
-        """The module, or the object that computes in its place; see `computing_with`."""
-        return self.substitute or self.lightning_module
-
-    @contextmanager
-    def computing_with(self, module: Any) -> Iterator[None]:
-        """Return a context in which `module`, an object with the same parameters, computes in the module's place."""
-        self.substitute = module
-        try:
-            yield
-        finally:
-            self.substitute = None
+        return getattr(self.substitute or self.lightning_module, name)(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, after the hooks' `before_weights_are_read`."""
