@@ -189,7 +189,8 @@ def make_trainer(
     layout = config.layout
     # With one piece nothing is added, so an ordinary sum is exact.
     sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
-    gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas)
+    check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
+    gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
     hooks: list[StepHook] = [
         FiniteGradientCheck(
             config.nonfinite,

@@ -56,7 +56,7 @@ class BatchNormStats:
             owners = [layer for layer in self.layers for _ in kinds]
             summed_here, names = (
                 [self.strategy.holds(layer) for layer in owners],
-                self.names if gradients.options.check_messages else (),
+                self.names if gradients.check_messages else (),
             )
             self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
             self.exact_sum.exponents = list(exponents) or self.exact_sum.exponents

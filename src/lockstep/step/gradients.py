@@ -56,19 +56,6 @@ class StartedSum:
         return self.wait()
 
 
-@dataclass
-class SumOptions:
-    """Options of a gradient sum. Extras set them before the first step.
-
-    Attributes:
-        sums_at_once: number of steps whose sums may run at the same time.
-        check_messages: whether exact sums carry checksums, so that a damaged message is detected.
-    """
-
-    sums_at_once: int = 1
-    check_messages: bool = False
-
-
 class GradientSum:
     """Sum the gradients of a step's pieces, up to rounding.
 
@@ -77,18 +64,20 @@ class GradientSum:
     Args:
         strategy: the trainer's strategy.
         world_size: number of processes over which the gradient is summed. Extras may sum over fewer than all.
+        check_messages: whether exact sums carry checksums, so that a damaged message is detected.
 
     Attributes:
         exact: whether the sum has the same bits in any order.
-        options: options that extras set.
+        sums_at_once: number of steps whose sums may run at the same time. An extra may set it before the first step.
     """
 
     exact = False
 
-    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
+    def __init__(self, strategy: PieceStrategy, world_size: int, check_messages: bool = False) -> None:
         self.strategy = strategy
         self.world_size = world_size
-        self.options = SumOptions()
+        self.check_messages = check_messages
+        self.sums_at_once = 1
         self._reducer_sends = False  # whether DDP's reducer sends this step's gradients in the last backward pass
 
     def begin(self, step_batch: StepBatch) -> None:
@@ -183,8 +172,8 @@ class ExactGradientSum(GradientSum):
 
     exact = True
 
-    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
-        super().__init__(strategy, world_size)
+    def __init__(self, strategy: PieceStrategy, world_size: int, check_messages: bool = False) -> None:
+        super().__init__(strategy, world_size, check_messages)
         self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
         self.sum: Any = None  # the sum of the current step
         self.all_parameters: list[torch.nn.Parameter] = []
@@ -205,11 +194,11 @@ class ExactGradientSum(GradientSum):
             summed_here = [self.strategy.holds(p) for p in parameters]
             self.parameters = parameters
             names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-            names_to_check = [names[id(p)] for p in parameters] if self.options.check_messages else ()
+            names_to_check = [names[id(p)] for p in parameters] if self.check_messages else ()
             like = [p.detach() for p in parameters]
             self.sums = [
                 ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
-                for _ in range(self.options.sums_at_once)
+                for _ in range(self.sums_at_once)
             ]
             # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
             if len(self.exponents) != len(self.sums[0].exponents):
@@ -253,7 +242,7 @@ class ExactGradientSum(GradientSum):
         started = StartedSum(self.parameters, wait)
         # A group's first grid follows from the result of its first sum. The next sum may begin before this one is
         # applied, so wait for the result here.
-        if self.options.sums_at_once > 1 and None in exact_sum.grid_exponents:
+        if self.sums_at_once > 1 and None in exact_sum.grid_exponents:
             exact_sum.update_grids(started.result[1])
         return started
 

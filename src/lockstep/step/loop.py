@@ -40,7 +40,6 @@ class StepTrainer(pl.Trainer):
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
-        self.gradients = gradients
         gradients.strategy.hooks = hooks
         self._signal_connector = NoSignals(self)
         self._logger_connector = StepLogs(self)

@@ -27,11 +27,10 @@ class LateSum(GradientSum):
     """
 
     def __init__(self, inner: GradientSum, steps: int) -> None:
-        super().__init__(inner.strategy, inner.world_size)
+        super().__init__(inner.strategy, inner.world_size, inner.check_messages)
         self.inner = inner
         self.exact = inner.exact
-        self.options = inner.options
-        self.options.sums_at_once = steps + 1
+        inner.sums_at_once = steps + 1
         self.steps = steps
         self.queue: deque[tuple[StartedSum, Step]] = deque()
 
