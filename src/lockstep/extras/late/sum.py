@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.gradients import GradientSum, StartedSum
+from lockstep.step.gradients import Gradients, GradientSum, StartedSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.passes import Step
@@ -45,6 +45,9 @@ class LateSum(GradientSum):
         self.inner.collect()
 
     def reduce(self, step: Step) -> Step | None:
+        if len(self.queue) == self.steps:
+            # Wait for the sum that is applied next, so that later sums have the network for themselves.
+            _ = self.queue[0][0].result
         # Hooks see this step later. They need its sample ids and outputs, but its batches would take memory.
         micro_batches = [replace(each, batch=None, augmentation_numbers=None) for each in step.batch.micro_batches]
         without_data = Step(step.passes, replace(step.batch, micro_batches=micro_batches), step.outputs)
@@ -56,11 +59,6 @@ class LateSum(GradientSum):
         started, step = self.queue.popleft()
         self.inner.apply(started)
         return step
-
-    def wait(self) -> None:
-        """Wait for the sum that is applied next, so that later sums have the network for themselves."""
-        if len(self.queue) == self.steps:
-            _ = self.queue[0][0].result
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner sum's state and the sums that are not applied yet."""
@@ -85,25 +83,23 @@ class LateSum(GradientSum):
                 f"use extras.late.steps={len(waiting)} or more"
             )
         self.inner.load_state_dict(rest)
-        passes = self.strategy.lightning_module.trainer.fit_loop.epoch_loop.passes
-        parameters = dict(self.strategy.lightning_module.named_parameters())
-        self.queue.clear()
-        for saved in waiting:
-            values = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
-            started = StartedSum(list(values), lambda: ([], []))
-            started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in values.items()], saved["bounds"]
-            batch = StepBatch([], samples=0, num_nonempty=0, epoch=0, step=saved["step"], all_ranks_have_data=True)
-            self.queue.append((started, Step(passes, batch)))
+        self.queue = deque(map(self._restored, waiting))
+
+    def _restored(self, saved: Mapping[str, Any]) -> tuple[StartedSum, Step]:
+        module = self.strategy.lightning_module
+        parameters = dict(module.named_parameters())
+        values = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
+        gradients: Gradients = [torch.empty_like(p).copy_(gradient) for p, gradient in values.items()]
+        batch = StepBatch([], samples=0, num_nonempty=0, epoch=0, step=saved["step"], all_ranks_have_data=True)
+        step = Step(module.trainer.fit_loop.epoch_loop.passes, batch)
+        return StartedSum(list(values), lambda: (gradients, saved["bounds"])), step
 
 
 class LateSteps(StepHook):
-    """Waits for late gradients in each step, and applies the rest after the last step."""
+    """Applies the remaining gradients after the last step."""
 
     def __init__(self, late: LateSum) -> None:
         self.late = late
-
-    def after_passes(self, step: Step) -> None:
-        self.late.wait()
 
     def after_optimizer_step(self, step: Step) -> None:
         if is_last_step(step.trainer):
