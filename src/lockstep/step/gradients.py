@@ -176,42 +176,43 @@ class ExactGradientSum(GradientSum):
         super().__init__(strategy, world_size, check_messages)
         self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
         self.sum: Any = None  # the sum of the current step
-        self.all_parameters: list[torch.nn.Parameter] = []
-        self.parameters: list[torch.nn.Parameter] = []  # those that are trained
+        self.all_parameters: dict[str, torch.nn.Parameter] = {}
+        self.trained: dict[str, torch.nn.Parameter] = {}  # of these, those that require a gradient
         # for each group of parameters that share a grid, the exponent from which the next sum's grid follows
         # (`ExactSum.exponents`); it is chosen from the gradients of earlier steps, so checkpoints have it
         self.exponents: list[int | None] = []
 
     def begin(self, step_batch: StepBatch) -> None:
         """Start a step. Make new sums if other parameters are trained than before."""
-        module = self.strategy.lightning_module
-        if not self.all_parameters:
-            self.all_parameters = list(module.parameters())
-        parameters = [p for p in self.all_parameters if p.requires_grad]
-        if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:
-            # Parameters share a grid only within a segment, so sums are the same wherever a cut into stages is.
-            ids = segment_ids(module, parameters)
-            summed_here = [self.strategy.holds(p) for p in parameters]
-            self.parameters = parameters
-            names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-            names_to_check = [names[id(p)] for p in parameters] if self.check_messages else ()
-            like = [p.detach() for p in parameters]
-            self.sums = [
-                ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
-                for _ in range(self.sums_at_once)
-            ]
-            # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
-            if len(self.exponents) != len(self.sums[0].exponents):
-                self.exponents = self.sums[0].exponents
-            for each in self.sums:
-                each.exponents = self.exponents
+        self.all_parameters = self.all_parameters or dict(self.strategy.lightning_module.named_parameters())
+        trained = {name: p for name, p in self.all_parameters.items() if p.requires_grad}
+        if not self.sums or trained.keys() != self.trained.keys():
+            self.trained = trained
+            self._make_sums()
         self.sum = self.sums[step_batch.step % len(self.sums)]
         self.sum.begin(step_batch.step)
         self._reset()
 
+    def _make_sums(self) -> None:
+        """Make the sums of the trained parameters."""
+        parameters = list(self.trained.values())
+        ids = segment_ids(self.strategy.lightning_module, parameters)
+        summed_here = [self.strategy.holds(p) for p in parameters]
+        names_to_check = list(self.trained) if self.check_messages else ()
+        like = [p.detach() for p in parameters]
+        self.sums = [
+            ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
+            for _ in range(self.sums_at_once)
+        ]
+        # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
+        if len(self.exponents) != len(self.sums[0].exponents):
+            self.exponents = self.sums[0].exponents
+        for each in self.sums:
+            each.exponents = self.exponents
+
     def _reset(self) -> None:
         """Drop the gradients, also of parameters that belong to no optimizer and that `zero_grad` does not reach."""
-        for parameter in self.parameters:
+        for parameter in self.trained.values():
             parameter.grad = None
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
@@ -220,7 +221,7 @@ class ExactGradientSum(GradientSum):
 
     def collect(self) -> None:
         """Add the gradient of a piece to the sum and drop it."""
-        self.sum.add([parameter.grad for parameter in self.parameters])
+        self.sum.add([parameter.grad for parameter in self.trained.values()])
         self._reset()
 
     def reduce(self, step: "Step") -> "Step | None":
@@ -239,7 +240,7 @@ class ExactGradientSum(GradientSum):
             sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
             return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
 
-        started = StartedSum(self.parameters, wait)
+        started = StartedSum(list(self.trained.values()), wait)
         # A group's first grid follows from the result of its first sum. The next sum may begin before this one is
         # applied, so wait for the result here.
         if self.sums_at_once > 1 and None in exact_sum.grid_exponents:
