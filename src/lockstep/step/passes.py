@@ -91,7 +91,7 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            advised = out_of_memory_advice(error, step_batch, step.data.layout)
+            advised = out_of_memory_advice(error, step.number, step.data.layout)
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise UserError(advised) from error
             raise
