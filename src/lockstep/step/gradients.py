@@ -257,7 +257,7 @@ class ExactGradientSum(GradientSum):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exponents from which the next sums' grids follow. Every process calls this."""
-        return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
+        return {"exponents": gather_exponents(self.strategy, self.sum) if self.sum else self.exponents}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the exponents from `state_dict`; see `GradientSum.load_state_dict`."""
@@ -265,22 +265,10 @@ class ExactGradientSum(GradientSum):
         self.exponents = list(state.get("exponents") or self.exponents)
 
 
-def gather_exponents(
-    strategy: PieceStrategy, exponents: list[int | None], exact_sum: ExactSum | None
-) -> list[int | None]:
-    """Gather the exponents of all groups (`ExactSum.exponents`). Every process calls this.
-
-    Args:
-        strategy: the trainer's strategy.
-        exponents: the exponents of all groups; only those of this process's groups are up to date.
-        exact_sum: its `local_groups` are those that this process sums; None before the first step.
-
-    Returns:
-        On rank zero, the exponents of all groups, each from the process that sums the group.
-    """
-    local_groups = exact_sum.local_groups if exact_sum is not None else []
-    gathered = strategy.gather_dicts({group: exponents[group] for group in local_groups})
-    return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
+def gather_exponents(strategy: PieceStrategy, exact_sum: ExactSum) -> list[int | None]:
+    """Return `ExactSum.exponents`, on rank zero each from the process that sums the group. Every process calls this."""
+    gathered = strategy.gather_dicts({group: exact_sum.exponents[group] for group in exact_sum.local_groups})
+    return [gathered.get(group, exponent) for group, exponent in enumerate(exact_sum.exponents)]
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:

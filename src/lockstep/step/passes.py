@@ -123,7 +123,7 @@ class StepPasses:
         gradients = self.gradients.state_dict()
         state: dict[str, Any] = {"gradients": gradients} if gradients else {}
         if (exact_sum := self.statistics.exact_sum) is not None:
-            state["statistics"] = gather_exponents(self.gradients.strategy, exact_sum.exponents, exact_sum)
+            state["statistics"] = gather_exponents(self.gradients.strategy, exact_sum)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
