@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep.arithmetic.layout import Assignment
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 @dataclass(frozen=True)

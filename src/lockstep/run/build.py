@@ -28,9 +28,8 @@ from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides_method
+from lockstep.step.passes import StepHook, overrides_method
 
 # Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
 REFUSED_HOOKS = {

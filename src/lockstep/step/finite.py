@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")

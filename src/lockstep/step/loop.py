@@ -23,9 +23,8 @@ from lockstep.errors import UserError
 from lockstep.step.batch import data_of
 from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.gradients import GradientSum
-from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
-from lockstep.step.passes import Outputs, Step, StepPasses, overrides_method
+from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
 
 
 class StepTrainer(pl.Trainer):

@@ -1,4 +1,4 @@
-"""The forward and backward passes of one optimizer step."""
+"""One optimizer step: its forward and backward passes, and the hooks at fixed places between them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,53 @@ from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, gather_exponents
-from lockstep.step.hooks import StepHook
 from lockstep.step.memory import out_of_memory_advice
 from lockstep.step.strategy import Action, PieceStrategy, seed_device
 
 Outputs = dict[str, Tensor]
+
+
+class StepHook:
+    """Methods that are called at fixed places of each step, on every process. Override those that you need.
+
+    The order of a step: `before_step`; for each piece of this process its forward pass, its backward pass and
+    `after_piece`; `after_passes`; the sum of the gradient over all processes; `before_optimizer_step`; the optimizer
+    step; `after_optimizer_step`.
+    """
+
+    def before_step(self, step: "Step") -> None:
+        """Act before the first pass."""
+
+    def after_piece(self, step: "Step", micro_batch: MicroBatch) -> None:
+        """Act after a backward pass.
+
+        With exact=true, the parameters have the gradient of this piece. Otherwise they have the sum of the pieces so
+        far.
+        """
+
+    def after_passes(self, step: "Step") -> None:
+        """Act after the last pass, before `GradientSum.reduce`.
+
+        It may communicate, since every process calls it, also one without a sample.
+        """
+
+    def before_optimizer_step(self, step: "Step") -> None:
+        """Act after the sum: the parameters have the gradient of `step`, the same on all processes that share it."""
+
+    def after_optimizer_step(self, step: "Step") -> None:
+        """Act after the weights have changed."""
+
+    def on_error(self, step: "Step", error: Exception) -> None:
+        """Act after an error in the step's passes or sums. It may raise an error with a better message instead."""
+
+    def before_weights_are_read(self) -> None:
+        """Act before a validation and before the weights are saved. Every process calls this."""
+
+    def flush(self) -> None:
+        """Wait for delayed results and raise their errors.
+
+        Called before a checkpoint, at the end of an epoch and at the end of the run.
+        """
 
 
 class StepPasses:

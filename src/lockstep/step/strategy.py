@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.step.batch import MicroBatch
-from lockstep.step.hooks import StepHook
+
+if TYPE_CHECKING:
+    from lockstep.step.passes import StepHook
 
 T = TypeVar("T")
 
@@ -52,7 +54,7 @@ class PieceStrategy(Strategy):
 
     staged = False
     has_last_stage = True
-    hooks: Sequence[StepHook] = ()
+    hooks: Sequence["StepHook"] = ()
     substitute: Any = None
 
     @property

@@ -20,8 +20,8 @@ from lockstep.run.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
+from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from lockstep.config.check import Config
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 class Audit(Extra):

@@ -24,8 +24,7 @@ from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.finite import copy_buffers, restore_buffers
 from lockstep.step.gradients import Gradients, trained_parameters
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 from lockstep.step.strategy import proxy
 from lockstep.text import join_names, plural
 

@@ -12,7 +12,7 @@ from lockstep.text import plural
 if TYPE_CHECKING:
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 class LocalSgd(Extra):

@@ -8,8 +8,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.gradients import GradientSum, trained_parameters
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 from lockstep.step.strategy import PieceStrategy
 
 

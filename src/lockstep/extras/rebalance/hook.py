@@ -14,8 +14,7 @@ import torch.distributed as dist
 from lockstep.extras.rebalance.assignment import MovingAssignment
 from lockstep.extras.rebalance.choice import better_counts, slowest_time
 from lockstep.step.batch import MicroBatch
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 
 LOG = logging.getLogger("lockstep")
 MOST_RANKS = 8  # a line of the log lists the pieces of at most so many ranks
