@@ -20,7 +20,8 @@ from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.run.api import compose
-from lockstep.step.compile import EagerEvaluation, compile_networks, networks
+from lockstep.step.compile import EagerEvaluation, compile_networks
+from lockstep.step.network_parts import networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 

@@ -3,8 +3,6 @@
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -49,17 +47,16 @@ def test_a_script_finds_how_many_micro_batches_fit(tmp_path: Path) -> None:
 
 def test_what_an_error_says_of_memory() -> None:
     layout = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=6)
-    step: Any = SimpleNamespace(step=11)
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
         torch.empty(1 << 60)
-    assert out_of_memory_advice(error.value, step, layout) == (
+    assert out_of_memory_advice(error.value, 11, layout) == (
         "step 12: out of memory in 2 pieces of 3 samples: pieces=6 (accumulate_grad_batches=3) takes less"
     )
     finest = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=2)
-    assert str(out_of_memory_advice(error.value, step, finest)).endswith(
+    assert str(out_of_memory_advice(error.value, 11, finest)).endswith(
         "2 pieces of 1 sample: use a smaller batch_size, since 2 can't be cut finer"
     )
-    assert out_of_memory_advice(RuntimeError("shapes cannot be multiplied"), step, layout) is None
+    assert out_of_memory_advice(RuntimeError("shapes cannot be multiplied"), 11, layout) is None
     refusal = UserError("step 12")
     refusal.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert out_of_memory(refusal)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lockstep.arithmetic.layout import Assignment
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,14 @@ class Extra:
         separate_weights: whether each process has its own gradient and its own weights.
         changes_weights: whether the extra changes the weights of a run.
         can_skip: whether a step may be skipped (`nonfinite=skip`).
+        checks_messages: whether a message that is damaged on its way between processes must be detected.
         name: the name of the extra's file in conf/extras/; set when the extra is chosen.
     """
 
     separate_weights = False
     changes_weights = True
     can_skip = True
+    checks_messages = False
     name = ""
 
     @property

@@ -26,9 +26,8 @@ from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides_method
+from lockstep.step.passes import StepHook, overrides_method
 
 # Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
 REFUSED_HOOKS = {
@@ -179,7 +178,8 @@ def make_trainer(
     resumed = parts.resumed if parts else {}
     # With one piece nothing is added, so an ordinary sum is exact.
     sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
-    gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas)
+    check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
+    gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
     hooks: list[StepHook] = [
         FiniteGradientCheck(
             config.nonfinite,

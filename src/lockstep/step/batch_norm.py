@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
+from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.gradients import GradientSum, all_reduce
 from lockstep.step.network_parts import segment_ids
 
 
-def statistics(module: nn.Module) -> dict[str, Any]:
+def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
     """Return the normalisation layers of a module that have running statistics, by name."""
     return {
         name: layer
@@ -36,37 +37,33 @@ class BatchNormStats:
     """
 
     def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:
-        self.strategy, self.world_size = gradients.strategy, gradients.world_size
-        module = self.strategy.lightning_module
-        layers, kinds = statistics(module), ("running_mean", "running_var")
+        module = gradients.strategy.lightning_module
+        self.world_size = data_of(module.trainer).layout.replicas
+        layers, kinds = layers_with_statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
-        self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
-        self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
+        self.buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers for kind in kinds]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
         self.active = False
         self.start: list[Tensor] = []  # the buffers before the step, and the counters
         self.start_counts: list[Tensor] = []
         self.total: list[Tensor] = []
-        self.counts: list[Tensor] = []  # after the step
         # Statistics have the order of 1 and start at exactly 0, so the grid need not be finer than 2**-45.
         self.exact_sum: ExactSum | None = None
         if gradients.exact:
-            owners = [layer for layer in self.layers for _ in kinds]
-            summed_here, names = (
-                [self.strategy.holds(layer) for layer in owners],
-                self.names if gradients.options.check_messages else (),
-            )
-            self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
+            owners = [layer for layer in self.layers for _ in kinds]  # of each buffer
+            summed_here = [gradients.strategy.holds(layer) for layer in owners]
+            names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
+            names_to_check = names if gradients.check_messages else ()
+            self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names_to_check)
             self.exact_sum.exponents = list(exponents) or self.exact_sum.exponents
 
-    def begin(self, step_batch: Any) -> None:
+    def begin(self, step_batch: StepBatch) -> None:
         """Save the statistics before a step. A step with one piece on one process is left to torch."""
         one = step_batch.num_nonempty == 1 and self.world_size == 1
         self.active = bool(self.buffers) and not one
         if self.active:
             self.start = [buffer.clone() for buffer in self.buffers]
             self.start_counts = [counter.clone() for counter in self.counters]
-            self.counts = [now + layer.training for now, layer in zip(self.counters, self.layers, strict=True)]
             if self.exact_sum is not None:
                 self.exact_sum.begin(step_batch.step)
             else:
@@ -86,7 +83,7 @@ class BatchNormStats:
         elif self.active:
             torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
 
-    def finish(self, step_batch: Any) -> None:
+    def finish(self, step_batch: StepBatch) -> None:
         """Set the statistics to the mean over the step's pieces. Every process calls this."""
         if not self.active:
             return
@@ -98,11 +95,12 @@ class BatchNormStats:
                 dist.all_reduce(flat := parameters_to_vector(self.total))
                 vector_to_parameters(flat, self.total)
             torch._foreach_div_(self.total, step_batch.num_nonempty)
+        counts = [count + layer.training for count, layer in zip(self.start_counts, self.layers, strict=True)]
         for at, layer in enumerate(self.layers):
             if not layer.training:  # frozen by `eval()`: keep the values, since a mean of equal numbers may round
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
-        torch._foreach_copy_(self.counters, self.counts)
+        torch._foreach_copy_(self.counters, counts)
 
 
 def _wide(buffer: Tensor) -> torch.dtype:

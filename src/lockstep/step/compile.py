@@ -6,14 +6,13 @@ the same numbers as without compilation.
 """
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 
 from lockstep.errors import UserError
+from lockstep.step.network_parts import networks
 
 SHAPES = 64  # compiled per network; torch's limit is 8 for all, and a ninth would run uncompiled, with other bits
 
@@ -43,18 +42,6 @@ def compile_networks(module: pl.LightningModule, exact: bool) -> None:
     options = {"fallback_random": True, "deterministic": exact}
     for network in nets:
         network.compile(options=options, dynamic=False)
-
-
-def networks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module that have parameters.
-
-    An nn.ModuleList or nn.ModuleDict is never called itself, so its members are yielded instead.
-    """
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from networks(child)
-        elif any(True for _ in child.parameters()):
-            yield child
 
 
 class EagerEvaluation(pl.Callback):

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
@@ -130,7 +129,7 @@ class FiniteGradientCheck(StepHook):
         """Return text that names the samples, on all ranks, of pieces whose loss is not finite; empty if none."""
         pairs = zip(step.batch.micro_batches, step.losses, strict=True)
         ids = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
-        if step.passes.gradients.processes > 1:
+        if step.passes.gradients.world_size > 1:
             ids = [sample for part in gather_objects(ids) for sample in part]
         return f"nor is the loss of samples {join_names(ids, 8)} of the training set" if ids else ""
 

@@ -56,21 +56,6 @@ class StartedSum:
         return self.wait()
 
 
-@dataclass
-class SumOptions:
-    """Options of a gradient sum. Extras set them before the first step.
-
-    Attributes:
-        uses_reducer: whether DDP may send gradients during the last backward pass. False: `reduce` sends them.
-        sums_at_once: number of steps whose sums may run at the same time.
-        check_messages: whether exact sums carry checksums, so that a damaged message is detected.
-    """
-
-    uses_reducer: bool = True
-    sums_at_once: int = 1
-    check_messages: bool = False
-
-
 class GradientSum:
     """Sum the gradients of a step's pieces, up to rounding.
 
@@ -78,38 +63,30 @@ class GradientSum:
 
     Args:
         strategy: the trainer's strategy.
-        world_size: number of worker processes that share the pieces, over all nodes.
+        world_size: number of processes over which the gradient is summed. Extras may sum over fewer than all.
+        check_messages: whether exact sums carry checksums, so that a damaged message is detected.
 
     Attributes:
         exact: whether the sum has the same bits in any order.
-        options: options that extras set.
+        sums_at_once: number of steps whose sums may run at the same time. An extra may set it before the first step.
     """
 
     exact = False
 
-    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
+    def __init__(self, strategy: PieceStrategy, world_size: int, check_messages: bool = False) -> None:
         self.strategy = strategy
         self.world_size = world_size
-        self.options = SumOptions()
-        self._reducer_sends = False  # whether DDP's reducer sends this step's gradients
-
-    @property
-    def processes(self) -> int:
-        """Number of processes over which the gradient is summed. Extras may sum over fewer than all."""
-        return self.world_size
+        self.check_messages = check_messages
+        self.sums_at_once = 1
+        self._reducer_sends = False  # whether DDP's reducer sends this step's gradients in the last backward pass
 
     def begin(self, step_batch: StepBatch) -> None:
-        """Start a step. Choose whether DDP's reducer sends its gradients.
-
-        The reducer can't if a process has no sample, because DDP waits for every process. It can't if parameters were
-        frozen or unfrozen since DDP wrapped the module, because DDP would leave them out.
+        """Start a step. Let DDP's reducer send its gradients, unless a process has no sample, for which DDP would wait.
 
         Args:
             step_batch: the part of the step that this process computes.
         """
-        allowed = self.world_size > 1 and self.options.uses_reducer
-        can_send = step_batch.all_ranks_have_data and not self.strategy.trained_parameters_changed
-        self._reducer_sends = allowed and can_send
+        self._reducer_sends = self.strategy.use_reducer(self.world_size > 1 and step_batch.all_ranks_have_data)
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return the weight of a micro-batch's mean loss.
@@ -118,15 +95,8 @@ class GradientSum:
         """
         return micro_batch.size / step_batch.samples * self.world_size
 
-    def before_piece(self, index: int, step_batch: StepBatch) -> None:
-        """Prepare the forward pass of micro-batch `index`: start DDP's reducer before the last one."""
-        if self._reducer_sends and index == len(step_batch.micro_batches) - 1:
-            self.strategy.start_reducer(first=index == 0)
-
-    def collect(self, index: int, step_batch: StepBatch) -> None:
-        """Collect the gradient after the backward pass of micro-batch `index`."""
-        if self._reducer_sends and index == len(step_batch.micro_batches) - 1:
-            self.strategy.finish_reducer()
+    def collect(self) -> None:
+        """Collect the gradient after a backward pass. Here autograd has added it to those before."""
 
     def reduce(self, step: "Step") -> "Step | None":
         """Sum over all processes after the last pass, unless DDP's reducer has done so.
@@ -172,11 +142,6 @@ class GradientSum:
         for parameter, gradient in zip(started.parameters, started.result[0], strict=True):
             parameter.grad = gradient
 
-    @property
-    def waiting(self) -> int:
-        """Number of gradients whose sum is done or running but which are not applied yet."""
-        return 0
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which later gradients depend, as plain data. Every process calls this."""
         return {}
@@ -207,58 +172,56 @@ class ExactGradientSum(GradientSum):
 
     exact = True
 
-    def __init__(self, strategy: PieceStrategy, world_size: int) -> None:
-        super().__init__(strategy, world_size)
+    def __init__(self, strategy: PieceStrategy, world_size: int, check_messages: bool = False) -> None:
+        super().__init__(strategy, world_size, check_messages)
         self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
         self.sum: Any = None  # the sum of the current step
-        self.all_parameters: list[torch.nn.Parameter] = []
-        self.parameters: list[torch.nn.Parameter] = []  # those that are trained
+        self.all_parameters: dict[str, torch.nn.Parameter] = {}
+        self.trained: dict[str, torch.nn.Parameter] = {}  # of these, those that require a gradient
         # for each group of parameters that share a grid, the exponent from which the next sum's grid follows
         # (`ExactSum.exponents`); it is chosen from the gradients of earlier steps, so checkpoints have it
         self.exponents: list[int | None] = []
 
     def begin(self, step_batch: StepBatch) -> None:
         """Start a step. Make new sums if other parameters are trained than before."""
-        module = self.strategy.lightning_module
-        if not self.all_parameters:
-            self.all_parameters = list(module.parameters())
-        parameters = [p for p in self.all_parameters if p.requires_grad]
-        if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:
-            # Parameters share a grid only within a segment, so sums are the same wherever a cut into stages is.
-            ids = segment_ids(module, parameters)
-            summed_here = [self.strategy.holds(p) for p in parameters]
-            self.parameters = parameters
-            names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-            names_to_check = [names[id(p)] for p in parameters] if self.options.check_messages else ()
-            like = [p.detach() for p in parameters]
-            self.sums = [
-                ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
-                for _ in range(self.options.sums_at_once)
-            ]
-            # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
-            if len(self.exponents) != len(self.sums[0].exponents):
-                self.exponents = self.sums[0].exponents
-            for each in self.sums:
-                each.exponents = self.exponents
+        self.all_parameters = self.all_parameters or dict(self.strategy.lightning_module.named_parameters())
+        trained = {name: p for name, p in self.all_parameters.items() if p.requires_grad}
+        if not self.sums or trained.keys() != self.trained.keys():
+            self.trained = trained
+            self._make_sums()
         self.sum = self.sums[step_batch.step % len(self.sums)]
         self.sum.begin(step_batch.step)
         self._reset()
 
+    def _make_sums(self) -> None:
+        """Make the sums of the trained parameters."""
+        parameters = list(self.trained.values())
+        ids = segment_ids(self.strategy.lightning_module, parameters)
+        summed_here = [self.strategy.holds(p) for p in parameters]
+        names_to_check = list(self.trained) if self.check_messages else ()
+        like = [p.detach() for p in parameters]
+        self.sums = [
+            ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
+            for _ in range(self.sums_at_once)
+        ]
+        # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
+        if len(self.exponents) != len(self.sums[0].exponents):
+            self.exponents = self.sums[0].exponents
+        for each in self.sums:
+            each.exponents = self.exponents
+
     def _reset(self) -> None:
         """Drop the gradients, also of parameters that belong to no optimizer and that `zero_grad` does not reach."""
-        for parameter in self.parameters:
+        for parameter in self.trained.values():
             parameter.grad = None
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return the micro-batch's number of samples. `reduce` divides the sum by the step's number of samples."""
         return float(micro_batch.size)
 
-    def before_piece(self, index: int, step_batch: StepBatch) -> None:
-        """Do nothing: exact sums do not use DDP's reducer."""
-
-    def collect(self, index: int, step_batch: StepBatch) -> None:
+    def collect(self) -> None:
         """Add the gradient of a piece to the sum and drop it."""
-        self.sum.add([parameter.grad for parameter in self.parameters])
+        self.sum.add([parameter.grad for parameter in self.trained.values()])
         self._reset()
 
     def reduce(self, step: "Step") -> "Step | None":
@@ -277,10 +240,10 @@ class ExactGradientSum(GradientSum):
             sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
             return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
 
-        started = StartedSum(self.parameters, wait)
+        started = StartedSum(list(self.trained.values()), wait)
         # A group's first grid follows from the result of its first sum. The next sum may begin before this one is
         # applied, so wait for the result here.
-        if self.options.sums_at_once > 1 and None in exact_sum.grid_exponents:
+        if self.sums_at_once > 1 and None in exact_sum.grid_exponents:
             exact_sum.update_grids(started.result[1])
         return started
 
@@ -294,7 +257,7 @@ class ExactGradientSum(GradientSum):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exponents from which the next sums' grids follow. Every process calls this."""
-        return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
+        return {"exponents": gather_exponents(self.strategy, self.sum) if self.sum else self.exponents}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the exponents from `state_dict`; see `GradientSum.load_state_dict`."""
@@ -302,82 +265,10 @@ class ExactGradientSum(GradientSum):
         self.exponents = list(state.get("exponents") or self.exponents)
 
 
-class WrappedGradientSum(GradientSum):
-    """A base class for extras that change a part of another gradient sum. All methods call the inner sum's.
-
-    Args:
-        inner: the gradient sum to wrap.
-    """
-
-    def __init__(self, inner: GradientSum) -> None:
-        super().__init__(inner.strategy, inner.world_size)
-        self.inner = inner
-        self.exact = inner.exact
-        self.options = inner.options
-
-    @property
-    def processes(self) -> int:
-        """See `GradientSum.processes`."""
-        return self.inner.processes
-
-    def begin(self, step_batch: StepBatch) -> None:
-        """Start a step; see `GradientSum.begin`."""
-        self.inner.begin(step_batch)
-
-    def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
-        """Return a micro-batch's weight; see `GradientSum.weight`."""
-        return self.inner.weight(micro_batch, step_batch)
-
-    def before_piece(self, index: int, step_batch: StepBatch) -> None:
-        """Prepare a forward pass; see `GradientSum.before_piece`."""
-        self.inner.before_piece(index, step_batch)
-
-    def collect(self, index: int, step_batch: StepBatch) -> None:
-        """Collect a gradient; see `GradientSum.collect`."""
-        self.inner.collect(index, step_batch)
-
-    def reduce(self, step: "Step") -> "Step | None":
-        """Sum over all processes; see `GradientSum.reduce`."""
-        return self.inner.reduce(step)
-
-    def start(self, step_batch: StepBatch) -> StartedSum:
-        """Start the sum over all processes; see `GradientSum.start`."""
-        return self.inner.start(step_batch)
-
-    def apply(self, started: StartedSum) -> None:
-        """Apply a sum; see `GradientSum.apply`."""
-        self.inner.apply(started)
-
-    @property
-    def waiting(self) -> int:
-        """See `GradientSum.waiting`."""
-        return self.inner.waiting
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; see `GradientSum.state_dict`."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; see `GradientSum.load_state_dict`."""
-        self.inner.load_state_dict(state)
-
-
-def gather_exponents(
-    strategy: PieceStrategy, exponents: list[int | None], exact_sum: ExactSum | None
-) -> list[int | None]:
-    """Gather the exponents of all groups (`ExactSum.exponents`). Every process calls this.
-
-    Args:
-        strategy: the trainer's strategy.
-        exponents: the exponents of all groups; only those of this process's groups are up to date.
-        exact_sum: its `local_groups` are those that this process sums; None before the first step.
-
-    Returns:
-        On rank zero, the exponents of all groups, each from the process that sums the group.
-    """
-    local_groups = exact_sum.local_groups if exact_sum is not None else []
-    gathered = strategy.gather_dicts({group: exponents[group] for group in local_groups})
-    return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
+def gather_exponents(strategy: PieceStrategy, exact_sum: ExactSum) -> list[int | None]:
+    """Return `ExactSum.exponents`, on rank zero each from the process that sums the group. Every process calls this."""
+    gathered = strategy.gather_dicts({group: exact_sum.exponents[group] for group in exact_sum.local_groups})
+    return [gathered.get(group, exponent) for group, exponent in enumerate(exact_sum.exponents)]
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:

@@ -84,9 +84,8 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self._followed: dict[
-            str, int
-        ] = {}  # by interval, the step of the last update of schedules that follow a metric
+        # by interval, the step of the last update of schedules that follow a metric
+        self._followed: dict[str, int] = {}
 
     @property
     def global_step(self) -> int:

@@ -20,12 +20,11 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lockstep.errors import UserError
-from lockstep.step.batch import StepBatch, data_of
+from lockstep.step.batch import data_of
 from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.gradients import GradientSum
-from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
-from lockstep.step.passes import Outputs, StepPasses, overrides_method
+from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
 
 
 class StepTrainer(pl.Trainer):
@@ -40,14 +39,13 @@ class StepTrainer(pl.Trainer):
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
-        self.gradients = gradients
         gradients.strategy.hooks = hooks
         self._signal_connector = NoSignals(self)
         self._logger_connector = StepLogs(self)
         default_loop = self.fit_loop  # Lightning's own; only its limits are used
         self.fit_loop = StepFitLoop(self, default_loop.min_epochs, default_loop.max_epochs)
-        passes = StepPasses(gradients, hooks, seed)
-        self.fit_loop.epoch_loop = StepLoop(self, passes, default_loop.min_steps, default_loop.max_steps)
+        limits = default_loop.min_steps, default_loop.max_steps
+        self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
 
@@ -57,14 +55,27 @@ class StepLoop(StepEpochLoop):
 
     Args:
         trainer: the trainer.
-        passes: computes a step's gradient.
+        gradients: see `StepTrainer`.
+        hooks: see `StepTrainer`.
+        seed: see `StepTrainer`.
         min_steps: see Lightning's loop.
         max_steps: see Lightning's loop.
+
+    Attributes:
+        passes: computes a step's gradient.
     """
 
-    def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        gradients: GradientSum,
+        hooks: Sequence[StepHook],
+        seed: int,
+        min_steps: int | None,
+        max_steps: int,
+    ) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self.passes = passes
+        self.passes = StepPasses(trainer, gradients, hooks, seed, self._forward_pass, self._backward_pass)
         # whether the module or a callback has `on_before_zero_grad`; calling it on all of them takes 20 us per step
         self._has_zero_grad_hook = True
         self._takes_batch_idx = True  # whether `training_step` takes `batch_idx`
@@ -96,18 +107,17 @@ class StepLoop(StepEpochLoop):
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
         step_batch = next(data_fetcher)[0]
-        batch_idx = self.batch_idx + 1  # + 1: `increment_ready`, below, has not counted this batch yet
         progress.is_last_batch = data_fetcher.done
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
-        skips_epoch = self._hook("on_train_batch_start", step_batch, batch_idx) == -1
+        skips_epoch = self._hook("on_train_batch_start", step_batch, self.batch_idx) == -1
         if skips_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
             progress.increment_started()
             with trainer.profiler.profile("run_training_batch"):
-                outputs = self._step(step_batch, batch_idx)
+                outputs = self._step(Step(self.passes, step_batch))
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -115,12 +125,12 @@ class StepLoop(StepEpochLoop):
         if skips_epoch:
             raise StopIteration
         self.no_longer_restarting()
-        self._hook("on_train_batch_end", outputs, step_batch, batch_idx)
+        self._hook("on_train_batch_end", outputs, step_batch, self.batch_idx)
         connector.on_batch_end()
         progress.increment_completed()
         connector.update_train_step_metrics()
 
-    def _step(self, step_batch: StepBatch, batch_idx: int) -> Outputs:
+    def _step(self, step: Step) -> Outputs:
         """Run the module's `optimizer_step` with the passes of a step as its closure.
 
         Returns:
@@ -129,54 +139,50 @@ class StepLoop(StepEpochLoop):
         Raises:
             UserError: the module's `optimizer_step` did not call the closure.
         """
-        trainer, module, results = self.trainer, self.trainer.lightning_module, self._results
-        optimizer = module.optimizers()
-        optimizer_progress = self.automatic_optimization.optim_progress.optimizer
+        progress = self.automatic_optimization.optim_progress.optimizer.step
         outputs: Outputs = {}
-
-        def forward(batch: Any) -> Any:
-            results.batch = batch
-            results.batch_size = None  # so `self.log`, which weights its means by this size, reads it from the batch
-            args = (batch, batch_idx) if self._takes_batch_idx else (batch,)
-            return call._call_strategy_hook(trainer, "training_step", *args)
-
-        def backward(loss: Tensor) -> None:
-            call._call_strategy_hook(trainer, "backward", loss, optimizer.optimizer)
-
-        def zero_grad() -> None:
-            optimizer_progress.zero_grad.increment_ready()
-            if self._has_zero_grad_hook:
-                self._hook("on_before_zero_grad", optimizer.optimizer)
-            optimizer_progress.zero_grad.increment_started()
-            module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer.optimizer)
-            optimizer_progress.zero_grad.increment_completed()
 
         @torch.enable_grad()
         def closure() -> Tensor:
-            zero_grad()  # before the forward pass, so that memory never has both the last gradients and the activations
-            outputs.update(self.passes.run(trainer, step_batch, forward, backward))
-            results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
+            self._zero_grad()  # now, so that memory never has both the last gradients and the activations
+            outputs.update(self.passes.run(step))
+            self._results.batch_size = step.batch.num_local_samples  # for hooks that log after the passes
             return outputs["loss"]
 
-        optimizer_progress.step.increment_ready()
-        args = (trainer.current_epoch, batch_idx, optimizer, closure)
-        call._call_lightning_module_hook(trainer, "optimizer_step", *args)
-        optimizer_progress.step.increment_completed()
+        progress.increment_ready()
+        self.run_optimizer(closure)
+        progress.increment_completed()
         if not outputs:
-            raise UserError(f"{type(module).__name__}.optimizer_step did not call its closure: it must call it once")
-        self.passes.after_optimizer_step(step_batch, trainer)
+            kind = type(self.trainer.lightning_module).__name__
+            raise UserError(f"{kind}.optimizer_step did not call its closure: it must call it once")
+        self.passes.after_optimizer_step(step)
         return outputs
 
-    def optimizer_step_with(self, prepare: Callable[[], object]) -> None:
-        """Run the optimizer with gradients that `prepare` sets in the parameters. It does not count as a step."""
-        module = self.trainer.lightning_module
-
-        def closure() -> Tensor:
-            prepare()
-            return torch.zeros(())
-
-        args = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
+    def run_optimizer(self, closure: Callable[[], Tensor]) -> None:
+        """Run the module's `optimizer_step`, without counting a step. `closure` sets gradients and returns the loss."""
+        args = (self.trainer.current_epoch, self.batch_idx, self.trainer.lightning_module.optimizers(), closure)
         call._call_lightning_module_hook(self.trainer, "optimizer_step", *args)
+
+    def _zero_grad(self) -> None:
+        """Run the module's `optimizer_zero_grad`, with the hook before it."""
+        progress, optimizer = self.automatic_optimization.optim_progress.optimizer.zero_grad, self.trainer.optimizers[0]
+        progress.increment_ready()
+        if self._has_zero_grad_hook:
+            self._hook("on_before_zero_grad", optimizer)
+        progress.increment_started()
+        self.trainer.lightning_module.optimizer_zero_grad(self.trainer.current_epoch, self.batch_idx, optimizer)
+        progress.increment_completed()
+
+    def _forward_pass(self, batch: Any) -> Any:
+        """Run `training_step` on the data of a micro-batch. Return its result."""
+        self._results.batch = batch
+        self._results.batch_size = None  # so `self.log`, which weights its means by this size, reads it from the batch
+        args = (batch, self.batch_idx) if self._takes_batch_idx else (batch,)
+        return call._call_strategy_hook(self.trainer, "training_step", *args)
+
+    def _backward_pass(self, loss: Tensor) -> None:
+        """Run the backward pass of a weighted loss."""
+        call._call_strategy_hook(self.trainer, "backward", loss, self.trainer.optimizers[0])
 
     def _hook(self, name: str, *args: Any) -> Any:
         """Call a hook of the callbacks in their order, then of the module. Return the result of the module's hook."""

@@ -1,7 +1,5 @@
 """The error message of a step that ran out of memory."""
 
-from typing import Any
-
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 
@@ -19,12 +17,12 @@ def out_of_memory(error: BaseException | None) -> bool:
     return lacked or out_of_memory(error.__cause__)
 
 
-def out_of_memory_advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
+def out_of_memory_advice(error: BaseException, step: int, layout: Layout) -> str | None:
     """Return a message for a step that ran out of memory, with a setting that takes less.
 
     Args:
         error: the error of the step.
-        step_batch: the step's `StepBatch`.
+        step: the number of the step, 0-based.
         layout: the run's layout.
 
     Returns:
@@ -35,7 +33,7 @@ def out_of_memory_advice(error: BaseException, step_batch: Any, layout: Layout) 
     peak = peak_memory()
     at = "" if peak is None else f" at {peak / MIB:.0f} MiB"
     size = plural(layout.piece_size, "sample")
-    wrong = f"step {step_batch.step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}"
+    wrong = f"step {step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}"
     finer = next(layout.with_more_pieces(), None)
     if finer is None:
         return f"{wrong}: use a smaller batch_size, since {layout.batch_size} can't be cut finer"

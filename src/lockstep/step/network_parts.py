@@ -1,12 +1,22 @@
-"""A network as a sequence of parts: it may be cut into stages between them, and exact sums share no grid over a cut."""
+"""The networks of a module. One may be a sequence of parts, between which it can be cut into stages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 
-from lockstep.step.compile import networks
+
+def networks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module that have parameters.
+
+    An nn.ModuleList or nn.ModuleDict is never called itself, so its members are yielded instead.
+    """
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from networks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
-"""The forward and backward passes of one optimizer step."""
+"""One optimizer step: its forward and backward passes, and the hooks at fixed places between them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,26 +14,81 @@ from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, gather_exponents
-from lockstep.step.hooks import StepHook
 from lockstep.step.memory import out_of_memory_advice
-from lockstep.step.strategy import Action, PieceStrategy
+from lockstep.step.strategy import Action, PieceStrategy, seed_device
 
 Outputs = dict[str, Tensor]
+
+
+class StepHook:
+    """Methods that are called at fixed places of each step, on every process. Override those that you need.
+
+    The order of a step: `before_step`; for each piece of this process its forward pass, its backward pass and
+    `after_piece`; `after_passes`; the sum of the gradient over all processes; `before_optimizer_step`; the optimizer
+    step; `after_optimizer_step`.
+    """
+
+    def before_step(self, step: "Step") -> None:
+        """Act before the first pass."""
+
+    def after_piece(self, step: "Step", micro_batch: MicroBatch) -> None:
+        """Act after a backward pass.
+
+        With exact=true, the parameters have the gradient of this piece. Otherwise they have the sum of the pieces so
+        far.
+        """
+
+    def after_passes(self, step: "Step") -> None:
+        """Act after the last pass, before `GradientSum.reduce`.
+
+        It may communicate, since every process calls it, also one without a sample.
+        """
+
+    def before_optimizer_step(self, step: "Step") -> None:
+        """Act after the sum: the parameters have the gradient of `step`, the same on all processes that share it."""
+
+    def after_optimizer_step(self, step: "Step") -> None:
+        """Act after the weights have changed."""
+
+    def on_error(self, step: "Step", error: Exception) -> None:
+        """Act after an error in the step's passes or sums. It may raise an error with a better message instead."""
+
+    def before_weights_are_read(self) -> None:
+        """Act before a validation and before the weights are saved. Every process calls this."""
+
+    def flush(self) -> None:
+        """Wait for delayed results and raise their errors.
+
+        Called before a checkpoint, at the end of an epoch and at the end of the run.
+        """
 
 
 class StepPasses:
     """Compute the gradient of a step from its micro-batches; a micro-batch is one piece on this process.
 
     Args:
+        trainer: the trainer.
         gradients: sums the gradients of a step's pieces.
         hooks: the hooks of each step.
         seed: the run's seed. The random numbers inside a piece depend on it, the step and the piece.
+        forward: takes the data of a micro-batch and returns the result of `training_step`.
+        backward: takes a weighted loss and runs its backward pass.
     """
 
-    def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        gradients: GradientSum,
+        hooks: Sequence[StepHook],
+        seed: int,
+        forward: Callable[[Any], Any],
+        backward: Callable[[Tensor], None],
+    ) -> None:
+        self.trainer = trainer
         self.gradients = gradients
         self.hooks = hooks
         self.seed = seed
+        self.forward, self.backward = forward, backward
         # BatchNorm's part of a checkpoint: for each group of tensors that share a grid, the exponent from which the
         # next step's grid follows (`ExactSum.exponents`)
         self._restored_exponents: list[int | None] = []
@@ -43,16 +98,8 @@ class StepPasses:
         """BatchNorm's running statistics; made at first use, when the module is on its device."""
         return BatchNormStats(self.gradients, self._restored_exponents)
 
-    def run(
-        self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
-    ) -> Outputs:
+    def run(self, step: "Step") -> Outputs:
         """Compute the gradient of the mean loss over the whole step's samples, in the parameters' `.grad`.
-
-        Args:
-            trainer: the trainer.
-            step_batch: this process's part of the step.
-            forward: takes the data of a micro-batch and returns the result of `training_step`.
-            backward: takes a weighted loss and runs its backward pass.
 
         Returns:
             `loss` and the other numbers that `training_step` returned, each the mean over this process's samples, on
@@ -61,8 +108,8 @@ class StepPasses:
         Raises:
             UserError: a pass ran out of memory, or `training_step` returned no loss.
         """
-        step = Step(self, trainer, step_batch, forward, backward)
-        gradients, statistics = self.gradients, self.statistics
+        gradients, statistics, step_batch = self.gradients, self.statistics, step.batch
+        step.outputs = []  # an optimizer may run the passes of a step more than once
         try:
             for hook in self.hooks:
                 hook.before_step(step)
@@ -71,14 +118,13 @@ class StepPasses:
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
                     statistics.before_forward()
-                    gradients.before_piece(index, step_batch)
                     step.forward(index)
                     statistics.after_forward()
                 else:
                     step.backward(index)
                     for hook in self.hooks:
                         hook.after_piece(step, step_batch.micro_batches[index])
-                    gradients.collect(index, step_batch)
+                    gradients.collect()
             for hook in self.hooks:
                 hook.after_passes(step)
             statistics.finish(step_batch)
@@ -87,11 +133,11 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            advised = out_of_memory_advice(error, step_batch, step.data.layout)
+            advised = out_of_memory_advice(error, step.number, step.data.layout)
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise UserError(advised) from error
             raise
-        if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
+        if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
             self.flush()
         return step.means()
 
@@ -100,9 +146,8 @@ class StepPasses:
         for hook in self.hooks:
             hook.before_optimizer_step(step)
 
-    def after_optimizer_step(self, step_batch: StepBatch, trainer: Any) -> None:
+    def after_optimizer_step(self, step: "Step") -> None:
         """Call the hooks after an optimizer step."""
-        step = Step(self, trainer, step_batch)
         for hook in self.hooks:
             hook.after_optimizer_step(step)
 
@@ -120,7 +165,7 @@ class StepPasses:
         gradients = self.gradients.state_dict()
         state: dict[str, Any] = {"gradients": gradients} if gradients else {}
         if (exact_sum := self.statistics.exact_sum) is not None:
-            state["statistics"] = gather_exponents(self.gradients.strategy, exact_sum.exponents, exact_sum)
+            state["statistics"] = gather_exponents(self.gradients.strategy, exact_sum)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,35 +174,36 @@ class StepPasses:
         self._restored_exponents = list(state.get("statistics", []))
 
 
+@dataclass(eq=False)
 class Step:
     """One optimizer step on this process.
 
     Attributes:
         passes: the `StepPasses` that runs it.
-        trainer: the trainer.
         batch: this process's part of the step.
-        strategy: the trainer's strategy.
+        outputs: the numbers that `training_step` returned for each micro-batch, in the order of their backward passes.
     """
 
-    def __init__(
-        self,
-        passes: StepPasses,
-        trainer: Any,
-        batch: StepBatch,
-        forward: Callable[[Any], Any] | None = None,
-        backward: Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        self.passes, self.trainer, self.batch = passes, trainer, batch
-        self.strategy: PieceStrategy = passes.gradients.strategy
-        self._forward, self._backward = forward, backward
-        # by index: the batch and loss of each micro-batch that has had its forward pass, but not its backward pass
-        self._pending: dict[int, tuple[Any, Tensor]] = {}
-        self._outputs: list[Outputs] = []
+    passes: StepPasses
+    batch: StepBatch
+    outputs: list[Outputs] = field(default_factory=list)
+    # by index: the batch and loss of each micro-batch that has had its forward pass, but not its backward pass
+    _pending: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
         """The number of the optimizer step since the run began, 0-based."""
         return self.batch.step
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer."""
+        return self.passes.trainer
+
+    @property
+    def strategy(self) -> PieceStrategy:
+        """The trainer's strategy."""
+        return self.passes.gradients.strategy
 
     @property
     def module(self) -> Any:
@@ -172,7 +218,7 @@ class Step:
     @property
     def losses(self) -> list[Tensor]:
         """The losses of the micro-batches, in the order of their backward passes, without their graphs."""
-        return [outputs["loss"] for outputs in self._outputs]
+        return [outputs["loss"] for outputs in self.outputs]
 
     def forward(self, index: int) -> None:
         """Run the forward pass of micro-batch `index`. Keep its graph until `backward`."""
@@ -181,7 +227,7 @@ class Step:
         loss, outputs = self._training_step(batch, micro_batch)
         self._pending[index] = batch, loss
         if strategy.has_last_stage:
-            self._outputs.append(outputs)
+            self.outputs.append(outputs)
 
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
@@ -189,7 +235,7 @@ class Step:
         batch, loss = self._pending.pop(index)
         if not strategy.has_last_stage:
             with torch.no_grad():
-                self._outputs.append(self._training_step(batch, micro_batch)[1])
+                self.outputs.append(self._training_step(batch, micro_batch)[1])
         self._differentiate(loss, micro_batch)
 
     def compute(self, micro_batch: MicroBatch) -> None:
@@ -200,47 +246,35 @@ class Step:
         loss, _ = self._training_step(self._prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
-    def without_data(self) -> "Step":
-        """Return a copy of this step without its batches, for hooks that see its gradient later.
-
-        The sample ids, and what `training_step` returned, stay.
-        """
-        micro_batches = [replace(each, batch=None, augmentation_numbers=None) for each in self.batch.micro_batches]
-        step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=micro_batches))
-        step._outputs = self._outputs
-        return step
-
     def means(self) -> Outputs:
         """Return the numbers of `training_step`, each the mean over this process's samples.
 
         A number that some micro-batch lacks is left out.
         """
-        if not self._outputs:  # a rank without samples needs a loss, because all ranks may log it
+        if not self.outputs:  # a rank without samples needs a loss, because all ranks may log it
             return {"loss": next(self.module.parameters()).new_zeros(())}
-        if len(self._outputs) == 1:
-            return self._outputs[0]
+        if len(self.outputs) == 1:
+            return self.outputs[0]
         sizes = [micro_batch.size for micro_batch in self.batch.micro_batches]
         samples = sum(sizes)
         return {
-            name: torch.stack([each[name] * (n / samples) for each, n in zip(self._outputs, sizes, strict=True)]).sum()
-            for name in self._outputs[0]
-            if all(name in each for each in self._outputs)
+            name: torch.stack([each[name] * (n / samples) for each, n in zip(self.outputs, sizes, strict=True)]).sum()
+            for name in self.outputs[0]
+            if all(name in each for each in self.outputs)
         }
 
     def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
-        assert self._forward is not None
         seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
-            return outputs_of(self._forward(batch))
+            return outputs_of(self.passes.forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Weight a micro-batch's loss and run its backward pass."""
-        assert self._backward is not None
         weight = 1.0
         if self.strategy.has_last_stage:  # an earlier stage receives a gradient that is weighted already
             weight = self.passes.gradients.weight(micro_batch, self.batch)
-        self._backward(loss if weight == 1 else loss * weight)
+        self.passes.backward(loss if weight == 1 else loss * weight)
 
     def _prepared(self, micro_batch: MicroBatch) -> Any:
         """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
@@ -251,7 +285,8 @@ class Step:
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
-        self.strategy.seed(preparation_seed(self.passes.seed, self.batch.step, micro_batch.piece))
+        seed = preparation_seed(self.passes.seed, self.batch.step, micro_batch.piece)
+        seed_device(seed, self.strategy.root_device)
         for change in changes:
             batch = change(batch)
         return batch

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.step.batch import MicroBatch
-from lockstep.step.hooks import StepHook
+
+if TYPE_CHECKING:
+    from lockstep.step.passes import StepHook
 
 T = TypeVar("T")
 
@@ -47,12 +49,12 @@ class PieceStrategy(Strategy):
             of `training_step` ends with its stage's output. Before the backward pass it calls `training_step` again,
             without gradients. This call gets the network's output and returns the loss.
         hooks: the hooks of the trainer's steps.
-        substitute: the object that computes in the module's place; see `computing_with`.
+        substitute: an object with the module's parameters that computes in its place; None: the module computes.
     """
 
     staged = False
     has_last_stage = True
-    hooks: Sequence[StepHook] = ()
+    hooks: Sequence["StepHook"] = ()
     substitute: Any = None
 
     @property
@@ -72,27 +74,16 @@ class PieceStrategy(Strategy):
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
-        self.seed(seed)
+        seed_device(seed, self.root_device)
         yield
 
-    def seed(self, seed: int) -> None:
-        """Seed the generators of the device to which batches are moved."""
-        seed_device(seed, self.root_device)
+    def use_reducer(self, wanted: bool) -> bool:
+        """Choose whether the last passes of the next step sum its gradients over all processes. Only ddp can.
 
-    @property
-    def trained_parameters_changed(self) -> bool:
-        """True if parameters were frozen or unfrozen since the strategy was set up."""
-        return False
-
-    def start_reducer(self, first: bool) -> None:
-        """Sum gradients over all processes during the next passes. Only ddp does.
-
-        Args:
-            first: whether these are the first passes of a step.
+        Returns:
+            Whether they will.
         """
-
-    def finish_reducer(self) -> None:
-        """Stop summing gradients over all processes, after `start_reducer`."""
+        return False
 
     def holds(self, thing: Any) -> bool:
         """Check whether this process has a parameter or layer and computes with it."""
@@ -114,21 +105,7 @@ class PieceStrategy(Strategy):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        return getattr(self._module_to_run, name)(*args, **kwargs)
-
-    @property
-    def _module_to_run(self) -> Any:
-        """The module, or the object that computes in its place; see `computing_with`."""
-        return self.substitute or self.lightning_module
-
-    @contextmanager
-    def computing_with(self, module: Any) -> Iterator[None]:
-        """Return a context in which `module`, an object with the same parameters, computes in the module's place."""
-        self.substitute = module
-        try:
-            yield
-        finally:
-            self.substitute = None
+        return getattr(self.substitute or self.lightning_module, name)(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, after the hooks' `before_weights_are_read`."""

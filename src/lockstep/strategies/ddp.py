@@ -1,6 +1,6 @@
 """`strategy=ddp`: Lightning's DDPStrategy, adapted to steps in pieces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
-from lockstep.step.strategy import PieceStrategy
+from lockstep.step.strategy import Action, PieceStrategy
 from lockstep.strategies.torch_quirks import FixedBucketsDDP
 from lockstep.text import join_names
 
@@ -34,7 +34,8 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         super().__init__()
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
-        self._reducer_active = False
+        self._reducer_sends = False  # whether DDP's reducer sends this step's gradients, in the last passes
+        self._reducer_active = False  # whether these passes run now
         self._grads_at_start: list[Any] = []  # address and version of each gradient when the reducer was started
         self._inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
         self._parameters: list[Parameter] = []
@@ -67,13 +68,27 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             ddp.register_comm_hook(None, hooks[self._compression])
         self.model = ddp
 
-    @property
-    def trained_parameters_changed(self) -> bool:
-        """True if parameters were frozen or unfrozen since the module was wrapped."""
-        return [parameter.requires_grad for parameter in self._parameters] != self._trained
+    def use_reducer(self, wanted: bool) -> bool:
+        """Let DDP's reducer sum the gradients of the next step, if this is wanted.
 
-    def start_reducer(self, first: bool) -> None:
-        """Let DDP's reducer sum over all processes in the passes until `finish_reducer`.
+        It can't if parameters were frozen or unfrozen since DDP wrapped the module, because DDP would leave them out.
+        """
+        unchanged = [parameter.requires_grad for parameter in self._parameters] == self._trained
+        self._reducer_sends = wanted and unchanged
+        return self._reducer_sends
+
+    def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
+        """Yield the passes of a step's micro-batches in order. DDP's reducer takes part in those of the last one."""
+        for action, index in super().schedule(micro_batches):
+            reduces = self._reducer_sends and index == len(micro_batches) - 1
+            if reduces and action is Action.FORWARD:
+                self._start_reducer(first=index == 0)
+            yield action, index
+            if reduces and action is Action.BACKWARD:
+                self._finish_reducer()
+
+    def _start_reducer(self, first: bool) -> None:
+        """Let DDP's reducer sum over all processes in the passes until `_finish_reducer`.
 
         Args:
             first: whether these are the first passes of a step. If not, the gradients of earlier passes are added.
@@ -81,7 +96,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._grads_at_start = [None if first else _state(p.grad) for p in self._parameters]
         self._reducer_active = True
 
-    def finish_reducer(self) -> None:
+    def _finish_reducer(self) -> None:
         """Check that the backward pass has produced a gradient for every trained parameter.
 
         DDP writes each of them to a bucket, so the gradient's address or version changes.

@@ -80,7 +80,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         """
         if name != "training_step":
             return super().call(name, *args, **kwargs)
-        module, device = self._module_to_run, self.current_device
+        module, device = self.substitute or self.lightning_module, self.current_device
         copy = self._current > 0  # between logical devices on the CPU `to` would not copy; between CUDA devices it does
         parameters = {key: p.to(device, copy=copy, non_blocking=True) for key, p in module.named_parameters()}
         buffers = dict(module.named_buffers())

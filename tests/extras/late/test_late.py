@@ -20,8 +20,8 @@ from lockstep.run.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
+from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto
 
 
@@ -130,7 +130,6 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     strategy = Auto().make_lightning_strategy(layout)
     options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
     gradients: GradientSum = kind(strategy, world_size)
-    gradients.options.uses_reducer = False  # so that DDP has no part in a synchronous step, either
     hooks: list[StepHook] = [FiniteGradientCheck("stop")]
     if late:
         gradients = LateSum(gradients, late)

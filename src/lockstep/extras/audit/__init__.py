@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from lockstep.config.check import Config
-    from lockstep.step.gradients import GradientSum
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 class Audit(Extra):
@@ -24,6 +23,7 @@ class Audit(Extra):
     """
 
     changes_weights = False
+    checks_messages = True
 
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:
@@ -47,10 +47,6 @@ class Audit(Extra):
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if config.layout.num_devices == 1:
             yield "audit: the only device checks itself, so a permanent fault is not detected"
-
-    def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        gradients.options.check_messages = gradients.world_size > 1
-        return gradients
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
         from lockstep.extras.audit.hook import AuditHook

@@ -24,8 +24,7 @@ from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.finite import copy_buffers, restore_buffers
 from lockstep.step.gradients import Gradients, trained_parameters
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 from lockstep.step.strategy import proxy
 from lockstep.text import join_names, plural
 
@@ -173,11 +172,13 @@ def restoring_module(step: Step, start_buffers: dict[str, Tensor]) -> Iterator[N
     """
     module, strategy = step.module, step.strategy
     gradients, buffers, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(muted(module)):
+    strategy.substitute = muted(module)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         restore_buffers(module, start_buffers)
         for parameter in module.parameters():
             parameter.grad = None
         yield
+    strategy.substitute = None
     restore_buffers(module, buffers)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient

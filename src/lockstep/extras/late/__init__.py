@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 class Late(Extra):

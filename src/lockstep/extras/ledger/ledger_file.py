@@ -237,7 +237,7 @@ def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of a checkpoint: of its weights, and of the other state that affects the next step.
 
     That state is the optimizer's, the schedule's and others of STATE. With an extra that applies gradients some steps
-    late, it also has the gradients that are not applied yet (`GradientSum.waiting`).
+    late, it also has the gradients that are not applied yet.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
     state = {name: checkpoint[name] for name in STATE if name in checkpoint}

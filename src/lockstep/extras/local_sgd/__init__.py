@@ -12,7 +12,7 @@ from lockstep.text import plural
 if TYPE_CHECKING:
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 class LocalSgd(Extra):
@@ -61,7 +61,7 @@ class LocalSgd(Extra):
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         from lockstep.extras.local_sgd.average import LocalGradients
 
-        return LocalGradients(gradients)
+        return LocalGradients(gradients.strategy)
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
         from lockstep.extras.local_sgd.average import AverageWeights

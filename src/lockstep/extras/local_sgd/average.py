@@ -7,27 +7,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.gradients import GradientSum, WrappedGradientSum, trained_parameters
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.gradients import GradientSum, trained_parameters
+from lockstep.step.passes import Step, StepHook
+from lockstep.step.strategy import PieceStrategy
 
 
-class LocalGradients(WrappedGradientSum):
+class LocalGradients(GradientSum):
     """Computes the gradient of the mean loss over this process's samples, and sends nothing."""
 
-    def __init__(self, inner: GradientSum) -> None:
-        super().__init__(inner)
-        self.options.uses_reducer = False
-
-    @property
-    def processes(self) -> int:
-        return 1
+    def __init__(self, strategy: PieceStrategy) -> None:
+        super().__init__(strategy, world_size=1)
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         return micro_batch.size / step_batch.num_local_samples
-
-    def reduce(self, step: Step) -> Step:
-        return step
 
 
 class AverageWeights(StepHook):

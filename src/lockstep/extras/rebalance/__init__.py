@@ -10,7 +10,7 @@ from lockstep.text import plural
 if TYPE_CHECKING:
     from lockstep.arithmetic.layout import Assignment
     from lockstep.config.check import Config
-    from lockstep.step.hooks import StepHook
+    from lockstep.step.passes import StepHook
 
 
 class Rebalance(Extra):

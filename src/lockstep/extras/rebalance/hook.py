@@ -14,8 +14,7 @@ import torch.distributed as dist
 from lockstep.extras.rebalance.assignment import MovingAssignment
 from lockstep.extras.rebalance.choice import better_counts, slowest_time
 from lockstep.step.batch import MicroBatch
-from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Step
+from lockstep.step.passes import Step, StepHook
 
 LOG = logging.getLogger("lockstep")
 MOST_RANKS = 8  # a line of the log lists the pieces of at most so many ranks
@@ -39,7 +38,7 @@ class RebalanceHook(StepHook):
     def __init__(self, every: int, assignment: MovingAssignment, rank: int) -> None:
         self.every, self.assignment, self.rank = every, assignment, rank
         self.changes = 0
-        self._clock: HostClock | CudaClock | None = None
+        self._clock = CudaClock() if assignment.layout.accelerator == "gpu" else HostClock()
         self._pieces_left = 0  # in this step
         self._parameters: list[torch.nn.Parameter] = []
         self._watched: set[int] = set()  # ids of the parameters that stop the clock
@@ -53,8 +52,6 @@ class RebalanceHook(StepHook):
         """
         if self._is_full(step):
             check_loaded(step, self.assignment, self.rank)
-        if self._clock is None:
-            self._clock = CudaClock() if step.strategy.root_device.type == "cuda" else HostClock()
         if not step.passes.gradients.exact:
             self._watch_parameters(step)
         self._pieces_left = len(step.batch.micro_batches)
@@ -64,7 +61,6 @@ class RebalanceHook(StepHook):
         self._pieces_left -= 1
 
     def after_passes(self, step: Step) -> None:
-        assert self._clock is not None
         if step.passes.gradients.exact:
             self._clock.stop()
         if self._is_full(step):
@@ -90,12 +86,11 @@ class RebalanceHook(StepHook):
                 parameter.register_post_accumulate_grad_hook(self._stop_clock)
 
     def _stop_clock(self, parameter: Any) -> None:
-        if self._pieces_left == 1 and self._clock is not None:
+        if self._pieces_left == 1:
             self._clock.stop()
 
     def _compare(self, step: Step) -> None:
         """Gather the times of all ranks, and change the assignment of pieces if that saves enough."""
-        assert self._clock is not None
         times = self._clock.times()
         times = times[len(times) // 2 :]  # a change of speed shows sooner in the later half
         mean = fmean(times) if times else math.nan
