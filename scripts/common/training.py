@@ -19,10 +19,10 @@ def open_without_test(config: Config) -> Splits:
     return replace(open_data(config.data, config.data_dir, config.seed), test=None)
 
 
-def train_quietly(config: Config, data: Splits, folder: Path) -> None:
-    """Train in this worker, without the lines that a run logs."""
+def train_quietly(config: Config, data: Splits, folder: Path) -> dict[str, Any]:
+    """Train in this worker, without the lines that a run logs. Return the run's summary."""
     logging.disable(logging.WARNING)
-    fit_and_test(config, data, folder)
+    return fit_and_test(config, data, folder)
 
 
 def train_from(

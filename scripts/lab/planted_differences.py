@@ -30,6 +30,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from common.showing import markdown
+from common.training import open_without_test, train_quietly
 from comparison.why import Answer, explain
 from PIL import Image
 
@@ -40,7 +41,6 @@ from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.launch.parent import launch
-from lockstep.run.training import fit_and_test
 
 WRONG = 2  # most wrong answers of all 40
 STEPS = 12
@@ -263,20 +263,18 @@ def train(
     """Train a run in its folder and return the folder."""
     config = check(composed(overrides))
     choose_kernels(config.layout.exact)
-    data = replace(open_data(config.data, config.data_dir, config.seed), test=None)
     folder.mkdir()
     if change:
         extra = {"_target_": "planted_differences.Change", **change}
         config = replace(config, callbacks={**config.callbacks, "change": extra})
-    launch(_work, config, data, folder, prepare, layout=config.layout)
+    launch(_work, config, open_without_test(config), folder, prepare, layout=config.layout)
     return folder
 
 
 def _work(config: Config, data: Splits, folder: Path, prepare: Callable[[], None] | None) -> None:
-    logging.disable(logging.WARNING)
     if prepare is not None:
         prepare()
-    fit_and_test(config, data, folder)
+    train_quietly(config, data, folder)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Each trial is a run of train.py with one additional callback, which records it. 
 compute with torch: it reads and compares the records with numpy.
 """
 
-import logging
 import multiprocessing
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from common.training import train_quietly
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 from trials.record import FILE, KILLED
@@ -28,7 +28,6 @@ from lockstep.launch.environment import export
 from lockstep.launch.network import LOOPBACK, bind_socket
 from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
-from lockstep.run.training import fit_and_test
 
 # Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide
 # an error in the short one.
@@ -147,13 +146,8 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     return check({**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
 
 
-def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # parity.py prints the results
-    return fit_and_test(config, splits, folder)
-
-
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = launch(_work, config, splits, folder, layout=config.layout)
+    summary: dict[str, Any] = launch(train_quietly, config, splits, folder, layout=config.layout)
     return summary
 
 
