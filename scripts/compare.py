@@ -82,7 +82,7 @@ def main() -> int:
                 raise UserError(f"--why: {plural(len(arguments.runs), 'folder')}: give two run folders")
             from comparison import why  # torch takes seconds
 
-            print(why.report(*arguments.runs))
+            print(why.explain(*arguments.runs).text)
         elif len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
             print(pair.report(*arguments.runs))
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from common.keys import differing
-from comparison.pair import ABSENT, flat, read, show
+from comparison.pair import ABSENT, flat, read, recorded_config, show
 from numpy.typing import NDArray
 
 from lockstep.errors import UserError
@@ -180,8 +180,8 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
                 "with run folders in it"
             )
         for run in sorted(run_folders, key=sort_key):
-            config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
-            runs[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
+            summary = read(run / "summary.json")
+            runs[run.absolute()] = Run(run, dict(flat(recorded_config(run))), dict(flat(summary)))
     return list(runs.values())
 
 
