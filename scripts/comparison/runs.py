@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -198,15 +198,18 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         experiment = {key: show(value) for key, value in run.config.items() if belongs_to_experiment(key, run.config)}
         gathered.setdefault(json.dumps(experiment, sort_keys=True), []).append(run)
-    groups = [Group(members, {}) for members in gathered.values()]
+    configs = [members[0].config for members in gathered.values()]
+    keys = _differing_keys([config for config in configs if config])
+    groups = [
+        Group(members, {key: config.get(key, ABSENT) for key in keys})
+        for members, config in zip(gathered.values(), configs, strict=True)
+    ]
     if not any(group.world_size for group in groups):
         raise UserError(f"{runs[0].folder}: none of the runs has a summary to compare")
-    keys = _differing_keys([group.runs[0].config for group in groups if group.runs[0].config])
-    for group in groups:
-        group.differing_values = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
-    for group, label in zip(groups, _labels(groups), strict=True):
-        group.efficiency, group.label = _efficiency(group, groups), label
-    return groups
+    return [
+        replace(group, efficiency=_efficiency(group, groups), label=label)
+        for group, label in zip(groups, _labels(groups), strict=True)
+    ]
 
 
 def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
