@@ -1,13 +1,14 @@
 """The base of all campaigns: runs of one job, one of which is undisturbed, and the checks of the others."""
 
-import json
 import math
 from contextlib import closing
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from campaigns.processes import Process
+
+from lockstep.run.summary import summary_of
 
 HOUR = 3600
 END_SECONDS = 8  # seconds until all processes must have ended: loader processes check for their parent every 5
@@ -90,11 +91,6 @@ class Campaign:
 
     def print_line(self, *parts: str) -> None:
         print(f"{self.name}: {', '.join(filter(None, parts))}", flush=True)
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
 
 
 def schedule(rng: Random, number: int, kinds: list[T]) -> list[T]:

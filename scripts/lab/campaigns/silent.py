@@ -8,12 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from campaigns.campaign import HOUR, Campaign, schedule, summary_of
+from campaigns.campaign import HOUR, Campaign, schedule
 from campaigns.flips import FLIP_FILE, PLACES
 from campaigns.processes import Process
 from common.showing import markdown
 
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, config_sha256, line_sha256, parse_line, read, text_of
+from lockstep.run.summary import summary_of
 
 RANKS = 3  # two can outvote a wrong one
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]
