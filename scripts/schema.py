@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from common.comments import rows
+from common.keys import rows
 from pydantic import TypeAdapter
 
 from lockstep.config.arguments import CONF, MODELINE

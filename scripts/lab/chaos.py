@@ -13,7 +13,7 @@ process, no temporary file, no folder but the run folders.
 
 With --machines one run under torchrun over network namespaces (Linux, root) is hit without being resumed by hand: a
 worker, a machine, a link for 5 or 20 s, the machine that serves torchrun's store, or all. A killed machine starts again
-after seconds. Without the store all end, and resume with the store of another machine. The run must end as on one
+after seconds. Without the store all end, and start again with the store of another machine. The run must end as on one
 device, and each machine must have the same last.ckpt.
 
 With --storm machines of one run are killed and cut off by the clock, and it reports where the time went. With --cuts
@@ -36,13 +36,11 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from campaigns.campaign import Campaign, schedule
+from campaigns.campaign import Campaign, one_each, run_campaigns, schedule
 from campaigns.cuts import Cuts
-from campaigns.faults import FAULTS
 from campaigns.goodput import draw
 from campaigns.machines import EPOCHS_PER_FAULT, SeveralMachines
-from campaigns.program import one_each, run_campaigns
-from campaigns.runs import Runs
+from campaigns.runs import FAULTS, Runs
 from campaigns.storm import STEP, Plan, Storm
 from network.machines import Machines, NoMachines
 

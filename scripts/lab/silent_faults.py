@@ -19,8 +19,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from campaigns.campaign import Campaign
-from campaigns.program import one_each, run_campaigns
+from campaigns.campaign import Campaign, one_each, run_campaigns
 from campaigns.silent import Silent
 
 JOB = [  # small steps, because there are many runs
