@@ -4,6 +4,7 @@ The next fault waits until all machines compute again and have saved. Linux and 
 """
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,11 @@ class SeveralMachines(Campaign):
     def go(self) -> None:
         self.undisturbed()
         record = Record(self.home, SECONDS, self.control)
-        fleet = Fleet(self.machines, self.homes, [*self.job, "hang_timeout=10"], record)
-        try:
+        with closing(Fleet(self.machines, self.homes, [*self.job, "hang_timeout=10"], record)) as fleet:
             self._tend_until_all_have_saved(fleet)
             for kind in self.faults:
                 self._hit(fleet, kind)
             fleet.finish(self)
-        finally:
-            fleet.close()
         copies = self._last_checkpoints()
         different = {copy.read_bytes() for copy in copies}
         if len(copies) != len(self.homes) or len(different) > 1:
