@@ -24,6 +24,7 @@ from typing import Annotated, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from common.training import check_one_machine
 from pydantic import Field
 from recomputing import Part, first_difference, part_of_run, recompute
 
@@ -42,7 +43,6 @@ from lockstep.extras.ledger.ledger_file import (
     read,
     samples_sha256,
 )
-from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
@@ -92,8 +92,7 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
     """Do the work of `verify`, and leave `folder` for the caller to delete."""
     torch.set_num_threads(1)  # this process forks, and a forked child does not have torch's threads
     count_or_steps, choice_seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
-    if raw["num_nodes"] != 1 or external_workers():
-        raise UserError("verify.py runs on one machine: use num_nodes=1, without torchrun")
+    check_one_machine("verify.py", raw)
     run = Path(str(as_text(raw.pop("run")))).expanduser()
     path = run / LEDGER_FILE
     if not path.is_file():

@@ -26,7 +26,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import scaling
 from bench import machine
 from common.showing import markdown
-from common.training import open_without_test, train_quietly
+from common.training import check_one_machine, open_without_test, train_quietly
 from network.link import Link
 from pages import add_pages
 
@@ -34,7 +34,6 @@ from lockstep.config.check import Config, check
 from lockstep.config.value_checks import PositiveFloat, checker, group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
-from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.launch.parent import launch
 from lockstep.run import cli
@@ -72,8 +71,7 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measure, and print the answer."""
     seconds, link = checker(PositiveFloat)("seconds", raw.pop("seconds")), raw.pop("link")
     links = {} if link is None else scaling.links(link, raw["outputs"])
-    if external_workers() or raw["num_nodes"] != 1:
-        raise UserError("advise.py runs on one machine: use num_nodes=1, without torchrun")
+    check_one_machine("advise.py", raw)
     facts = machine.facts()
     print("\n".join(facts), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})

@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from trials.record import FILE, KILLED
 
 from lockstep.config.check import Config, check
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import export
@@ -100,6 +101,12 @@ def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> S
     total = len(splits.train)
     count = min(max(1, min(FULL_STEPS, (total - tail) // batch_size)) * batch_size + tail, total)
     return replace(splits, train=Subset(splits.train, [number * total // count for number in range(count)]))
+
+
+def layout_changes(strategy: str, devices: int, pieces: int) -> dict[str, Any]:
+    """Return the changes to a config that choose a layout; `strategy` is a file of conf/strategy/."""
+    chosen = {"strategy": group_file("strategy", strategy), "devices": devices}
+    return chosen | {"pieces": pieces, "accumulate_grad_batches": None}
 
 
 def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder: Path) -> Outcome:
