@@ -109,18 +109,18 @@ def main() -> int:
 
 def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: list[Storm]) -> Sequence[Campaign]:
     """Return the campaigns that the user asked for. `stack` closes what they need, and `drawn` receives the storms."""
-    overrides = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
-    if chosen.machines:
-        overrides.append(f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}")
-    job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
-    if chosen.storm or chosen.cuts:
-        network = stack.enter_context(Machines(chosen.machines))
-        drawn += storms(chosen, network, work) if chosen.storm else []
-        return drawn or cuts(chosen, network, work)
     if chosen.machines:
-        machines, name = stack.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"
+        machines = stack.enter_context(Machines(chosen.machines))
+        if chosen.storm:
+            drawn += storms(chosen, machines, work)
+            return drawn
+        if chosen.cuts:
+            return cuts(chosen, machines, work)
+        length = f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}"
+        name, job = f"{chosen.machines} machines", one_each([*JOB, *EXACT, length, *chosen.overrides])
         return [SeveralMachines(machines, chosen.faults, name, job, work / "machines", rng, chosen.control)]
+    job = one_each([*JOB, *(EXACT if chosen.exact else ()), *chosen.overrides])
     layouts = {name: [LAYOUTS[name]] for name in chosen.layouts.split(",")}
     layouts = {"exact": EXACT_LAYOUTS} if chosen.exact else layouts
     faults = schedule(rng, chosen.faults, FAULTS)
