@@ -24,11 +24,13 @@ from comparison.trace import Steps, Value, apart, needs_layout, prepare, take_st
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
+from lockstep.config.instantiate import check_targets_named
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.run.summary import weights_sha256
 from lockstep.text import join_names, plural
 
+GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras", "strategy")  # they name classes to build
 MOST_STEPS = 200  # steps that are taken again
 FIRST_STEPS = 2  # steps that are taken first: most differences appear in them
 MOST_KEYS = 8  # differences of the config that are tried one at a time
@@ -106,16 +108,18 @@ class Recorded:
         """The resolved config.
 
         Raises:
-            UserError: the run has no provenance.json.
+            UserError: the run has no provenance.json, or its config names classes that conf/ does not name.
         """
         config = read(self.folder / "provenance.json").get("config")
         if not isinstance(config, dict):
             raise UserError(f"{self.folder}: its provenance.json has no config")
+        for group in GROUPS:
+            check_targets_named(self.folder, group, config.get(group))
         return config
 
     @cached_property
     def config(self) -> Config:
-        return prepare(self.folder, self.raw, self.threads, self.layout)
+        return prepare(self.raw, self.threads, self.layout)
 
     @cached_property
     def data(self) -> Splits:
@@ -387,7 +391,7 @@ class _Search:
                 else:
                     put(raw, self.b.raw, part)
                 threads = self.b.threads if part == "threads" else self.a.threads
-                config = prepare(self.a.folder, raw, threads, self.a.layout)
+                config = prepare(raw, threads, self.a.layout)
                 data_of_part = open_without_test(config) if part.startswith(("data", "seed")) else self.a.data
                 values = steps_of(self.a, config, data_of_part, start, step).get(step, [])
                 first = first_difference(one, values, tolerance)
