@@ -283,8 +283,8 @@ def brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else show(value)
 
 
-def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
-    """Return the test scores of `followed_metric`, usually accuracy, by the value of a key.
+def scores_by_key(groups: Sequence[Group], key: str, metric: str) -> PlotLines:
+    """Return the values of a metric on the test set by the value of a key.
 
     Each line of the plot is one combination of layout and values of the other keys. Combinations with a single value of
     `key` are left out.
@@ -293,7 +293,6 @@ def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
         UserError: no line is left.
     """
     lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
-    score = f"metrics.test/{followed_metric(groups)[0]}"
     for group in groups:
         value = group.runs[0].config.get(key)
         if isinstance(value, int | float) and group.completed:
@@ -301,7 +300,7 @@ def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
                 name: other for name, other in group.differing_values.items() if name != key and other is not None
             }
             labels = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
-            lines.setdefault((group.layout_name, *labels), {})[value] = group.values(score)
+            lines.setdefault((group.layout_name, *labels), {})[value] = group.values(f"metrics.test/{metric}")
     lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
     if not lines:
         raise UserError(f"--by {key}: no completed runs differ in this key alone: name a key whose values are numbers")
