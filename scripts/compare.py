@@ -82,7 +82,7 @@ def main() -> int:
                 raise UserError(f"--why: {plural(len(arguments.runs), 'folder')}: give two run folders")
             from comparison import why  # torch takes seconds
 
-            print(why.report(*arguments.runs))
+            print(why.explain(*arguments.runs).text)
         elif len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
             print(pair.report(*arguments.runs))
         else:
@@ -112,7 +112,7 @@ def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> No
     groups.sort(key=partial(sort_key, metric=metric, mode=mode), reverse=True)
     validations = cross_validations(groups)
     differences = noise.differences_from_first(first_and_different(groups), metric)
-    plot_lines = scores_by_key(groups, key) if key else {}
+    plot_lines = scores_by_key(groups, key, metric) if key else {}
     root = Path(os.path.commonpath([folder.absolute() for folder in folders]))
     rows = [{"folder": folder_names(group, root), **group.row(metric)} for group in groups]
     notes = [best_note(groups, root, metric, mode), *same_steps_notes(groups, root), *left_out_notes(groups, len(runs))]

@@ -33,6 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from common.training import check_one_machine
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -41,7 +42,7 @@ from torch.utils.data import Subset
 from trials import differences, features
 from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
 from trials.record import YARDSTICKS, roundoff
-from trials.trial import Outcome, Trial, run, shorten, with_counter
+from trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
@@ -49,7 +50,6 @@ from lockstep.config.value_checks import Flag, checker, group_file, options, unk
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed
-from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
@@ -122,8 +122,7 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
     Raises:
         UserError: this config can't be compared.
     """
-    if raw["num_nodes"] != 1 or external_workers():
-        raise UserError("parity.py runs on one machine: use num_nodes=1, without torchrun")
+    check_one_machine("parity.py", raw)
     config = check(raw)
     if config.layout.pieces < 2:
         raise UserError("pieces=1 can't be shared by devices: set devices, accumulate_grad_batches or pieces")
@@ -242,7 +241,7 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     one, others = everywhere[0] | default, everywhere[1:]
     planned = [("default", Trial("", one))]
     planned += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
-    two = requested_layout(config, raw) | {"strategy": group_file("strategy", "ddp"), "devices": 2}
+    two = layout_changes("ddp", 2, config.layout.pieces)
     engines = [two] if can_run({**raw, **two, **default}) else []
     planned += [("default", Trial("", layout | default)) for layout in others]
     planned += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from common.comments import rows
+from common.keys import rows
 from pydantic import TypeAdapter
 
 from lockstep.config.arguments import MODELINE
@@ -31,7 +31,7 @@ INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${mod
 
 def schemas() -> dict[str, Any]:
     """Return all schemas by the names of their files."""
-    front_page = (CONF / "train.yaml").read_text()
+    comments = _comments({"train.yaml": (CONF / "train.yaml").read_text()})["properties"]
     schemas_by_key = _for_editors(TypeAdapter(Keys).json_schema())["properties"]
     schemas_by_key["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
     group_schemas = {}
@@ -44,10 +44,8 @@ def schemas() -> dict[str, Any]:
             schema = _for_editors(TypeAdapter(Transforms).json_schema())
         else:
             schema = schemas_by_key[group]
-        texts |= {"train.yaml": front_page} if group in schemas_by_key else {}
-        title = f"Keys of conf/{group}/*.yaml"
-        group_schemas[_file_name(group)] = _schema_file(title, _group_schema(schema, group, texts))
-    comments = _comments({"train.yaml": front_page})["properties"]
+        content = _group_schema(schema, comments.get(group, {}), texts)
+        group_schemas[_file_name(group)] = _schema_file(f"Keys of conf/{group}/*.yaml", content)
     properties: dict[str, Any] = {}
     for key, schema in schemas_by_key.items():
         if _file_name(key) in group_schemas:
@@ -70,18 +68,18 @@ def _file_name(group: str) -> str:
     return f"{group.replace('/', '_')}.json"
 
 
-def _group_schema(schema: dict[str, Any], group: str, texts: Mapping[str, str]) -> dict[str, Any]:
+def _group_schema(
+    schema: dict[str, Any], front_page_comments: Mapping[str, Any], texts: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the schema of a group's yaml files: `schema` with their comments as descriptions.
 
     Args:
         schema: the JSON schema of the group's key.
-        group: the group's name.
-        texts: the texts of the group's yaml files, and of train.yaml if it has the group's key, by name.
+        front_page_comments: the comments of the group's key in train.yaml.
+        texts: the texts of the group's yaml files, by name.
     """
-    front_page = _comments({name: text for name, text in texts.items() if name == "train.yaml"})["properties"]
-    comments = _comments({name: text for name, text in texts.items() if name != "train.yaml"})
-    front_page_comments = front_page.get(group, {}).get("properties", {})
-    comments["properties"] = front_page_comments | comments["properties"]
+    comments = _comments(texts)
+    comments["properties"] = front_page_comments.get("properties", {}) | comments["properties"]
     without_description = {word: rule for word, rule in _object_schema(schema).items() if word != "description"}
     described = _with_descriptions(without_description, comments)
     common_keys: dict[str, Any] = {"_target_": {}, "_partial_": {}, "defaults": {}, "name": {}}

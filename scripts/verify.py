@@ -24,6 +24,7 @@ from typing import Annotated, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from common.training import check_one_machine
 from pydantic import Field
 from recomputing import Part, first_difference, part_of_run, recompute
 
@@ -42,7 +43,6 @@ from lockstep.extras.ledger.ledger_file import (
     read,
     samples_sha256,
 )
-from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
@@ -61,7 +61,7 @@ class Different(Exception):
     """The ledger was changed, or the run differs from it.
 
     Attributes:
-        step: the step of the line that a checkpoint does not match; 0 for other differences.
+        step: the step that differs; 0 if the ledger itself was changed.
     """
 
     def __init__(self, message: str, step: int = 0) -> None:
@@ -92,8 +92,7 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
     """Do the work of `verify`, and leave `folder` for the caller to delete."""
     torch.set_num_threads(1)  # this process forks, and a forked child does not have torch's threads
     count_or_steps, choice_seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
-    if raw["num_nodes"] != 1 or external_workers():
-        raise UserError("verify.py runs on one machine: use num_nodes=1, without torchrun")
+    check_one_machine("verify.py", raw)
     run = Path(str(as_text(raw.pop("run")))).expanduser()
     path = run / LEDGER_FILE
     if not path.is_file():
@@ -112,17 +111,21 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
     starts = start_points(run, lines)
     steps = choose_steps(count_or_steps, choice_seed, lines, starts, run)
     spans = [(max(start for start in starts if start < step), step) for step in steps]
-    errors: dict[int, str] = {}  # step -> what differs
+    different_steps: list[Different] = []
     for start, step in spans:
-        difference = compare(lines, parts, start, starts, step, folder / "recomputed")
+        result = "the same bits"
+        try:
+            compare(lines, parts, start, starts, step, folder / "recomputed")
+        except Different as different:
+            result = str(different)
+            different_steps.append(different)
         shutil.rmtree(folder / "recomputed", ignore_errors=True)
-        print(f"steps {start + 1} to {step}: {next(iter(difference.values()), 'the same bits')}", flush=True)
-        errors |= difference
+        print(f"steps {start + 1} to {step}: {result}", flush=True)
     for note in notes_on_versions(parts[-1].about):
         print(f"note: {note}")
-    if errors:
-        first = min(errors)
-        raise Different(f"{run}: step {first} differs from its ledger: {errors[first]}")
+    if different_steps:
+        first = min(different_steps, key=lambda different: different.step)
+        raise Different(f"{run}: step {first.step} differs from its ledger: {first}")
     conclude(lines, parts, spans)
 
 
@@ -270,13 +273,11 @@ def choose_steps(
 
 def compare(
     lines: Sequence[Line], parts: Sequence[Part], start: int, starts: Mapping[int, Path | None], step: int, folder: Path
-) -> dict[int, str]:
+) -> None:
     """Train in `folder` from step `start` to `step`, and compare with each line of the ledger between them.
 
-    Returns:
-        the first step that differs, and what differs; empty if all bits are the same.
-
     Raises:
+        Different: a step differs. The message says what, for the first such step.
         UserError: the config of the run changed between the two steps.
     """
     # A step has two lines if the run was resumed there with another config and saved again. The later line counts.
@@ -287,20 +288,16 @@ def compare(
             f"steps=[{step}]: training would start at step {start}, and the run's config changed between the two: "
             "name another step"
         )
-    try:
-        check_checkpoint(starts[start], lines[start_index])
-        part, steps = parts[start_index + len(later_lines)], [line["step"] for line in later_lines]
-        computed_lines = recompute(part, starts[start], steps, folder)
-        for line in later_lines:
-            saved, computed = check_checkpoint(starts.get(line["step"]), line), computed_lines.get(line["step"], {})
-            if differing := [word for key, word in HASHES.items() if computed.get(key) != line.get(key)]:
-                last = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
-                detail = first_difference(last, saved) if saved and last["global_step"] == line["step"] else ""
-                text = f"other {' and '.join(differing)}{'; first difference: ' * bool(detail)}{detail}"
-                return {line["step"]: text}
-    except Different as error:
-        return {error.step: str(error)}
-    return {}
+    check_checkpoint(starts[start], lines[start_index])
+    part, steps = parts[start_index + len(later_lines)], [line["step"] for line in later_lines]
+    computed_lines = recompute(part, starts[start], steps, folder)
+    for line in later_lines:
+        saved, computed = check_checkpoint(starts.get(line["step"]), line), computed_lines.get(line["step"], {})
+        if differing := [word for key, word in HASHES.items() if computed.get(key) != line.get(key)]:
+            last = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
+            detail = first_difference(last, saved) if saved and last["global_step"] == line["step"] else ""
+            text = f"other {' and '.join(differing)}{'; first difference: ' * bool(detail)}{detail}"
+            raise Different(text, line["step"])
 
 
 def check_checkpoint(path: Path | None, line: Line) -> dict[str, Any]:

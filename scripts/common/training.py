@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,20 @@ from typing import Any
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.build import open_data
+from lockstep.errors import UserError
+from lockstep.launch.environment import external_workers
 from lockstep.launch.parent import launch
 from lockstep.run.training import fit_and_test
+
+
+def check_one_machine(program: str, raw: Mapping[str, Any]) -> None:
+    """Check that a program that starts workers itself is asked for one machine, and that no engine has started it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if raw["num_nodes"] != 1 or external_workers():
+        raise UserError(f"{program} runs on one machine: use num_nodes=1, without torchrun")
 
 
 def open_without_test(config: Config) -> Splits:
@@ -19,10 +31,10 @@ def open_without_test(config: Config) -> Splits:
     return replace(open_data(config.data, config.data_dir, config.seed), test=None)
 
 
-def train_quietly(config: Config, data: Splits, folder: Path) -> None:
-    """Train in this worker, without the lines that a run logs."""
+def train_quietly(config: Config, data: Splits, folder: Path) -> dict[str, Any]:
+    """Train in this worker, without the lines that a run logs. Return the run's summary."""
     logging.disable(logging.WARNING)
-    fit_and_test(config, data, folder)
+    return fit_and_test(config, data, folder)
 
 
 def train_from(

@@ -7,7 +7,7 @@ from operator import mul
 from statistics import fmean, stdev
 from typing import Any
 
-from comparison.pair import ABSENT, show
+from comparison.pair import differing_values, show
 from comparison.runs import Group, Run, belongs_to_experiment
 
 from lockstep.errors import UserError
@@ -127,11 +127,13 @@ def _check_complete_runs(each: CrossValidation) -> None:
 
 def _difference(one: Run, other: Run) -> str:
     """Return why two runs are not folds of one cross-validation."""
-    keys = dict.fromkeys([*one.config, *other.config])
-    compared = [key for key in keys if key == "seed" or belongs_to_experiment(key, one.config)]
-    differing = [key for key in compared if one.config.get(key, ABSENT) != other.config.get(key, ABSENT)]
-    shown = [f"{key} ({show(one.config.get(key))}, {show(other.config.get(key))})" for key in differing[:3]]
+    shown = [
+        f"{key} ({show(values[0])}, {show(values[1])})"
+        for key, values in differing_values(one.config, other.config).items()
+        if key == "seed" or belongs_to_experiment(key, one.config)
+    ]
     folds = [run.config["data.fold"] for run in (one, other)]
     return (
-        f"{one.folder} (fold {folds[0]}) and {other.folder} (fold {folds[1]}) differ in {join_names(shown)}: {TOGETHER}"
+        f"{one.folder} (fold {folds[0]}) and {other.folder} (fold {folds[1]}) differ in {join_names(shown[:3])}: "
+        f"{TOGETHER}"
     )

@@ -10,17 +10,16 @@ their mean is not s^2 / n but s^2 (1 / n + validation samples / training samples
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import NormalDist, fmean, variance
 from typing import Any
 
 from comparison.runs import Group
+from scipy.special import stdtrit
 
 LEVEL = 0.95  # confidence level of an interval
 POWER = 0.8  # probability with which the recommended number of seeds finds a real difference
 FALLBACK = ("val/loss",)  # scores to compare if a group has no values of the metric
 MAX_FURTHER_SEEDS = 1000
-NORMAL_DEGREES = 300  # from so many degrees of freedom on, the normal distribution replaces Student's t
 
 Values = dict[tuple[Any, Any, int], float]  # (seed, fold, number of folds; 0: no folds) -> score
 
@@ -137,33 +136,5 @@ def further_seeds(mean: float, variance_per_seed: float, runs: int, degrees_per_
 
 
 def student_quantile(probability: float, degrees: float) -> float:
-    """Return the quantile of Student's t distribution.
-
-    Args:
-        probability: above 0.5.
-        degrees: degrees of freedom; they are rounded down, but to at least 1.
-    """
-    return _quantile(probability, max(1, int(degrees)))
-
-
-@cache
-def _quantile(probability: float, degrees: int) -> float:
-    if degrees >= NORMAL_DEGREES:
-        return NormalDist().inv_cdf(probability)
-    low, high = 0.0, 1e6
-    for _ in range(80):  # bisection
-        middle = (low + high) / 2
-        low, high = (middle, high) if _probability_within(middle, degrees) < 2 * probability - 1 else (low, middle)
-    return high
-
-
-def _probability_within(t: float, degrees: int) -> float:
-    """Return the probability that |T| < t, by the finite sums of Abramowitz and Stegun (1964), 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(degrees))
-    odd = degrees % 2
-    term = math.cos(angle) if odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for k in range(2 + odd, degrees - 1, 2):
-        term *= (k - 1) / k * math.cos(angle) ** 2
-        total += term
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    """Return the quantile of Student's t distribution. The degrees of freedom are rounded down, but to at least 1."""
+    return float(stdtrit(max(1, int(degrees)), probability))

@@ -33,7 +33,7 @@ def facts(folder: Path) -> Facts:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     summary, made = read(folder / "summary.json"), read(folder / "provenance.json")
-    config = made.get("config") or read(folder / ".hydra" / "config.yaml")
+    config = recorded_config(folder)
     if not (summary or config):
         raise UserError(f"{folder}: no run folder, {NO_RUN}")
     code = dict(made.get("git") or summary.get("git") or {})
@@ -51,6 +51,11 @@ def facts(folder: Path) -> Facts:
     return {name: dict(flat(section or {})) for name, section in sections.items()}
 
 
+def recorded_config(folder: Path) -> dict[str, Any]:
+    """Return the config of a run: the resolved one, or what Hydra wrote if the run ended before it had recorded it."""
+    return read(folder / "provenance.json").get("config") or read(folder / ".hydra" / "config.yaml")
+
+
 def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested mappings with their dotted keys."""
     for key, value in node.items():
@@ -58,6 +63,12 @@ def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def differing_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values of both runs for each key in which they differ."""
+    pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in {**one, **other}}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def show(value: Any) -> str:
@@ -91,12 +102,11 @@ def report(*folders: Path) -> str:
     rows: list[tuple[str, ...]] = []
     # Sections without a difference, by whether the runs recorded them.
     same: dict[bool, list[str]] = {True: [], False: []}
-    for section, values in one.items():
-        both = {key: (values.get(key, ABSENT), other[section].get(key, ABSENT)) for key in values | other[section]}
-        differing = [(section, key, *map(show, pair)) for key, pair in both.items() if pair[0] != pair[1]]
-        rows += differing
+    for section in one:
+        differing = differing_values(one[section], other[section])
+        rows += [(section, key, *map(show, values)) for key, values in differing.items()]
         if not differing:
-            same[bool(both)].append(section)
+            same[bool(one[section])].append(section)
     lines = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
     lines += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
     lines += [f"recorded in neither: {', '.join(same[False])}"] if same[False] else []

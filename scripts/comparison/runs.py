@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from common.keys import differing
-from comparison.pair import ABSENT, flat, read, show
+from comparison.pair import ABSENT, flat, read, recorded_config, show
 from numpy.typing import NDArray
 
 from lockstep.errors import UserError
@@ -180,8 +180,8 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
                 "with run folders in it"
             )
         for run in sorted(run_folders, key=sort_key):
-            config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
-            runs[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
+            summary = read(run / "summary.json")
+            runs[run.absolute()] = Run(run, dict(flat(recorded_config(run))), dict(flat(summary)))
     return list(runs.values())
 
 
@@ -198,15 +198,18 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         experiment = {key: show(value) for key, value in run.config.items() if belongs_to_experiment(key, run.config)}
         gathered.setdefault(json.dumps(experiment, sort_keys=True), []).append(run)
-    groups = [Group(members, {}) for members in gathered.values()]
+    configs = [members[0].config for members in gathered.values()]
+    keys = _differing_keys([config for config in configs if config])
+    groups = [
+        Group(members, {key: config.get(key, ABSENT) for key in keys})
+        for members, config in zip(gathered.values(), configs, strict=True)
+    ]
     if not any(group.world_size for group in groups):
         raise UserError(f"{runs[0].folder}: none of the runs has a summary to compare")
-    keys = _differing_keys([group.runs[0].config for group in groups if group.runs[0].config])
-    for group in groups:
-        group.differing_values = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
-    for group, label in zip(groups, _labels(groups), strict=True):
-        group.efficiency, group.label = _efficiency(group, groups), label
-    return groups
+    return [
+        replace(group, efficiency=_efficiency(group, groups), label=label)
+        for group, label in zip(groups, _labels(groups), strict=True)
+    ]
 
 
 def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
@@ -280,8 +283,8 @@ def brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else show(value)
 
 
-def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
-    """Return the test scores of `followed_metric`, usually accuracy, by the value of a key.
+def scores_by_key(groups: Sequence[Group], key: str, metric: str) -> PlotLines:
+    """Return the values of a metric on the test set by the value of a key.
 
     Each line of the plot is one combination of layout and values of the other keys. Combinations with a single value of
     `key` are left out.
@@ -290,7 +293,6 @@ def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
         UserError: no line is left.
     """
     lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
-    score = f"metrics.test/{followed_metric(groups)[0]}"
     for group in groups:
         value = group.runs[0].config.get(key)
         if isinstance(value, int | float) and group.completed:
@@ -298,7 +300,7 @@ def scores_by_key(groups: Sequence[Group], key: str) -> PlotLines:
                 name: other for name, other in group.differing_values.items() if name != key and other is not None
             }
             labels = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
-            lines.setdefault((group.layout_name, *labels), {})[value] = group.values(score)
+            lines.setdefault((group.layout_name, *labels), {})[value] = group.values(f"metrics.test/{metric}")
     lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
     if not lines:
         raise UserError(f"--by {key}: no completed runs differ in this key alone: name a key whose values are numbers")

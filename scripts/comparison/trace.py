@@ -20,13 +20,12 @@ from common.training import train_from, train_quietly
 from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
-from lockstep.config.instantiate import check_targets_named, locate
+from lockstep.config.instantiate import locate
 from lockstep.config.portable import choose_kernels
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError
 
-GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras", "strategy")  # they name classes to build
 BUCKETS = 64  # numbers in a sketch
 # Keys that decide how often and where a run writes, but not what it computes.
 WRITING: dict[str, Any] = {
@@ -154,26 +153,20 @@ class Trace(pl.Callback):
             raise Ended(self._steps)
 
 
-def prepare(folder: Path, recorded: Mapping[str, Any], threads: int, layout: Mapping[str, Any] | None = None) -> Config:
+def prepare(recorded: Mapping[str, Any], threads: int, layout: Mapping[str, Any] | None = None) -> Config:
     """Return the config of a run for this machine: on one device, without what only writes.
 
     Args:
-        folder: the run's, for messages.
-        recorded: the resolved config that the run recorded.
+        recorded: the resolved config that the run recorded. Its classes must be checked already.
         threads: CPU threads of one of its workers.
         layout: the config of a run whose layout is taken instead of one device.
 
     Raises:
-        UserError: the config does not fit this checkout, or names classes that conf/ does not name.
+        UserError: the config does not fit this checkout.
     """
     raw = {**deepcopy(dict(recorded)), **WRITING, "threads": threads}
-    for group in GROUPS:
-        check_targets_named(folder, group, raw.get(group))
-    chosen = {name: options for name, options in (raw.get("callbacks") or {}).items() if options}
-    raw["callbacks"] = {name: options for name, options in chosen.items() if _may_change(f"callbacks.{name}", options)}
+    raw |= {group: _changing(raw, group) for group in ("callbacks", "extras")}
     raw["speed"] = {**(raw.get("speed") or {}), "resident": False}
-    raw["extras"] = {key: options for key, options in (raw.get("extras") or {}).items() if options}
-    raw["extras"] = {key: each for key, each in raw["extras"].items() if _may_change(f"extras.{key}", each)}
     pieces = check({**raw, "callbacks": {}}).layout.pieces
     place: dict[str, Any] = {"strategy": group_file("strategy", "auto"), "devices": 1, "num_nodes": 1}
     if layout is not None:
@@ -186,14 +179,19 @@ def prepare(folder: Path, recorded: Mapping[str, Any], threads: int, layout: Map
 
 def needs_layout(recorded: Mapping[str, Any]) -> bool:
     """Check whether the weights of a run depend on its layout by more than rounding: compression, and some extras."""
-    extras = {key: options for key, options in (recorded.get("extras") or {}).items() if options}
-    changing = any(_may_change(f"extras.{key}", options) for key, options in extras.items())
-    return changing or (recorded.get("strategy") or {}).get("compression", "none") != "none"
+    compression = (recorded.get("strategy") or {}).get("compression", "none")
+    return bool(_changing(recorded, "extras")) or compression != "none"
 
 
-def _may_change(key: str, options: Mapping[str, Any]) -> bool:
-    """Check whether a callback or an extra may change the weights."""
-    return bool(getattr(locate(f"{key}._target_", str(options.get("_target_"))), "changes_weights", True))
+def _changing(raw: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """Return the callbacks or the extras of a config that may change the weights."""
+    changing = {}
+    for name, options in (raw.get(group) or {}).items():
+        if options:
+            located = locate(f"{group}.{name}._target_", str(options.get("_target_")))
+            if getattr(located, "changes_weights", True):
+                changing[name] = options
+    return changing
 
 
 def take_steps(config: Config, data: Splits, start: Path | None, last: int, folder: Path) -> Steps:

@@ -18,17 +18,19 @@ from typing import Any
 
 import torch
 from common.training import open_without_test
-from comparison.pair import ABSENT, Facts, facts, read, show
+from comparison.pair import Facts, differing_values, facts, read, show
 from comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
+from lockstep.config.instantiate import check_targets_named
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.run.summary import weights_sha256
 from lockstep.text import join_names, plural
 
+GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras", "strategy")  # they name classes to build
 MOST_STEPS = 200  # steps that are taken again
 FIRST_STEPS = 2  # steps that are taken first: most differences appear in them
 MOST_KEYS = 8  # differences of the config that are tried one at a time
@@ -66,10 +68,6 @@ class Recorded:
     folder: Path
     facts: Facts
     layout: dict[str, Any] | None = None  # the config of the run whose layout is taken; None: one device
-
-    @classmethod
-    def of(cls, folder: Path) -> "Recorded":
-        return cls(folder, facts(folder))
 
     @cached_property
     def checkpoints(self) -> dict[int, Path]:
@@ -110,16 +108,18 @@ class Recorded:
         """The resolved config.
 
         Raises:
-            UserError: the run has no provenance.json.
+            UserError: the run has no provenance.json, or its config names classes that conf/ does not name.
         """
         config = read(self.folder / "provenance.json").get("config")
         if not isinstance(config, dict):
             raise UserError(f"{self.folder}: its provenance.json has no config")
+        for group in GROUPS:
+            check_targets_named(self.folder, group, config.get(group))
         return config
 
     @cached_property
     def config(self) -> Config:
-        return prepare(self.folder, self.raw, self.threads, self.layout)
+        return prepare(self.raw, self.threads, self.layout)
 
     @cached_property
     def data(self) -> Splits:
@@ -168,15 +168,6 @@ class Answer:
         return "\n".join([*lines, *self.notes])
 
 
-def report(*folders: Path) -> str:
-    """Return why two runs differ, as lines of text.
-
-    Raises:
-        UserError: a folder is no run folder.
-    """
-    return explain(*folders).text
-
-
 def explain(one: Path, other: Path) -> Answer:
     """Find the first difference of two runs.
 
@@ -186,7 +177,7 @@ def explain(one: Path, other: Path) -> Answer:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # this process forks, and a child lacks the threads that torch has started
     try:
-        return _Search(Recorded.of(one), Recorded.of(other)).answer()
+        return _Search(*(Recorded(folder, facts(folder)) for folder in (one, other))).answer()
     finally:
         torch.set_num_threads(threads)
 
@@ -207,7 +198,7 @@ class _Search:
             steps = f"{plural(len(self.common), 'step')}, the last is {self.common[-1]}"
             return Answer(notes=[f"same weights at every recorded step, to the bit ({steps})", also])
         since = max((step for step in self.common if first is not None and step < first), default=-1)
-        answer = self.computed_again(since, first) or self.by_records(since, first, self.tolerance_of_records)
+        answer = self.computed_again(since, first)
         if not self.common:
             answer.notes.append("no step has weights of both runs")
         answer.notes.append(also)
@@ -241,8 +232,7 @@ class _Search:
         one, other = self.a.facts[section], self.b.facts[section]
         if not one or not other:
             return {}
-        pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in one | other}
-        return {key: f"{show(pair[0])}, {show(pair[1])}" for key, pair in pairs.items() if pair[0] != pair[1]}
+        return {key: ", ".join(map(show, values)) for key, values in differing_values(one, other).items()}
 
     @cached_property
     def changed(self) -> list[str]:
@@ -286,37 +276,28 @@ class _Search:
 
     # --- steps that are taken again -----------------------------------------------------------------------------------
 
-    def computed_again(self, since: int, first: int | None) -> Answer | None:
-        """Return what taking the steps again shows; None if the records show more."""
-        try:
-            layouts = [run.raw for run in (self.b, self.a) if needs_layout(run.raw)]
-            self.a.layout = self.b.layout = layouts[0] if layouts else None
-            runs = [(run.config, run.data) for run in (self.a, self.b)]
-        except UserError as error:
-            return self.noted(self.by_records(since, first, self.tolerance_of_records), f"not computed again: {error}")
+    def computed_again(self, since: int, first: int | None) -> Answer:
+        """Return what taking the steps again shows; what the records show if that is not possible."""
         start = max((step for step in self.both if step <= since), default=0)
-        end = min(start + MOST_STEPS, *([first] if first is not None else [self.length]))
+        end = min(start + MOST_STEPS, self.length if first is None else first)
         try:
-            answer = self.taken(runs, start, end, 0.0)
+            self.a.layout = self.b.layout = next((run.raw for run in (self.b, self.a) if needs_layout(run.raw)), None)
+            answer = self.taken(start, end, 0.0)
             if answer is not None:
                 return self.larger(answer)
             if first is None or end < first:
                 return Answer(notes=[f"steps {start + 1} to {end}, computed again under both configs, are the same"])
             if self.tolerance_of_records:
-                return self.beyond_rounding(runs, since, first)
-            return self.odd_run(runs, start, self.by_records(since, first, 0.0))
+                return self.beyond_rounding(since, first)
+            return self.odd_run(start, self.by_records(since, first, 0.0))
         except (UserError, WorkerFailed) as error:
             answer = self.by_records(since, first, self.tolerance_of_records)
-            return self.noted(answer, f"not computed again: {' '.join(str(error).split())[:200]}")
+            answer.notes.append(f"not computed again: {' '.join(str(error).split())}")
+            return answer
 
     @property
     def length(self) -> int:
         return min(int(run.facts["outcome"].get("steps") or MOST_STEPS) for run in (self.a, self.b))
-
-    @staticmethod
-    def noted(answer: Answer, note: str) -> Answer:
-        answer.notes.append(note)
-        return answer
 
     def larger(self, answer: Answer) -> Answer:
         """Add from when on a difference that begins as small as rounding is larger."""
@@ -326,7 +307,7 @@ class _Search:
             answer.notes.append(f"at first it is as small as rounding ({self.tolerance:.0e}); larger from: {larger}")
         return answer
 
-    def beyond_rounding(self, runs: Sequence[tuple[Config, Splits]], since: int, first: int) -> Answer:
+    def beyond_rounding(self, since: int, first: int) -> Answer:
         """Return the first difference that is more than rounding, for runs whose layouts round differently."""
         answer = self.by_records(since, first, self.tolerance)
         if answer.rounding or answer.step is None:
@@ -334,22 +315,19 @@ class _Search:
         start = max((step for step in self.both if step < answer.step), default=0)
         if answer.step - start > MOST_STEPS:
             return answer
-        again = self.taken(runs, start, answer.step, self.tolerance) or self.odd_run(
-            runs, start, answer, self.tolerance
-        )
+        again = self.taken(start, answer.step, self.tolerance) or self.odd_run(start, answer, self.tolerance)
         from_step = f"from step {first} on, or from one before it, the runs differ by rounding"
-        return self.noted(again, f"{from_step}: {join_names(self.placement)}")
+        again.notes.append(f"{from_step}: {join_names(self.placement)}")
+        return again
 
-    def odd_run(
-        self, runs: Sequence[tuple[Config, Splits]], start: int, answer: Answer, tolerance: float = 0.0
-    ) -> Answer:
+    def odd_run(self, start: int, answer: Answer, tolerance: float = 0.0) -> Answer:
         """Complete what the records show: name the run that has other weights than its config leads to."""
         answer.causes, step = self.surroundings, answer.step
         if step not in self.both:
             return answer
         odd: dict[Path, list[str]] = {}
-        for run, (config, data) in zip((self.a, self.b), runs, strict=True):
-            values = {value.name: value for value in steps_of(run, config, data, start, step)[step]}
+        for run in (self.a, self.b):
+            values = {value.name: value for value in steps_of(run, run.config, run.data, start, step)[step]}
             saved = weights_of(run, step)
             names = [name for name in saved if name in values and apart(saved[name], values[name]) > tolerance]
             odd |= {run.folder: names} if names else {}
@@ -364,13 +342,10 @@ class _Search:
             answer.notes.append("computed again, both runs have other weights than they recorded")
         return answer
 
-    def taken(self, runs: Sequence[tuple[Config, Splits]], start: int, end: int, tolerance: float) -> Answer | None:
+    def taken(self, start: int, end: int, tolerance: float) -> Answer | None:
         """Take steps again under both configs. Return the first difference; None if there is none."""
         for last in sorted({min(start + FIRST_STEPS, end), end}):
-            one, other = (
-                steps_of(run, config, data, start, last)
-                for run, (config, data) in zip((self.a, self.b), runs, strict=True)
-            )
+            one, other = (steps_of(run, run.config, run.data, start, last) for run in (self.a, self.b))
             for step in sorted(one.keys() & other.keys()):
                 if difference := first_difference(one[step], other[step], tolerance):
                     return self.described(step, difference, one[step], other[step], start, tolerance)
@@ -379,23 +354,22 @@ class _Search:
     def described(
         self, step: int, difference: Value, one: list[Value], other: list[Value], start: int, tolerance: float
     ) -> Answer:
-        stage, name = difference.stage, difference.name
         mine = {(value.stage, value.name): value for value in one}
-        same_name = mine.get((stage, name))
-        far = apart(same_name, difference) if same_name else float("inf")
+
+        def distance(value: Value) -> float:
+            same_name = mine.get((value.stage, value.name))
+            return apart(same_name, value) if same_name else float("inf")
+
+        stage, name, far = difference.stage, difference.name, distance(difference)
         what = WORDS[stage].format(name=name) + (f", by {share(far)}" if far < float("inf") else "")
         if stage == "output":
             layer = name
         else:
             later = [value for value in other if value.stage in ("weights", "gradient", "update")]
-            odd = (each for each in later if (mate := mine.get((each.stage, each.name))) is None or
-                   apart(mate, each) > tolerance)  # fmt: skip
-            layer = next((layer_of(value.name) for value in odd), "")
+            layer = next((layer_of(value.name) for value in later if distance(value) > tolerance), "")
         changed = [each for each in other if each.stage in ("gradient", "update")] or other
-        most = max((apart(mate, each) if (mate := mine.get((each.stage, each.name))) else float("inf"))
-                   for each in changed)  # fmt: skip
         causes = self.causes(step, difference, one, start, tolerance)
-        return Answer(step, step - 1, layer, what, causes, most <= self.tolerance)
+        return Answer(step, step - 1, layer, what, causes, max(map(distance, changed)) <= self.tolerance)
 
     # --- the cause ----------------------------------------------------------------------------------------------------
 
@@ -417,7 +391,7 @@ class _Search:
                 else:
                     put(raw, self.b.raw, part)
                 threads = self.b.threads if part == "threads" else self.a.threads
-                config = prepare(self.a.folder, raw, threads, self.a.layout)
+                config = prepare(raw, threads, self.a.layout)
                 data_of_part = open_without_test(config) if part.startswith(("data", "seed")) else self.a.data
                 values = steps_of(self.a, config, data_of_part, start, step).get(step, [])
                 first = first_difference(one, values, tolerance)

@@ -11,7 +11,6 @@ that keep all of them busy. With `link` it predicts instead the time of a step o
 
 import itertools
 import json
-import logging
 import math
 import shutil
 import sys
@@ -27,20 +26,18 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import scaling
 from bench import machine
 from common.showing import markdown
+from common.training import check_one_machine, open_without_test, train_quietly
 from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
 from lockstep.config.value_checks import PositiveFloat, checker, group_file
 from lockstep.data import Splits
-from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed
-from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.launch.parent import launch
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
-from lockstep.run.training import fit_and_test
 
 ACCUMULATE = (1, 2, 4)  # pieces of each device to try
 WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: first ones that don't count; fewest and most that do
@@ -74,12 +71,11 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measure, and print the answer."""
     seconds, link = checker(PositiveFloat)("seconds", raw.pop("seconds")), raw.pop("link")
     links = {} if link is None else scaling.links(link, raw["outputs"])
-    if external_workers() or raw["num_nodes"] != 1:
-        raise UserError("advise.py runs on one machine: use num_nodes=1, without torchrun")
+    check_one_machine("advise.py", raw)
     facts = machine.facts()
     print("\n".join(facts), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
-    splits = replace(open_data(config.data, config.data_dir, config.seed), val=None, test=None)
+    splits = replace(open_without_test(config), val=None)
     find = partial(on_machines, links) if links else on_devices
     report = find(raw, splits, folder, seconds)
     print(report["answer"])
@@ -169,7 +165,7 @@ def measure(
     run = folder / "run"
     run.mkdir()
     try:
-        launch(_work, config, splits, run, layout=config.layout)
+        launch(train_quietly, config, splits, run, layout=config.layout)
         ranks = [json.loads((run / f"clock_{n}.json").read_text()) for n in range(config.layout.world_size)]
     finally:
         shutil.rmtree(run)
@@ -181,11 +177,6 @@ def measure(
         "ready": ranks[0]["ready"],
         "sizes": ranks[0]["sizes"],
     }
-
-
-def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # the table has all results
-    return fit_and_test(config, splits, folder)
 
 
 def table(choices: list[Choice]) -> str:

@@ -13,7 +13,7 @@ process, no temporary file, no folder but the run folders.
 
 With --machines one run under torchrun over network namespaces (Linux, root) is hit without being resumed by hand: a
 worker, a machine, a link for 5 or 20 s, the machine that serves torchrun's store, or all. A killed machine starts again
-after seconds. Without the store all end, and resume with the store of another machine. The run must end as on one
+after seconds. Without the store all end, and start again with the store of another machine. The run must end as on one
 device, and each machine must have the same last.ckpt.
 
 With --storm machines of one run are killed and cut off by the clock, and it reports where the time went. With --cuts
@@ -36,13 +36,11 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from campaigns.campaign import Campaign, schedule
+from campaigns.campaign import Campaign, one_each, run_campaigns, schedule
 from campaigns.cuts import Cuts
-from campaigns.faults import FAULTS
 from campaigns.goodput import draw
 from campaigns.machines import EPOCHS_PER_FAULT, SeveralMachines
-from campaigns.program import one_each, run_campaigns
-from campaigns.runs import Runs
+from campaigns.runs import FAULTS, Runs
 from campaigns.storm import STEP, Plan, Storm
 from network.machines import Machines, NoMachines
 
@@ -111,18 +109,18 @@ def main() -> int:
 
 def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack, drawn: list[Storm]) -> Sequence[Campaign]:
     """Return the campaigns that the user asked for. `stack` closes what they need, and `drawn` receives the storms."""
-    overrides = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
-    if chosen.machines:
-        overrides.append(f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}")
-    job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
-    if chosen.storm or chosen.cuts:
-        network = stack.enter_context(Machines(chosen.machines))
-        drawn += storms(chosen, network, work) if chosen.storm else []
-        return drawn or cuts(chosen, network, work)
     if chosen.machines:
-        machines, name = stack.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"
+        machines = stack.enter_context(Machines(chosen.machines))
+        if chosen.storm:
+            drawn += storms(chosen, machines, work)
+            return drawn
+        if chosen.cuts:
+            return cuts(chosen, machines, work)
+        length = f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}"
+        name, job = f"{chosen.machines} machines", one_each([*JOB, *EXACT, length, *chosen.overrides])
         return [SeveralMachines(machines, chosen.faults, name, job, work / "machines", rng, chosen.control)]
+    job = one_each([*JOB, *(EXACT if chosen.exact else ()), *chosen.overrides])
     layouts = {name: [LAYOUTS[name]] for name in chosen.layouts.split(",")}
     layouts = {"exact": EXACT_LAYOUTS} if chosen.exact else layouts
     faults = schedule(rng, chosen.faults, FAULTS)

@@ -28,6 +28,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from common.showing import our_pyplot, style
+from common.training import check_one_machine
 from network.collectives import SUMS
 from network.link import Cost, Link, bits_per_second
 from network.machines import Machines, NoMachines
@@ -39,7 +40,6 @@ from lockstep.config.check import Config, check
 from lockstep.config.value_checks import group_file, whole_number
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.build import make_module
 from lockstep.run.summary import versions, write_summary
@@ -66,8 +66,7 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
     rate, rounds = raw.pop("rate"), whole_number(2)("rounds", raw.pop("rounds"))
     if rate is not None:
         bits_per_second("rate", rate)
-    if external_workers() or raw["num_nodes"] != 1:
-        raise UserError("communication.py runs on one machine: use num_nodes=1, without torchrun")
+    check_one_machine("communication.py", raw)
     config = check(raw | {"strategy": group_file("strategy", "ddp"), "batch_size": raw["devices"] * raw["batch_size"]})
     workers = config.layout.devices
     if workers < 2:

@@ -189,10 +189,9 @@ def main() -> int:
     bits: dict[str, str | None] = {}
     end = time.monotonic() + 60 * options.minutes
     for trial in (each for each in listed if each.part in parts):
-        patient = trial.seconds * (
-            5 if options.accelerator == "cpu" else 1
-        )  # a rehearsal may share its machine with other programs
-        rows.append(carried_out(trial, min(patient, end - time.monotonic()), bits))
+        # A rehearsal may share its machine with other programs.
+        limit = 5 * trial.seconds if options.accelerator == "cpu" else trial.seconds
+        rows.append(carried_out(trial, min(limit, end - time.monotonic()), bits))
         print("{part}: {trial}: {verdict} ({seconds:.1f} s)".format(**rows[-1]), flush=True)
         write_page(rows, machine, options.to)
     return 0 if all(row["good"] for row in rows) else 1

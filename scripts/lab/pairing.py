@@ -16,7 +16,6 @@ Exit codes: 0 measured, 1 a run failed, 2 bad input.
 
 import argparse
 import math
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,10 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+from bench.players import program
 from common.showing import markdown
 from comparison.runs import find_runs
-
-from lockstep.config.value_checks import ROOT
 
 COLUMNS = ["change", "score", "seeds", "difference", "s paired", "s unpaired", "pairs for 10 runs", "correlation"]
 SCORES = ("val/acc", "val/loss", "test/acc", "test/loss")
@@ -41,15 +39,13 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="of train.py, for all runs")
     parser.add_argument("--change", action="append", required=True, help="overrides of a second setting, in quotes")
     parser.add_argument("--seeds", type=int, default=6, help="seeds of each setting, 4 at least")
-    parser.add_argument("--to", type=Path, help="folder that keeps the runs")
     arguments = parser.parse_args()
     if arguments.seeds < 4:
         parser.error(f"--seeds {arguments.seeds}: must be 4 or more, since fewer have no correlation to speak of")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.to or Path(scratch)
+    with tempfile.TemporaryDirectory() as folder:
         try:
             sides = {
-                change: train([*arguments.overrides, *change.split()], arguments.seeds, folder / str(number))
+                change: train([*arguments.overrides, *change.split()], arguments.seeds, Path(folder, str(number)))
                 for number, change in enumerate(["", *arguments.change])
             }
         except RuntimeError as error:
@@ -66,11 +62,8 @@ def train(overrides: Sequence[str], seeds: int, folder: Path) -> dict[str, list[
     Raises:
         RuntimeError: a run failed.
     """
-    program = [sys.executable, "src/train.py", "-m", *overrides, f"outputs={folder.absolute()}", "logger=none"]
-    sweep = [*program, f"seed={','.join(map(str, range(seeds)))}"]
-    done = subprocess.run(sweep, check=False, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(overrides)}: {(done.stderr.splitlines() or ['no output'])[-1]}")
+    all_seeds = f"seed={','.join(map(str, range(seeds)))}"
+    program("src/train.py", "-m", *overrides, f"outputs={folder}", "logger=none", all_seeds)
     runs = sorted(find_runs([folder]), key=lambda run: int(run.config["seed"]))
     names = [name for name in SCORES if all(f"metrics.{name}" in run.summary for run in runs)]
     return {name: [float(run.summary[f"metrics.{name}"]) for run in runs] for name in names}

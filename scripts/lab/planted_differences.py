@@ -30,6 +30,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from common.showing import markdown
+from common.training import open_without_test, train_quietly
 from comparison.why import Answer, explain
 from PIL import Image
 
@@ -40,7 +41,6 @@ from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.launch.parent import launch
-from lockstep.run.training import fit_and_test
 
 WRONG = 2  # most wrong answers of all 40
 STEPS = 12
@@ -64,10 +64,10 @@ class Change(pl.Callback):
     Args:
         what: weight, bit, gradient, lr, dropout.
         step: counted from 1.
-        name: the parameter.
+        name: the parameter, if one is changed.
     """
 
-    def __init__(self, what: str, step: int, name: str = "net.conv1.weight") -> None:
+    def __init__(self, what: str, step: int, name: str) -> None:
         self._what, self._step, self._name = what, step, name
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -130,17 +130,22 @@ class Plant:
     same_folder: bool = False
 
 
-def key(name: str, override: str, step: int = 1, layer: str = FIRST, base: tuple[str, ...] = ()) -> Plant:
+def key(name: str, override: str, step: int = 1, layer: str = FIRST) -> Plant:
     """Return a difference in one key of the config."""
-    return Plant(name, step, layer, override.partition("=")[0].lstrip("+"), (override,), base)
+    return Plant(name, step, layer, override.partition("=")[0], (override,))
 
 
-def changed(name: str, what: str, step: int, parameter: str = "", base: tuple[str, ...] = (EACH,),
-            layer: str = "", overrides: tuple[str, ...] = ()) -> Plant:  # fmt: skip
+def changed(
+    name: str,
+    what: str,
+    step: int,
+    parameter: str = "",
+    base: tuple[str, ...] = (EACH,),
+    overrides: tuple[str, ...] = (),
+) -> Plant:
     """Return a change that no record names."""
-    change = {"what": what, "step": step} | ({"name": parameter} if parameter else {})
-    layer = layer or parameter.rpartition(".")[0] or FIRST
-    return Plant(name, step, layer, UNRECORDED, overrides, base, change)
+    layer = parameter.rpartition(".")[0] or FIRST
+    return Plant(name, step, layer, UNRECORDED, overrides, base, {"what": what, "step": step, "name": parameter})
 
 
 PLANTS = [
@@ -263,20 +268,18 @@ def train(
     """Train a run in its folder and return the folder."""
     config = check(composed(overrides))
     choose_kernels(config.layout.exact)
-    data = replace(open_data(config.data, config.data_dir, config.seed), test=None)
     folder.mkdir()
     if change:
         extra = {"_target_": "planted_differences.Change", **change}
         config = replace(config, callbacks={**config.callbacks, "change": extra})
-    launch(_work, config, data, folder, prepare, layout=config.layout)
+    launch(_work, config, open_without_test(config), folder, prepare, layout=config.layout)
     return folder
 
 
 def _work(config: Config, data: Splits, folder: Path, prepare: Callable[[], None] | None) -> None:
-    logging.disable(logging.WARNING)
     if prepare is not None:
         prepare()
-    fit_and_test(config, data, folder)
+    train_quietly(config, data, folder)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -287,8 +290,9 @@ def image_list(folder: Path) -> tuple[str, ...]:
     return ("data=image_list", f"data.csv={folder / 'list.csv'}", "data.channels=1", "data.image_size=12")
 
 
-def write_images(folder: Path, count: int = 200) -> None:
+def write_images(folder: Path) -> None:
     """Write images of three classes, and their list."""
+    count = 200
     folder.mkdir(parents=True)
     images = np.random.default_rng(3).integers(0, 256, (count, 12, 12), dtype=np.uint8)
     parts = ["train"] * (count - 40) + ["val"] * 20 + ["test"] * 20

@@ -23,7 +23,6 @@ Exit codes: 0 done, 1 a run failed or has other weights, 2 bad input or no contr
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -45,6 +44,7 @@ from common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
 
 from lockstep.config.value_checks import ROOT
 from lockstep.launch.machine import available_cores
+from lockstep.run.summary import summary_of
 
 QUARTER = 0.25  # the part of its CPU time that a throttled worker keeps
 WEIGHT = 100  # weight of a worker, relative to a process outside of the control groups
@@ -228,19 +228,24 @@ def train(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code:
-        raise Failed((folder / "output.txt").read_text().strip().splitlines()[-1])
+        raise Failed(last_output(folder))
     (summary,) = folder.rglob("summary.json")
     rows = [lines(path) for path in sorted(folder.glob("*.steps"))]
     return Steps(
         ends=[float(line.split()[0]) for line in rows[0]],
         pieces=[[int(line.split()[1]) for line in rank] for rank in rows],
-        sha=json.loads(summary.read_text())["weights_sha256"],
+        sha=summary_of(summary.parent)["weights_sha256"],
     )
 
 
 def lines(path: Path) -> list[str]:
     """Return the complete lines of a file that may still grow; none if it does not exist."""
     return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+
+
+def last_output(folder: Path) -> str:
+    """Return the last line that a run printed."""
+    return ((folder / "output.txt").read_text().splitlines() or ["no output"])[-1]
 
 
 def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[str]:
@@ -251,7 +256,7 @@ def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[s
     """
     while len(rows := lines(path)) < count:
         if process.poll() is not None:
-            raise Failed(f"a run ended before {path.name} had {count} lines: see {path.parent / 'output.txt'}")
+            raise Failed(f"a run ended before {path.name} had {count} lines: {last_output(path.parent)}")
         time.sleep(0.01)
     return rows
 
@@ -356,7 +361,6 @@ def main() -> int:
     parser.add_argument("--room", type=float, default=0.5, help="part of the cores that the workers share")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     parser.add_argument("--still", type=int, default=0, help="instead, so many pairs of runs without a throttle")
-    parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
     options = parser.parse_args()
     if options.phase <= ANSWER or options.cycles < 1:
         parser.error(f"--phase={options.phase} --cycles={options.cycles}: must be more than {ANSWER}, and 1 or more")
@@ -365,13 +369,12 @@ def main() -> int:
         parser.error(f"--room={options.room:g}: must be above 0 and at most 1")
     cores = options.room * available_cores()
     print("\n".join(facts()), flush=True)
-    with tempfile.TemporaryDirectory(prefix="rebalance_") as temporary:
-        folder = options.folder or Path(temporary)
+    with tempfile.TemporaryDirectory(prefix="rebalance_") as folder:
         try:
             if options.still:
-                compare_still(options.still, cores, folder)
+                compare_still(options.still, cores, Path(folder))
                 return 0
-            results = {workers: compare_throttled(workers, plan, cores, folder) for workers in options.workers}
+            results = {workers: compare_throttled(workers, plan, cores, Path(folder)) for workers in options.workers}
         except Failed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1

@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.comments import KEY, rows
+from common.keys import KEY, rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trials.trial import Outcome, Trial, difference, run, with_counter
+from trials.trial import Outcome, Trial, difference, layout_changes, run, with_counter
 
 from lockstep.config.check import Config
-from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]
@@ -47,14 +46,9 @@ class Effect:
 def pairs(config: Config, model: Changes) -> list[Pair]:
     """Return the pairs for a model. All other keys are the same, and a step has the config's pieces."""
     pieces = config.layout.pieces
-    one: Changes = {
-        "strategy": group_file("strategy", "auto"),
-        "devices": 1,
-        "pieces": pieces,
-        "accumulate_grad_batches": None,
-    }
-    one |= {"exact": True, "threads": 1, "precision": "32-true"}
-    two, halves = one | {"strategy": group_file("strategy", "ddp"), "devices": 2}, {"pieces": pieces // 2}
+    common = {"exact": True, "threads": 1, "precision": "32-true"}
+    one, two = layout_changes("auto", 1, pieces) | common, layout_changes("ddp", 2, pieces) | common
+    halves = {"pieces": pieces // 2}
     what, without, switch = f"another number of pieces ({pieces}, {pieces // 2})", None, "-"
     if "norm" in model:
         what, switch, without = f"{what}, BatchNorm", "`model.norm=group`", one | {"model": model | {"norm": "group"}}

@@ -14,10 +14,9 @@ from rich import box
 from rich.table import Table
 from trials.judging import Row, allowed, distances, evaluation, judge
 from trials.record import YARDSTICKS, roundoff
-from trials.trial import FULL_STEPS, Outcome, Trial, run, with_counter
+from trials.trial import FULL_STEPS, Outcome, Trial, layout_changes, run, with_counter
 
 from lockstep.config.check import check
-from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]
@@ -59,15 +58,7 @@ def measure(
 def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) -> list[Row]:
     raw, splits = prepared(overrides)
     pieces = check(raw).layout.pieces
-    layouts: dict[str, Changes] = {
-        name: {
-            "strategy": group_file("strategy", strategy),
-            "devices": devices,
-            "pieces": pieces,
-            "accumulate_grad_batches": None,
-        }
-        for name, (strategy, devices) in LAYOUTS.items()
-    }
+    layouts = {name: layout_changes(strategy, devices, pieces) for name, (strategy, devices) in LAYOUTS.items()}
     made = 0
 
     def outcome(name: str, fault: str | None = None, exact: bool = False, killed_on: str | None = None) -> Outcome:

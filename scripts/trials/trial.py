@@ -4,7 +4,6 @@ Each trial is a run of train.py with one additional callback, which records it. 
 compute with torch: it reads and compares the records with numpy.
 """
 
-import logging
 import multiprocessing
 import os
 import shutil
@@ -17,17 +16,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from common.training import train_quietly
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 from trials.record import FILE, KILLED
 
 from lockstep.config.check import Config, check
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import export
 from lockstep.launch.parent import launch
 from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
-from lockstep.run.training import fit_and_test
 
 # Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide
 # an error in the short one.
@@ -102,6 +102,12 @@ def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> S
     return replace(splits, train=Subset(splits.train, [number * total // count for number in range(count)]))
 
 
+def layout_changes(strategy: str, devices: int, pieces: int) -> dict[str, Any]:
+    """Return the changes to a config that choose a layout; `strategy` is a file of conf/strategy/."""
+    chosen = {"strategy": group_file("strategy", strategy), "devices": devices}
+    return chosen | {"pieces": pieces, "accumulate_grad_batches": None}
+
+
 def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder: Path) -> Outcome:
     """Make the first `steps` optimizer steps of a run, test it, and delete its folder.
 
@@ -146,13 +152,8 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     return check({**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
 
 
-def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    logging.disable(logging.WARNING)  # parity.py prints the results
-    return fit_and_test(config, splits, folder)
-
-
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = launch(_work, config, splits, folder, layout=config.layout)
+    summary: dict[str, Any] = launch(train_quietly, config, splits, folder, layout=config.layout)
     return summary
 
 

@@ -59,6 +59,14 @@ def test_runs_that_saved_only_their_end(tmp_path: Path) -> None:
     assert "its data is no longer in" in printed
     assert "checkpoint_keep=-1" in printed
 
+    content = json.loads(record.read_text())
+    content["config"]["extras"] = {"foreign": {"_target_": "this.s"}}  # a module that prints when it is imported
+    record.write_text(json.dumps(content))
+    code, printed = why(one, other)
+    assert code == 0, printed
+    assert "its extras.foreign._target_ is this.s, which no file of conf/extras names" in printed
+    assert "Zen of Python" not in printed
+
 
 def test_what_it_cannot_compare(tmp_path: Path) -> None:
     code, printed = why(tmp_path)

@@ -1,6 +1,5 @@
 """Measure whole programs: time to the first step, time to an accuracy, and memory."""
 
-import json
 import re
 import subprocess
 import sys
@@ -18,10 +17,8 @@ from lockstep.config.value_checks import ROOT
 from lockstep.run.summary import summary_of
 
 BARE = "importing torch, torchvision, lightning"
-START_GOAL, LATER_GOAL = (
-    1.15,
-    1.5,
-)  # relative to the bare imports; extra seconds of ddp, and seconds of a sweep's further job
+START_GOAL = 1.15  # relative to the bare imports
+LATER_GOAL = 1.5  # extra seconds of ddp, and seconds of a sweep's further job
 MEMORY_CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
 RECIPES = {"mnist_fast": (0.99, 20.0), "mnist_best": (0.995, 7.0)}  # test accuracy; goal: times as fast as the opponent
 OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99
@@ -64,7 +61,7 @@ def train(*overrides: str) -> tuple[list[float], list[float], float]:
     with tempfile.TemporaryDirectory() as outputs:
         whole = seconds("src/train.py", *overrides, f"outputs={outputs}")
         files = sorted(Path(outputs).rglob("summary.json"), key=lambda file: file.stat().st_mtime)
-        firsts = [json.loads(file.read_text())["throughput"]["seconds_to_first_step"] for file in files]
+        firsts = [summary_of(file.parent)["throughput"]["seconds_to_first_step"] for file in files]
         return firsts, [file.stat().st_mtime for file in files], whole
 
 

@@ -1,13 +1,21 @@
-"""The base of all campaigns: runs of one job, one of which is undisturbed, and the checks of the others."""
+"""The base of all campaigns: runs of one job, the checks of those that faults hit, and a report."""
 
-import json
 import math
-from contextlib import closing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from campaigns.processes import Process
+
+from lockstep.run.summary import summary_of
 
 HOUR = 3600
 END_SECONDS = 8  # seconds until all processes must have ended: loader processes check for their parent every 5
@@ -92,14 +100,52 @@ class Campaign:
         print(f"{self.name}: {', '.join(filter(None, parts))}", flush=True)
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
-
-
 def schedule(rng: Random, number: int, kinds: list[T]) -> list[T]:
     """Return `number` faults in random order. Each kind occurs equally often, give or take one."""
     drawn: list[T] = []
     while len(drawn) < number:
         drawn += rng.sample(kinds, len(kinds))
     return drawn[:number]
+
+
+def run_campaigns(planned: Callable[[Path, ExitStack], Sequence[Campaign]]) -> int:
+    """Run campaigns in a folder of their own, and print the report. Return the exit code.
+
+    Args:
+        planned: makes the campaigns from that folder and a stack that closes what they need.
+    """
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # background jobs of a shell ignore SIGINT, and forks inherit that
+    work = Path(tempfile.mkdtemp(prefix="chaos_"))
+    scratch = work / "tmp"
+    scratch.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # torch does not delete this cache
+    try:
+        with ExitStack() as stack:
+            campaigns = planned(work, stack)
+            for campaign in campaigns:
+                campaign.go()
+    except KeyboardInterrupt:
+        shutil.rmtree(work)
+        print("interrupted: nothing is concluded", file=sys.stderr)
+        return 130
+    except BaseException:
+        shutil.rmtree(work)
+        raise
+    problems = [problem for campaign in campaigns for problem in campaign.problems]
+    kinds = Counter(name for campaign in campaigns for name in campaign.struck)
+    print("\n" + ", ".join(f"{count} x {name}" for name, count in kinds.most_common()))
+    done = f"{kinds.total()} faults in {sum(campaign.runs for campaign in campaigns)} runs"
+    if problems:
+        print(f"\n{done}, {len(problems)} problems; all files are in {work}\n", *problems, sep="\n")
+        return 1
+    shutil.rmtree(work)
+    print(f"{done} survived: {campaigns[0].claim}")
+    return 0
+
+
+def one_each(overrides: Sequence[str]) -> list[str]:
+    """Return overrides without those that a later one of the same key replaces."""
+    return [*{override.partition("=")[0]: override for override in overrides}.values()]

@@ -15,6 +15,7 @@ from typing import Any
 from campaigns.campaign import Campaign
 from campaigns.fleet import Fleet, Record
 from campaigns.goodput import Group, groups_of
+from campaigns.processes import command_of, stat_of
 from network.machines import Machines
 
 from lockstep.text import plural
@@ -139,15 +140,8 @@ def without_children(pids: set[int]) -> set[int]:
 def parent_of(pid: int) -> int | None:
     """Return the id of a process's parent; None if the process has ended."""
     with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat_of(pid)[1])
     return None
-
-
-def command_of(pid: int) -> str:
-    """Return a process's command line; "ended" if it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    return "ended"
 
 
 def overlaps(groups: list[Group]) -> list[str]:

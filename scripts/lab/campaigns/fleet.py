@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from signal import SIGKILL
 from subprocess import DEVNULL
 from typing import Any
 
-from campaigns.campaign import Campaign
+from campaigns.campaign import END_SECONDS, Campaign
 from campaigns.processes import Process
 from network.machines import Machines
 
@@ -34,7 +35,7 @@ class Record:
     Args:
         home: the campaign's folder.
         seconds: for which a device computes a piece.
-        skips: a step that the control leaves out after a restart; 0: none.
+        skips: whether the run skips a step after each restart, as a control.
     """
 
     def __init__(self, home: Path, seconds: float, skips: bool = False) -> None:
@@ -49,10 +50,13 @@ class Record:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all machines in the order of time."""
-        events = []
-        for file in self.folder.glob("*.jsonl"):  # the last line of a killed worker may be incomplete
-            events += [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        events = [event for file in self.folder.glob("*.jsonl") for event in self.events_of(file.stem)]
         return sorted(events, key=lambda event: float(event["time"]))
+
+    def events_of(self, machine: str) -> list[dict[str, Any]]:
+        """Return the events of a machine."""
+        lines = (self.folder / f"{machine}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a killed worker's last line may be cut off
 
     def steps(self) -> int:
         """Return the number of optimizer steps so far."""
@@ -69,12 +73,14 @@ class Fleet:
     Attributes:
         server: the machine that serves torchrun's store. Rank zero is on the first machine that takes part.
         completed: the machines whose torchrun has ended well.
+        problems: what was wrong where torchrun has ended by itself.
     """
 
     def __init__(self, machines: Machines, homes: Sequence[Path], job: Sequence[str], record: Record) -> None:
         self.machines, self.homes, self.job, self.record = machines, homes, [*job, record.override], record
         self.server = len(homes) - 1
         self.completed: set[int] = set()
+        self.problems: list[str] = []
         self._processes: dict[int, Process] = {}
         self._due: dict[int, float] = {}  # when to start torchrun again, by machine
         self._texts: list[str] = []  # output of processes that have ended
@@ -121,11 +127,18 @@ class Fleet:
         self.record.hurry()
         if not self.tend(REST, lambda: len(self.completed) == len(self.homes)):
             return campaign.problem(f"the run did not end within {REST} s:\n{self.output()}")
+        for problem in self.problems:
+            campaign.problem(problem)
         summaries = [path for home in {*self.homes} for path in home.glob("*/*/summary.json")]
         if len({path.parent.name for path in summaries}) > 1:
             campaign.problem(f"stray folders: {', '.join(map(str, summaries))}")
         campaign.check_end(max(summaries, key=lambda path: path.stat().st_mtime).parent)
         return None
+
+    def kill_worker(self, number: int) -> None:
+        """Kill the worker of a machine."""
+        events = self.record.events_of(self.machines.names[number])
+        os.kill(next(event["pid"] for event in reversed(events) if event["what"] == "starts"), SIGKILL)
 
     def kill(self, number: int, seconds: float) -> None:
         """Kill all processes of a machine. It comes back after `seconds`."""
@@ -151,6 +164,13 @@ class Fleet:
                 self._ended(number)
         self.server = rng.choice(others)
         self._due |= dict.fromkeys(others, time.monotonic())
+
+    def kill_all(self, rng: Random) -> None:
+        """Kill all machines. They start again with the store of another one."""
+        everybody = range(len(self.homes))
+        for number in everybody:
+            self.kill(number, 0.0)
+        self.server = rng.choice([number for number in everybody if number != self.server])
 
     def output(self) -> str:
         """Return the newest output of torchrun."""
@@ -180,9 +200,20 @@ class Fleet:
         self._texts.append(text)
         with (self.record.folder / "output.txt").open("a") as file:
             file.write(text + "\n")
+        if process.code in (0, 1):
+            self._check_end(number, process)
         if process.code == 0:
             self.completed.add(number)
         else:
             self._due[number] = time.monotonic() + AGAIN
         self.machines.kill(number)
         process.close()
+
+    def _check_end(self, number: int, process: Process) -> None:
+        name, until = self.machines.names[number], time.monotonic() + END_SECONDS
+        while (left := self.machines.processes(number)) and time.monotonic() < until:
+            time.sleep(0.1)
+        if left:
+            self.problems.append(f"{len(left)} processes left behind on {name}")
+        if process.code == 0 and "Traceback" in process.text:  # torchrun prints one itself if it fails
+            self.problems.append(f"a traceback on the console of {name}")

@@ -1,7 +1,6 @@
-"""Callbacks for campaigns: one flips bits without an error, as a faulty device does; one slows a run down."""
+"""A callback for campaigns: it flips bits without an error, as a faulty device does."""
 
 import json
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -19,21 +18,7 @@ from lockstep.extras.audit.hook import AuditHook
 
 PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
 FLIP_FILE = "struck.json"  # in the run's folder: the first flip
-SECONDS = 0.5  # extra time of a step under `Pace`
 MIN_ELEMENTS = 1000  # smallest number of elements in a sum of gradients; other sums are shorter
-
-
-class Pace(Callback):
-    """Wait after each step until a file exists.
-
-    A run over several machines must outlast its faults.
-    """
-
-    def __init__(self, until: str) -> None:
-        self.until = Path(until)
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(0 if self.until.exists() else SECONDS)
 
 
 class Flips(Callback):

@@ -72,11 +72,11 @@ class Process:
     def members(self) -> dict[int, int]:
         """Return the living processes of the session, orphans too, oldest first: pid -> parent's pid."""
         processes = []
-        for entry in Path("/proc").glob("[0-9]*/stat"):
+        for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # the process has ended meanwhile
-                fields = entry.read_text().rpartition(")")[2].split()
+                pid, fields = int(folder.name), stat_of(int(folder.name))
                 if int(fields[3]) == self.pid and fields[0] not in "ZX":
-                    processes.append((int(fields[19]), int(entry.parent.name), int(fields[1])))
+                    processes.append((int(fields[19]), pid, int(fields[1])))
         return {pid: parent for _, pid, parent in sorted(processes)}
 
     def ranks(self) -> list[int]:
@@ -84,15 +84,15 @@ class Process:
 
         Workers are forks of the parent. Its other children, such as `git`, have another command line.
         """
-        command = _command(self.pid)
-        return [pid for pid, parent in self.members().items() if parent == self.pid and _command(pid) == command]
+        command = command_of(self.pid)
+        return [pid for pid, parent in self.members().items() if parent == self.pid and command_of(pid) == command]
 
     def kill_remaining(self, seconds: float) -> set[str]:
         """Kill the processes that remain after `seconds`. Return their command lines."""
         until = time.monotonic() + seconds
         while (members := self.members()) and time.monotonic() < until:
             time.sleep(0.05)
-        commands = {_command(pid) for pid in members}
+        commands = {command_of(pid) for pid in members}
         self.strike(signal.SIGKILL, *members)
         return commands
 
@@ -109,7 +109,13 @@ class Process:
         self._output.close()
 
 
-def _command(pid: int) -> str:
+def stat_of(pid: int) -> list[str]:
+    """Return what /proc/<pid>/stat has after the program's name: state, parent's pid, group, session and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def command_of(pid: int) -> str:
+    """Return a process's command line; an empty string if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
     return ""

@@ -4,6 +4,7 @@ Linux and root only.
 """
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -69,14 +70,12 @@ class Storm(Campaign):
         pieces = next(int(text.partition("=")[2]) for text in self.job if text.startswith("pieces="))
         count = len(self.machines.names)
         record = Record(self.home, STEP * count / pieces, self.control)
-        fleet = Fleet(self.machines, [self.home / name for name in self.machines.names], self.job, record)
-        try:
+        homes = [self.home / name for name in self.machines.names]
+        with closing(Fleet(self.machines, homes, self.job, record)) as fleet:
             fleet.tend_until_all_compute()
             fleet.tend(self.plan.calm)
             self._blow(fleet)
             fleet.finish(self)
-        finally:
-            fleet.close()
 
     def _blow(self, fleet: Fleet) -> None:
         plan, began = self.plan, time.time()

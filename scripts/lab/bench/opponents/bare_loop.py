@@ -1,7 +1,6 @@
 """The loop that people write by hand: images in memory as floats, a permutation, forward, backward, step.
 
-    python scripts/lab/bench/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16]
-        [--device cuda]
+    python scripts/lab/bench/opponents/bare_loop.py --task task.pt [--levers] [--precision bf16] [--device cuda]
     python scripts/lab/bench/opponents/bare_loop.py --memory mnist_cnn <batch size> <steps> <images>
 
 The loop is as fast as possible: no metrics, no logger, no validation, one line every 50 steps. `--levers` adds all that
@@ -47,7 +46,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--task")
     parser.add_argument("--memory", nargs=4)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--levers", action="store_true")
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
     parser.add_argument("--device", default="cpu")
@@ -62,7 +60,7 @@ def main() -> None:
 
 def fast(options: argparse.Namespace) -> None:
     """Train until the benchmark closes the connection, or the order of samples ends."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     if options.levers:
         libc = ctypes.CDLL("libc.so.6")
         assert libc.mallopt(-4, 0)  # M_MMAP_MAX
