@@ -46,6 +46,11 @@ STRUCK = (
     *("data=synthetic", "data.samples=415", "data.image_size=12", "data.num_classes=3", "model.dropout=0.25"),
     *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
+# A run that goes on until somebody ends it.
+ENDLESS = (
+    *(*TINY, "max_epochs=100000", "scheduler=constant", "checkpoint_every=20"),
+    *("logger=none", "callbacks.console=null"),
+)
 # Strategies of several devices: those of the core, and what lies beside them in conf/strategy/.
 SEVERAL = ",".join(["ddp", "dp", *sorted({f.stem for f in ROOT.glob("conf/strategy/*.yaml")} - {"auto", "ddp", "dp"})])
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
@@ -139,14 +144,12 @@ def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Completed
     )
 
 
-def forked(
-    program: str | Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = PATIENCE
-) -> subprocess.CompletedProcess[str]:
+def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end, what
     the fork has imported is taken apart."""
-    fork = forks.Fork([str(ROOT / program), *arguments], cwd, os.environ | (env or {}))
+    fork = forks.Fork([str(ROOT / program), *arguments], cwd, dict(os.environ))
     try:
-        stdout, stderr = fork.communicate(timeout)
+        stdout, stderr = fork.communicate(PATIENCE)
     finally:
         fork.kill()
     return subprocess.CompletedProcess(fork.args, fork.returncode or 0, stdout, stderr)
@@ -239,7 +242,7 @@ class Program:
         """Starts the program in a process group of its own, so that a test may signal it or its group."""
         command = [str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
-        if not self.fresh and self.launcher[:1] != ("-u",):
+        if not self.fresh:
             return forks.Fork([*self.launcher, *command], cwd, environment)
         return subprocess.Popen(
             [sys.executable, *self.launcher, *command],
@@ -262,6 +265,17 @@ class Program:
             pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
         assert process.returncode is not None
         return Run(process.returncode, stdout, stderr, self.outputs)
+
+    def wait_for_checkpoint(self, process: Process, name: str = "last") -> Path:
+        """Waits until a started program has written a checkpoint; returns the folder of its run."""
+        (checkpoint, *_) = wait_for(lambda: list(self.outputs.rglob(f"{name}.ckpt")), process)
+        return checkpoint.parent.parent
+
+    def kill(self, process: Process) -> None:
+        """Kills a started program and its workers, at once: a parent that finds its workers dead ends by itself."""
+        os.killpg(process.pid, signal.SIGKILL)
+        run = self.finish(process)
+        assert run.returncode == -signal.SIGKILL, str(run)
 
     def __call__(
         self,

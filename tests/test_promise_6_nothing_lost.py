@@ -50,23 +50,6 @@ def saves(outputs: Path, process: Process, times: int = 1) -> Path:
     return found[1].parent.parent
 
 
-def started(program: Program, *overrides: str) -> Process:
-    """A program on two workers, as soon as both are there."""
-    process = program.start(*overrides)
-    wait_for(lambda: len(workers_of(process)) == 2, process)
-    return process
-
-
-def killed(program: Program, process: Process, whom: str = "all") -> None:
-    """Kills a running program's parent, one of its workers, or all of them, and waits for what then ends by itself."""
-    workers = workers_of(process)
-    if whom == "all":
-        os.killpg(process.pid, signal.SIGKILL)  # at once: a parent that finds its workers dead ends by itself
-    else:
-        os.kill({"parent": process.pid, "rank 0": workers[0], "rank 1": workers[-1]}[whom], signal.SIGKILL)
-    assert program.finish(process).returncode == (1 if "rank" in whom else -signal.SIGKILL)
-
-
 def same_end(run: Run, undisturbed: Run) -> None:
     found, expected = run.summary, undisturbed.summary
     for key in ("status", "weights_sha256", "steps", "samples_seen"):
@@ -83,7 +66,7 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
     process = run_train.start(*options)
     folder = saves(run_train.outputs, process, 3)
     time.sleep(0.05)
-    killed(run_train, process, "all")
+    run_train.kill(process)
     before = (folder / "train.log").read_text()
     step = checkpoint_of(folder)["global_step"]
     assert 0 < step < undisturbed.summary["steps"]

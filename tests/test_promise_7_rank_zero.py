@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    ENDLESS,
     TINY,
     Program,
     Run,
@@ -18,7 +19,6 @@ from conftest import (
     listening,
     of_torchrun,
     summary_of,
-    wait_for,
     workers_of,
 )
 
@@ -29,7 +29,6 @@ from lockstep.run.api import compose
 from lockstep.run.training import fit_and_test
 
 SHORT = (*TINY, "max_epochs=1", "logger=none")
-ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
 LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1", "--max-restarts=1")
@@ -167,7 +166,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
     process = program.start(*STRUCK, "devices=2")
-    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    program.wait_for_checkpoint(process)
     agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
     run = program.finish(process)
@@ -209,8 +208,8 @@ def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> No
 
 def started(program: Program, *overrides: str) -> Any:
     """An endless run that has saved a checkpoint."""
-    process = program.start(*ENDLESS, "checkpoint_every=20", *overrides)
-    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    process = program.start(*ENDLESS, *overrides)
+    program.wait_for_checkpoint(process)
     return process
 
 

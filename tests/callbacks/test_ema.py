@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import NORMS, Program, checkpoint_of, wait_for, workers_of
+from conftest import NORMS, Program, checkpoint_of, workers_of
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
@@ -44,7 +44,7 @@ def test_the_test_is_that_of_the_average_which_the_best_checkpoint_holds(tmp_pat
 
 def test_an_interrupted_run_names_the_average_that_it_has_saved(run_train: Program) -> None:
     process = run_train.start(*TASK, *OURS, "max_epochs=100000", "strategy=ddp", "devices=2")
-    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
+    run_train.wait_for_checkpoint(process)
     os.kill(workers_of(process)[0], signal.SIGTERM)
     run = run_train.finish(process)
     assert run.returncode == 143, str(run)

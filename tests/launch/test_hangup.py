@@ -1,4 +1,7 @@
-"""A closed terminal ends a run as SIGTERM does; a signal ends a program that is still importing in one line."""
+"""A closed terminal ends a run as SIGTERM does; a signal ends a program that is still importing in one line.
+
+Of a sweep, see run/test_sweeps.py.
+"""
 
 import fcntl
 import os
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, ROOT, TINY, Program, checkpoint_of, ended, summary_of, wait_for, workers_of
+from conftest import PATIENCE, ROOT, TINY, checkpoint_of, ended, summary_of, wait_for, workers_of
 
 ENDLESS = (*TINY, "max_epochs=100000", "checkpoint_every=10", "logger=none")
 
@@ -60,16 +63,6 @@ def test_a_closed_terminal(tmp_path: Path, ignored: bool) -> None:
     assert (summary["status"], summary["error"]) == ("interrupted", f"interrupted by {name}")
     assert summary["steps"] == checkpoint_of(folder)["global_step"] > 0
     assert all(map(ended, workers))
-
-
-def test_a_sweep_saves_when_the_terminal_is_closed(run_train: Program) -> None:
-    process = run_train.start("-m", *ENDLESS, "seed=0,1")
-    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
-    os.killpg(process.pid, signal.SIGHUP)
-    run = run_train.finish(process)
-    assert (run.returncode, run.summary["error"]) == (143, "interrupted by SIGTERM"), run
-    assert run.summary["steps"] == checkpoint_of(run.folder)["global_step"] > 0
-    assert "to run the remaining jobs" in run.stderr
 
 
 WHILE_IMPORTING = """

@@ -2,10 +2,8 @@
 out again on two others; one that says what was not computed does not."""
 
 import json
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
+from conftest import STRUCK, Program, composed, forked, summary_of
 
 from lockstep.checkpoint.io import keep_step_checkpoint, save
 from lockstep.checkpoint.paths import step_checkpoints
@@ -36,10 +34,9 @@ def ledger(folder: Path) -> Lines:
 def killed(program: Program, step: int, *overrides: str) -> Path:
     """The folder of a run that was killed as a whole some time after a step."""
     process = program.start(*overrides)
-    (kept,) = wait_for(lambda: [*program.outputs.rglob(f"step_{step}.ckpt")], process)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert program.finish(process).returncode == -signal.SIGKILL
-    return kept.parent.parent
+    folder = program.wait_for_checkpoint(process, f"step_{step}")
+    program.kill(process)
+    return folder
 
 
 @pytest.fixture(scope="module")
