@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +202,7 @@ def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> No
     assert not list(run_train.outputs.glob("*"))
 
 
-# Signals and deaths
+# Signals and deaths; of the parent: tests/run/test_lock.py
 
 
 def started(program: Program, *overrides: str) -> Any:
@@ -245,18 +244,3 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL (out of memory?)")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
     assert all(ended(pid) for pid in workers)
-
-
-def test_workers_do_not_outlive_a_killed_parent(run_train: Program) -> None:
-    process = started(run_train, "strategy=ddp", "devices=2")
-    workers = workers_of(process)
-    process.kill()
-    process.communicate()
-    assert len(workers) == 2
-    for pid in workers:
-        for _ in range(100):
-            if ended(pid):
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail(f"worker {pid} outlived its parent")
