@@ -1,6 +1,7 @@
 """Small data sets, and DataModules on them with what they ask of a Trainer."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,9 @@ def write_mnist(folder: Path) -> None:
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8) % 10))
 
 
-def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+def refusal_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The line with which a call refuses its arguments."""
+    with pytest.raises(UserError) as error:
+        call(*arguments, **options)
     assert "\n" not in str(error.value)
     return str(error.value)

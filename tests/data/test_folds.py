@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningDataModule
 from refusals import refused_with
-from small_data import arrays, config, one_line, write_images
+from small_data import arrays, config, refusal_of, write_images
 from torch.utils.data import DataLoader
 
 from lockstep.data import ArrayDataset, Source, Spec
@@ -92,9 +92,8 @@ def test_validation_is_not_augmented_and_labels_may_be_unknown(monkeypatch: pyte
     augmenting, same = arrays(20), arrays(20)
     source = Source(augmenting, None, Spec(1, 6, ("a", "b")), val_candidates=same)
     monkeypatch.setattr("lockstep.data.build.instantiate", lambda *args, **offers: source)
-    with pytest.raises(UserError) as error:
-        open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
-    assert one_line(error) == "data.folds=2: the class a has 1 training sample: each class must have two at least"
+    line = refusal_of(open_data, {"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
+    assert line == "data.folds=2: the class a has 1 training sample: each class must have two at least"
     for each in (augmenting, same):
         each.labels = each.labels % 2
     found = open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from small_data import arrays, config, one_line
+from small_data import arrays, config, refusal_of
 
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.config.check import check
@@ -93,9 +93,8 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
     ],
 )
 def test_options_out_of_range_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as error:
-        open_data(config(name, **changes), "nowhere")
-    assert says in one_line(error), one_line(error)
+    line = refusal_of(open_data, config(name, **changes), "nowhere")
+    assert says in line, line
 
 
 class Pictures(list[Any]):
@@ -110,19 +109,17 @@ def of_pictures() -> Source:
 
 
 def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
-    with pytest.raises(UserError) as error:
-        open_data({"_target_": f"{__name__}.Pictures"}, "nowhere")
-    assert "docs/use/own-data.md" in one_line(error)
-    assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
+    line = refusal_of(open_data, {"_target_": f"{__name__}.Pictures"}, "nowhere")
+    assert "docs/use/own-data.md" in line
+    assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in line
     with pytest.raises(
         UserError,
         match=r"returned a Fraction: it must return a lockstep\.Source or a LightningDataModule \(docs/use/own",
     ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
-    with pytest.raises(UserError) as error:
-        fetch(pictures.train, np.arange(2))
-    assert "an item of Pictures is (PIL.Image, int): must be (image, label), the image a uint8" in one_line(error)
+    line = refusal_of(fetch, pictures.train, np.arange(2))
+    assert "an item of Pictures is (PIL.Image, int): must be (image, label), the image a uint8" in line
 
 
 def test_sizes_and_class_counts() -> None:

@@ -14,13 +14,12 @@ import pytest
 import torch
 from conftest import Program
 from PIL import Image
-from small_data import config, one_line
+from small_data import config, refusal_of
 from torch.utils.data import Subset
 from written_shards import write_folder, write_parquet, write_shards, write_tar
 
 from lockstep.data.build import hold_out, open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.errors import UserError
 from project.data import shard_index
 
 PARQUET = "pip install -e .[huggingface] brings pyarrow, which parquet files need"
@@ -50,9 +49,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def refusal(folder: Path, **changes: Any) -> str:
-    with pytest.raises(UserError) as error:
-        opened(folder, **changes)
-    return one_line(error)
+    return refusal_of(opened, folder, **changes)
 
 
 def png(value: int = 0) -> bytes:
@@ -142,9 +139,8 @@ def test_an_index_is_made_once_and_mapped(tmp_path: Path, monkeypatch: pytest.Mo
     shard = root / "train-00000.tar"
     with tarfile.open(shard, "a") as tar:
         tar.add(tmp_path / "folder" / "train" / "cat" / "0.jpg", "cat/more.jpg")
-    with pytest.raises(UserError) as error:
-        samples(first.train)
-    assert f"{shard}: changed after it was indexed: start again" in one_line(error)
+    line = refusal_of(samples, first.train)
+    assert f"{shard}: changed after it was indexed: start again" in line
     again = opened(root)
     assert len(again.train) + len(again.val) == len(first.train) + len(first.val) + 1
     assert again.fingerprint != first.fingerprint
@@ -312,10 +308,9 @@ def test_an_image_that_cannot_be_decoded_ends_a_run_in_one_line(tmp_path: Path) 
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(file, "PNG")
     root = write_tar(tmp_path / "shards" / "a.tar", {**GOOD, "dog/3.png": file.getvalue()[:150]}).parent
     splits = opened(root, val_fraction=0, test_fraction=0)
-    with pytest.raises(UserError) as error:
-        samples(splits.train)
-    assert f"{root / 'a.tar'}: image dog/3.png can't be decoded (" in one_line(error)
-    assert "skip_broken" not in one_line(error)
+    line = refusal_of(samples, splits.train)
+    assert f"{root / 'a.tar'}: image dog/3.png can't be decoded (" in line
+    assert "skip_broken" not in line
 
 
 def test_folders_of_shards_that_are_refused(tmp_path: Path) -> None:
