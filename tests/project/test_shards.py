@@ -15,10 +15,9 @@ import torch
 from conftest import Program
 from PIL import Image
 from small_data import config, refusal_of
-from torch.utils.data import Subset
 from written_shards import write_folder, write_parquet, write_shards, write_tar
 
-from lockstep.data.build import hold_out, open_data
+from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from project.data import shard_index
 
@@ -379,14 +378,3 @@ def test_parquet_without_pyarrow_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
     assert "a.parquet: parquet files need pyarrow: pip install -e .[huggingface]" in refusal(tmp_path)
-
-
-def test_held_out_samples_are_those_of_the_smallest_hashes() -> None:
-    """`hold_out` selects without sorting; here they are sorted."""
-    from lockstep.arithmetic.order import hash64
-
-    order = np.argsort(hash64(3, 0x5B117, np.arange(1000)), kind="stable")
-    train, val = hold_out(range(1000), 0.3, 3)
-    assert isinstance(train, Subset)
-    assert sorted(order[:300]) == list(val.indices)
-    assert sorted(order[300:]) == list(train.indices)
