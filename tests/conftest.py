@@ -334,6 +334,18 @@ def own_environment() -> None:
 
 
 @pytest.fixture
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        environment.cache_clear()
+
+    return set_variables
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     import torch
 

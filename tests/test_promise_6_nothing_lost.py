@@ -362,7 +362,6 @@ def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_agai
             write_hydra_files(tmp_path, record)
             assert start() == older.with_name("last.ckpt")
     assert start() == older, "the user has typed it once more"
-    environment.cache_clear()
 
 
 def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(run_train: Program) -> None:
@@ -395,7 +394,9 @@ def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) 
     assert witness.exists()
 
 
-def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_run_is_the_newest_of_those_that_are_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
+) -> None:
     runs = [tmp_path / "mnist_cnn_digits" / "1", tmp_path / "resnet18_digits" / "2", tmp_path / "own" / "3"]
     for age, run in enumerate(runs):
         (run / ".hydra").mkdir(parents=True)
@@ -427,9 +428,7 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monk
     with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
         expand_resume(["resume=my own"], "train")
     (tmp_path / "my own").rename(tmp_path / "own")
-    for variable, value in {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}.items():
-        monkeypatch.setenv(variable, value)
-    environment.cache_clear()  # read once in a process, else
+    set_environment(SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
     assert meant() == runs[2]
     (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
     assert meant() == runs[1]  # another job's may be newer by now
