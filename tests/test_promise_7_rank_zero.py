@@ -103,15 +103,9 @@ def test_emulated_bf16_is_said(
         assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in said)
 
 
-@pytest.mark.parametrize(
-    "monitor",
-    [
-        "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}",
-        "scheduler.monitor=val/x",
-    ],
-)
-def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: str) -> None:
-    run = run_train(*SHORT, "scheduler=plateau", f"++{monitor}", ok=False)
+def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program) -> None:
+    """More of them: tests/callbacks/test_monitors.py."""
+    run = run_train(*SHORT, "scheduler=plateau", "scheduler.monitor=val/x", ok=False)
     assert run.returncode == 2, str(run)
     assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
     assert not run.folders, "it is known before the first step"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Program
+from conftest import Program, Run
 from PIL import Image
 from small_data import config, refusal_of
 from written_shards import write_folder, write_parquet, write_shards, write_tar
@@ -66,40 +66,26 @@ def written(folder: Path, root: Path, form: str, **options: Any) -> Path:
     return write_shards(folder, root, form, **options)
 
 
-@pytest.fixture(scope="module")
-def of_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder, and what a run on it ends as."""
-    root = tmp_path_factory.mktemp("folder")
-    folder = write_folder(root / "images")
-    run = Program(root / "outputs")("data=image_folder", f"data_dir={folder}", *EXACT, "max_steps=8")
-    return folder, run.summary["weights_sha256"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_a_folder_and_its_shards_train_the_same_weights(
-    of_folder: tuple[Path, str], run_train: Program, tmp_path: Path, form: str
-) -> None:
-    """The run on tar files ends on two devices and is resumed on one."""
-    folder, weights = of_folder
-    task = ("data=shards", f"data_dir={written(folder, tmp_path / form, form)}", *EXACT, "strategy=ddp", "devices=2")
-    run = run_train(*task, f"max_steps={3 if form == 'tar' else 8}")
-    if form == "tar":
-        assert run.summary["weights_sha256"] != weights
-        run = run_train("resume=last", "max_steps=8", "strategy=auto", "devices=1")
+def test_a_folder_and_its_shards_train_the_same_weights(run_train: Program, tmp_path: Path) -> None:
+    """The run on shards ends on two devices and is resumed on one. In the control, two images are exchanged."""
+
+    def on_shards(name: str, *overrides: str) -> Run:
+        data = f"data_dir={write_shards(folder, tmp_path / name, 'tar')}"
+        return Program(tmp_path / "outputs" / name)("data=shards", data, *EXACT, *overrides)
+
+    folder = write_folder(tmp_path / "images")
+    weights = run_train("data=image_folder", f"data_dir={folder}", *EXACT, "max_steps=8").summary["weights_sha256"]
+    cut = on_shards("same", "max_steps=3", "strategy=ddp", "devices=2")
+    assert cut.summary["weights_sha256"] != weights
+    run = Program(cut.outputs)("resume=last", "max_steps=8", "strategy=auto", "devices=1")
     assert (run.summary["steps"], run.summary["weights_sha256"]) == (8, weights)
 
-
-@pytest.mark.slow
-def test_other_images_train_other_weights(of_folder: tuple[Path, str], run_train: Program, tmp_path: Path) -> None:
-    """The control: two images are exchanged."""
-    folder = shutil.copytree(of_folder[0], tmp_path / "folder")
     first, second = (folder / "train" / name / "1.png" for name in ("cat", "dog"))
     contents = first.read_bytes(), second.read_bytes()
     second.write_bytes(contents[0])
     first.write_bytes(contents[1])
-    run = run_train("data=shards", f"data_dir={write_shards(folder, tmp_path / 'tar', 'tar')}", *EXACT, "max_steps=8")
-    assert run.summary["weights_sha256"] != of_folder[1]
+    assert on_shards("exchanged", "max_steps=8").summary["weights_sha256"] != weights
 
 
 @pytest.mark.parametrize("form", FORMS)
