@@ -229,6 +229,18 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+def finished(process: Process, outputs: Path, timeout: float) -> Run:
+    """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
+    assert process.returncode is not None
+    return Run(process.returncode, stdout, stderr, outputs)
+
+
 @dataclass(frozen=True)
 class Program:
     """Runs a program of the project as a user would, with `outputs` below the test's own folder."""
@@ -256,15 +268,7 @@ class Program:
         )
 
     def finish(self, process: Process, timeout: float = PATIENCE) -> Run:
-        """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate()
-            pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
-        assert process.returncode is not None
-        return Run(process.returncode, stdout, stderr, self.outputs)
+        return finished(process, self.outputs, timeout)
 
     def wait_for_checkpoint(self, process: Process, name: str = "last") -> Path:
         """Waits until a started program has written a checkpoint; returns the folder of its run."""
