@@ -16,8 +16,10 @@ from conftest import ROOT, TINY, Program, forked, summary_of, template
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 from site_pages import Command, Page
+from small_data import config
 
 import lockstep
+from lockstep.data.build import open_data
 
 FOLLOWED_BY = {
     "use/own-model.md": "test_own_page.py",
@@ -25,8 +27,6 @@ FOLLOWED_BY = {
     "use/own-data.md": "test_own_page.py",
     "use/metrics-callbacks-loggers.md": "test_own_page.py",
     "use/test-your-own-code.md": "test_own_tests_page.py",
-    "use/images.md": "test_data_page.py",
-    "use/transforms.md": "test_data_page.py",
     "use/shards-and-hub.md": "test_shards_page.py",
     "use/tasks.md": "test_tasks_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",
@@ -245,6 +245,12 @@ def newest_sweep(program: Program, project: Path, outputs: Path) -> Path:
     found = newest(outputs, sweep=True)
     assert found is not None
     return found
+
+
+def test_the_line_about_a_folder_of_images_is_the_one_on_the_page(project: Path) -> None:
+    (line,) = re.findall(r"^    (image_folder: .*)$", site_pages.path_of("use/images.md").read_text(), re.MULTILINE)
+    folder = str(project / "images")
+    assert line.replace("<folder>", folder) == open_data(config("image_folder"), folder).about
 
 
 @pytest.mark.slow
