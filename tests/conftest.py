@@ -302,12 +302,6 @@ def run_train(tmp_path: Path) -> Program:
 
 
 @pytest.fixture
-def run_evaluate(tmp_path: Path) -> Program:
-    """As `run_train`, for `src/evaluate.py`."""
-    return Program(tmp_path / "outputs", "src/evaluate.py")
-
-
-@pytest.fixture
 def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the benchmark runs to its end is a fork."""
     from bench import players

@@ -328,7 +328,7 @@ def test_flags_of_hydra_are_taken(run_train: Program) -> None:
     assert "batch_size: 32" in run_train("batch_size=32", "--cfg", "job", "--resolve").stdout
 
 
-def test_what_is_no_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     no_text = "must be a .ckpt file, a run folder, or last"
     for value, says in (
         (
@@ -342,9 +342,13 @@ def test_what_is_no_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path)
     ):
         with pytest.raises((UserError, CheckpointError), match=says):
             find_checkpoint({"checkpoint": value, "outputs": str(tmp_path)})
-    run = run_evaluate("checkpoint=5", ok=False)  # a file's name
+    evaluate = Program(tmp_path / "outputs", "src/evaluate.py")
+    run = evaluate("checkpoint=5", ok=False)  # a file's name
     assert (run.returncode, run.folders) == (2, []), str(run)
     assert re.fullmatch(r"error: 5: no such file.*\n", run.stderr), run.stderr
+    run = evaluate(ok=False)
+    assert run.returncode == 2
+    assert re.fullmatch("error: checkpoint must be given: checkpoint=.*\n", run.stderr), run.stderr
 
 
 def test_help_shows_the_keys_of_what_is_chosen(run_train: Program) -> None:
@@ -407,12 +411,6 @@ def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
     ):
         with pytest.raises(UserError, match=re.escape(says)):
             check_same_images(path, record, replace(spec, **changes))
-
-
-def test_evaluation_without_a_checkpoint_says_so(run_evaluate: Program) -> None:
-    run = run_evaluate(ok=False)
-    assert run.returncode == 2
-    assert re.fullmatch("error: checkpoint must be given: checkpoint=.*\n", run.stderr), run.stderr
 
 
 def test_a_traceback_for_those_who_ask(run_train: Program) -> None:
