@@ -131,11 +131,11 @@ def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
     return {str(key): value for key, value in raw.items()}
 
 
-def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs code in an interpreter of its own, that finds the project."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,

@@ -37,9 +37,9 @@ def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, st
     )
 
 
-def arrays(samples: int, size: int = 6, channels: int = 1) -> ArrayDataset:
+def arrays(samples: int, size: int = 6) -> ArrayDataset:
     rng = np.random.default_rng(0)
-    return ArrayDataset(rng.integers(0, 256, (samples, channels, size, size), dtype=np.uint8), np.arange(samples))
+    return ArrayDataset(rng.integers(0, 256, (samples, 1, size, size), dtype=np.uint8), np.arange(samples))
 
 
 def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) -> Splits:
@@ -49,13 +49,11 @@ def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) ->
 
 
 def module(
-    data: Splits, on: Layout, rank: int = 0, step: int = 0, seed: int = 3, workers: int | None = 0, net: Any = MODEL
+    data: Splits, on: Layout, rank: int = 0, seed: int = 3, workers: int | None = 0, net: Any = MODEL
 ) -> DataModule:
     made = DataModule(data, on, seed, rank, num_workers=workers)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    made.trainer = SimpleNamespace(  # type: ignore[assignment]
-        global_step=step, lightning_module=net, strategy=strategy
-    )
+    made.trainer = SimpleNamespace(global_step=0, lightning_module=net, strategy=strategy)  # type: ignore[assignment]
     made.setup("fit")
     return made
 

@@ -71,9 +71,9 @@ class Site:
     def run(self, *command: str, env: dict[str, str] | None = None) -> Run:
         return self.finish(self.start(*command, env=env))
 
-    def hurry(self, on: bool = True) -> None:
+    def hurry(self) -> None:
         """Lets the steps of slow runs take no longer than they need."""
-        (self.home / "hurry").touch() if on else (self.home / "hurry").unlink(missing_ok=True)
+        (self.home / "hurry").touch()
 
     def wait_for_checkpoint(self, name: str, process: subprocess.Popen[str]) -> Path:
         """Waits until a run has saved once more, and returns its folder; fails when the process ends before."""
