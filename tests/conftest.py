@@ -243,17 +243,19 @@ def finished(process: Process, outputs: Path, timeout: float) -> Run:
 
 @dataclass(frozen=True)
 class Program:
-    """Runs a program of the project as a user would, with `outputs` below the test's own folder."""
+    """Runs a program of a project as a user would, in its folder, with `outputs` below the test's own folder."""
 
     outputs: Path
     script: str = "src/train.py"
+    home: Path = ROOT  # the project's folder
     launcher: tuple[str, ...] = ()  # what stands between python and the script, e.g. -m torch.distributed.run
     fresh: bool = False  # an interpreter of its own, as a user starts it; else a fork of one, see forks.py
 
-    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Process:
+    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Process:
         """Starts the program in a process group of its own, so that a test may signal it or its group."""
-        command = [str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
+        command = [str(self.home / self.script), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
+        cwd = cwd or self.home
         if not self.fresh:
             return forks.Fork([*self.launcher, *command], cwd, environment)
         return subprocess.Popen(
@@ -285,7 +287,7 @@ class Program:
         self,
         *overrides: str,
         env: dict[str, str] | None = None,
-        cwd: Path = ROOT,
+        cwd: Path | None = None,
         timeout: float = PATIENCE,
         ok: bool = True,
     ) -> Run:

@@ -317,7 +317,7 @@ def test_a_model_file_without_a_name_is_named(tmp_path: Path) -> None:
 
 def test_what_only_the_first_step_can_refuse_leaves_nothing_either(project: Path, tmp_path: Path) -> None:
     task = ("data=synthetic", "strategy=ddp", "devices=2", "batch_size=8", "model._target_=mine.Hungry")
-    run = Program(tmp_path, str(project / "src" / "train.py"))(*task, cwd=project, ok=False)
+    run = Program(tmp_path, home=project)(*task, ok=False)
     assert run.returncode == 2, str(run)
     assert re.search("error: step 1: out of memory in 2 pieces of 4 samples.*\n$", run.stderr), run.stderr
     assert run.folders == []

@@ -44,7 +44,7 @@ def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tm
         Image.new("L", (12, 12), number if name == "dark" else 255 - number).save(file)
 
     def program(name: str, *overrides: str) -> Run:
-        return Program(tmp_path / name, str(project / "src" / f"{name}.py"))(*overrides, cwd=project)
+        return Program(tmp_path / name, f"src/{name}.py", project)(*overrides)
 
     data = (
         "data=image_folder",

@@ -49,9 +49,9 @@ def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path)
     script, *keys = shlex.split(command.replace("\\\n", ""))
     layout = ("strategy=ddp", "devices=2")
     assert {*layout, "exact=true"} < set(keys)
-    two = Program(tmp_path / "two", str(project / script))(*keys, *BESIDE, cwd=project)
+    two = Program(tmp_path / "two", script, project)(*keys, *BESIDE)
     alone = [key for key in keys if key not in layout]
-    one = Program(tmp_path / "one", str(project / script))(*alone, "pieces=2", *BESIDE, cwd=project)
+    one = Program(tmp_path / "one", script, project)(*alone, "pieces=2", *BESIDE)
     assert [line for line in output.splitlines()[:-1] if line.strip() not in two.stderr] == []
     assert same_bits(one, two)
     assert (one.summary["layout"]["strategy"], two.summary["layout"]["strategy"]) == ("single", "ddp")

@@ -198,7 +198,7 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
     """Run a command of a page: to its end where its output is shown, else for two steps."""
     python, script, *overrides = words_of(command)
     assert python == "python", f"{command.text}: NOT_RUN has no reason for it"
-    program = Program(outputs, str(project / script))
+    program = Program(outputs, script, project)
     if command.output is not None:
         done = forked(project / script, *overrides, cwd=outputs.parent)  # as on the page, with outputs/ beside it
         printed = (done.stderr + done.stdout).splitlines()
@@ -209,7 +209,7 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
         assert done.returncode == 0, f"{command.text}\n{done.stderr}"
         return
     if script == "scripts/compare.py":
-        sweep = newest(outputs, sweep=True) or newest_sweep(program, project, outputs)
+        sweep = newest(outputs, sweep=True) or newest_sweep(project, outputs)
         done = forked(project / script, str(sweep), *overrides[1:], cwd=project)
         assert done.returncode == 0, f"{command.text}\n{done.stderr}"
         return
@@ -227,7 +227,7 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
         more = [each for each in more if "debug=" not in command.text or not each.startswith(("max_", "num_"))]
         if "debug=overfit" in overrides:
             more.append("max_epochs=3")
-    run = program(*overrides, *(each for each in more if each.partition("=")[0] not in options), cwd=project)
+    run = program(*overrides, *(each for each in more if each.partition("=")[0] not in options))
     for folder in run.folders:
         if (folder / "summary.json").exists():
             assert summary_of(folder)["status"] == "completed", f"{command.text}\n{run}"
@@ -239,7 +239,7 @@ def newest(outputs: Path, sweep: bool = False) -> Path | None:
     return (found[-1] if sweep else found[-1].parent) if found else None
 
 
-def newest_sweep(program: Program, project: Path, outputs: Path) -> Path:
+def newest_sweep(project: Path, outputs: Path) -> Path:
     """Make a sweep of two small runs; return its folder."""
     Program(outputs)("-m", *TINY, "max_steps=2", "seed=0,1", cwd=project)
     found = newest(outputs, sweep=True)

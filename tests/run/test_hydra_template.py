@@ -51,11 +51,10 @@ def templated(project: Path) -> Path:
 
 @pytest.mark.proof
 def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) -> None:
-    script = str(templated / "src" / "train.py")
-    whole = Program(tmp_path / "whole", script)(*TASK, cwd=templated)
-    cut = Program(tmp_path / "cut", script)(*TASK, "max_steps=3", cwd=templated)
+    whole = Program(tmp_path / "whole", home=templated)(*TASK)
+    cut = Program(tmp_path / "cut", home=templated)(*TASK, "max_steps=3")
     assert same_bits(go_on(templated, cut, "max_steps=null"), whole)
-    run = Program(tmp_path / "outputs", script)(*TASK, "strategy=ddp,dp", "devices=2", "-m", cwd=templated)
+    run = Program(tmp_path / "outputs", home=templated)(*TASK, "strategy=ddp,dp", "devices=2", "-m")
     one = whole.summary
     for other in map(summary_of, run.jobs):
         for name in ("val/acc", "val/acc_best", "test/acc"):
@@ -72,12 +71,10 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
     for number, image in enumerate(pixels):
         Image.fromarray(image).save(images / f"{number}.png")
     asked = (f"checkpoint={run.jobs[0]}", "accelerator=cpu")
-    evaluate = Program(tmp_path / "evaluated", str(templated / "src" / "evaluate.py"))
-    metrics = evaluate(*asked, "logger=none", cwd=templated).summary["metrics"]
+    evaluate = Program(tmp_path / "evaluated", "src/evaluate.py", templated)
+    metrics = evaluate(*asked, "logger=none").summary["metrics"]
     assert metrics["test/acc"] == pytest.approx(one["metrics"]["test/acc"])
-    predicted = Program(tmp_path / "predicted", str(templated / "src" / "predict.py"))(
-        *asked, f"images={images}", cwd=templated
-    )
+    predicted = Program(tmp_path / "predicted", "src/predict.py", templated)(*asked, f"images={images}")
     rows = (predicted.folder / "predictions.csv").read_text().splitlines()[1:]
     net = SimpleDenseNet(input_size=144, output_size=3).double()
     state = checkpoint_of(run.jobs[0], "best")["state_dict"]
@@ -90,8 +87,7 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
 
 
 def test_what_its_own_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
-    program = Program(tmp_path / "outputs", str(templated / "src" / "train.py"))
-    run = program(*TASK, "lr=0.1", cwd=templated, ok=False)
+    run = Program(tmp_path / "outputs", home=templated)(*TASK, "lr=0.1", ok=False)
     assert "lr has no effect, since the model has its own optimizer: use model.optimizer" in run.stderr
 
 

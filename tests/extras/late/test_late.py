@@ -191,7 +191,7 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
     options = ("checkpoint_every=1", "checkpoint_keep=-1", *late_by(2), "callbacks=[default,ema]")
     run = train(project, tmp_path / "whole", "LitDigits", "lr=0.1", *options, "max_steps=5")
     last = run.folder / "checkpoints" / "step_3.ckpt"
-    back = Program(run.folder.parent, str(project / "src" / "train.py"))(f"resume={last}", "max_steps=3", cwd=project)
+    back = Program(run.folder.parent, home=project)(f"resume={last}", "max_steps=3")
     held = checkpoint_of(run.folder)
     assert not held["loops"]["fit_loop"]["epoch_loop.state_dict"]["gradients"]["waiting"]
     plain = {name: held["current_model_state"][name] for name in held["current_model_state"]}
