@@ -46,6 +46,11 @@ STRUCK = (
     *("data=synthetic", "data.samples=415", "data.image_size=12", "data.num_classes=3", "model.dropout=0.25"),
     *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
+# A run that goes on until somebody ends it.
+ENDLESS = (
+    *(*TINY, "max_epochs=100000", "scheduler=constant", "checkpoint_every=20"),
+    *("logger=none", "callbacks.console=null"),
+)
 # Strategies of several devices: those of the core, and what lies beside them in conf/strategy/.
 SEVERAL = ",".join(["ddp", "dp", *sorted({f.stem for f in ROOT.glob("conf/strategy/*.yaml")} - {"auto", "ddp", "dp"})])
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
@@ -126,11 +131,11 @@ def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
     return {str(key): value for key, value in raw.items()}
 
 
-def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs code in an interpreter of its own, that finds the project."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
@@ -139,14 +144,12 @@ def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Completed
     )
 
 
-def forked(
-    program: str | Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = PATIENCE
-) -> subprocess.CompletedProcess[str]:
+def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Runs a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end, what
     the fork has imported is taken apart."""
-    fork = forks.Fork([str(ROOT / program), *arguments], cwd, os.environ | (env or {}))
+    fork = forks.Fork([str(ROOT / program), *arguments], cwd, dict(os.environ))
     try:
-        stdout, stderr = fork.communicate(timeout)
+        stdout, stderr = fork.communicate(PATIENCE)
     finally:
         fork.kill()
     return subprocess.CompletedProcess(fork.args, fork.returncode or 0, stdout, stderr)
@@ -226,20 +229,34 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+def finished(process: Process, outputs: Path, timeout: float) -> Run:
+    """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
+    assert process.returncode is not None
+    return Run(process.returncode, stdout, stderr, outputs)
+
+
 @dataclass(frozen=True)
 class Program:
-    """Runs a program of the project as a user would, with `outputs` below the test's own folder."""
+    """Runs a program of a project as a user would, in its folder, with `outputs` below the test's own folder."""
 
     outputs: Path
     script: str = "src/train.py"
+    home: Path = ROOT  # the project's folder
     launcher: tuple[str, ...] = ()  # what stands between python and the script, e.g. -m torch.distributed.run
     fresh: bool = False  # an interpreter of its own, as a user starts it; else a fork of one, see forks.py
 
-    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Process:
+    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Process:
         """Starts the program in a process group of its own, so that a test may signal it or its group."""
-        command = [str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
+        command = [str(self.home / self.script), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
-        if not self.fresh and self.launcher[:1] != ("-u",):
+        cwd = cwd or self.home
+        if not self.fresh:
             return forks.Fork([*self.launcher, *command], cwd, environment)
         return subprocess.Popen(
             [sys.executable, *self.launcher, *command],
@@ -253,21 +270,24 @@ class Program:
         )
 
     def finish(self, process: Process, timeout: float = PATIENCE) -> Run:
-        """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate()
-            pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
-        assert process.returncode is not None
-        return Run(process.returncode, stdout, stderr, self.outputs)
+        return finished(process, self.outputs, timeout)
+
+    def wait_for_checkpoint(self, process: Process, name: str = "last") -> Path:
+        """Waits until a started program has written a checkpoint; returns the folder of its run."""
+        (checkpoint, *_) = wait_for(lambda: list(self.outputs.rglob(f"{name}.ckpt")), process)
+        return checkpoint.parent.parent
+
+    def kill(self, process: Process) -> None:
+        """Kills a started program and its workers, at once: a parent that finds its workers dead ends by itself."""
+        os.killpg(process.pid, signal.SIGKILL)
+        run = self.finish(process)
+        assert run.returncode == -signal.SIGKILL, str(run)
 
     def __call__(
         self,
         *overrides: str,
         env: dict[str, str] | None = None,
-        cwd: Path = ROOT,
+        cwd: Path | None = None,
         timeout: float = PATIENCE,
         ok: bool = True,
     ) -> Run:
@@ -281,12 +301,6 @@ class Program:
 def run_train(tmp_path: Path) -> Program:
     """`run_train("strategy=ddp", "devices=2")` -> Run. All runs of one test share an `outputs` folder."""
     return Program(tmp_path / "outputs")
-
-
-@pytest.fixture
-def run_evaluate(tmp_path: Path) -> Program:
-    """As `run_train`, for `src/evaluate.py`."""
-    return Program(tmp_path / "outputs", "src/evaluate.py")
 
 
 @pytest.fixture
@@ -317,6 +331,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def own_environment() -> None:
     """What a test sets in the environment is read in that test."""
     environment.cache_clear()
+
+
+@pytest.fixture
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        environment.cache_clear()
+
+    return set_variables
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
-from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics import MaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import Compose, Normalize, ToTensor
 
@@ -412,81 +412,7 @@ class Shy(LitDigits):
             super().validation_step(batch, batch_idx)
 
 
-# --- of lightning-hydra-template's shape ------------------------------------------------------------------------------
-
-
-class Dense(nn.Module):
-    def __init__(self, size: int, hidden: int, classes: int):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(size, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, classes)
-        )
-
-    def forward(self, x):
-        return self.layers(x.flatten(1))
-
-
-class Templated(pl.LightningModule):
-    """All that it is made of stands in its hyperparameters."""
-
-    def __init__(self, net: nn.Module, optimizer, scheduler, compile: bool):
-        super().__init__()
-        self.save_hyperparameters(logger=False)
-        self.net = net
-        self.criterion = nn.CrossEntropyLoss()
-        for stage in ("train", "val", "test"):
-            setattr(self, f"{stage}_acc", MulticlassAccuracy(CLASSES, average="micro"))
-            setattr(self, f"{stage}_loss", MeanMetric())
-        self.val_acc_best = MaxMetric()
-
-    def forward(self, x):
-        return self.net(x)
-
-    def on_train_start(self):
-        self.val_loss.reset()
-        self.val_acc.reset()
-        self.val_acc_best.reset()
-
-    def model_step(self, batch):
-        x, y = batch
-        logits = self.forward(x)
-        return self.criterion(logits, y), logits.argmax(1), y
-
-    def scored(self, stage, batch):
-        loss, preds, targets = self.model_step(batch)
-        mean, accuracy = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_acc")
-        mean(loss)
-        accuracy(preds, targets)
-        self.log(f"{stage}/loss", mean, on_step=False, on_epoch=True, prog_bar=True)
-        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
-        return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.scored("train", batch)
-
-    def validation_step(self, batch, batch_idx):
-        self.scored("val", batch)
-
-    def on_validation_epoch_end(self):
-        self.val_acc_best(self.val_acc.compute())
-        self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
-
-    def test_step(self, batch, batch_idx):
-        self.scored("test", batch)
-
-    def setup(self, stage):
-        if self.hparams.compile and stage == "fit":
-            self.net = torch.compile(self.net)
-
-    def configure_optimizers(self):
-        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
-        if self.hparams.scheduler is None:
-            return {"optimizer": optimizer}
-        follows = {"monitor": "val/loss", "interval": "epoch", "frequency": 1}
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.hparams.scheduler(optimizer=optimizer), **follows},
-        }
+# --- data modules of lightning-hydra-template's shape (a module: tests/docs/hydra_template) ---------------------------
 
 
 class Drawn(Dataset):

@@ -23,13 +23,12 @@ BOTH = ("strategy=ddp,dp", "devices=2")
 
 def train(project: Path, outputs: Path, name: str, *overrides: str, cut: str = "", ok: bool = True) -> Run:
     """A run of the module `name`; `cut` names the signal that ends one derived from `Cut`."""
-    program = Program(outputs, str(project / "src" / "train.py"))
-    return program(*TASK, f"model._target_=mine.{name}", *overrides, cwd=project, env={"CUT": cut}, ok=ok)
+    program = Program(outputs, home=project)
+    return program(*TASK, f"model._target_=mine.{name}", *overrides, env={"CUT": cut}, ok=ok)
 
 
 def go_on(project: Path, run: Run, *overrides: str, ok: bool = True) -> Run:
-    program = Program(run.folder.parent, str(project / "src" / "train.py"))
-    return program(f"resume={run.folder}", *overrides, cwd=project, ok=ok)
+    return Program(run.folder.parent, home=project)(f"resume={run.folder}", *overrides, ok=ok)
 
 
 def jobs(project: Path, outputs: Path, names: str, *overrides: str) -> list[Run]:

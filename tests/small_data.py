@@ -1,6 +1,7 @@
 """Small data sets, and DataModules on them with what they ask of a Trainer."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +37,9 @@ def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, st
     )
 
 
-def arrays(samples: int, size: int = 6, channels: int = 1) -> ArrayDataset:
+def arrays(samples: int, size: int = 6) -> ArrayDataset:
     rng = np.random.default_rng(0)
-    return ArrayDataset(rng.integers(0, 256, (samples, channels, size, size), dtype=np.uint8), np.arange(samples))
+    return ArrayDataset(rng.integers(0, 256, (samples, 1, size, size), dtype=np.uint8), np.arange(samples))
 
 
 def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) -> Splits:
@@ -48,13 +49,11 @@ def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) ->
 
 
 def module(
-    data: Splits, on: Layout, rank: int = 0, step: int = 0, seed: int = 3, workers: int | None = 0, net: Any = MODEL
+    data: Splits, on: Layout, rank: int = 0, seed: int = 3, workers: int | None = 0, net: Any = MODEL
 ) -> DataModule:
     made = DataModule(data, on, seed, rank, num_workers=workers)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    made.trainer = SimpleNamespace(  # type: ignore[assignment]
-        global_step=step, lightning_module=net, strategy=strategy
-    )
+    made.trainer = SimpleNamespace(global_step=0, lightning_module=net, strategy=strategy)  # type: ignore[assignment]
     made.setup("fit")
     return made
 
@@ -93,6 +92,9 @@ def write_mnist(folder: Path) -> None:
         (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(np.arange(count, dtype=np.uint8) % 10))
 
 
-def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+def refusal_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The line with which a call refuses its arguments."""
+    with pytest.raises(UserError) as error:
+        call(*arguments, **options)
     assert "\n" not in str(error.value)
     return str(error.value)

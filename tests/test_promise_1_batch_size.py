@@ -45,7 +45,6 @@ def test_pieces_and_accumulation_follow_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "dp", "devices": 3, "pieces": 3}, "use batch_size=63 or 66"),
         ({"batch_size": 1 << 17, "pieces": 1 << 17}, "pieces=131072 is too many: a step has at most 65,536 pieces"),
         ({"batch_size": 1 << 14, "pieces": 1 << 14, "exact": True}, "at most 8,192 pieces with exact=true"),
     ],

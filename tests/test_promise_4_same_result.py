@@ -4,15 +4,13 @@ noise of summation order, and with exact=true to the bit.
 Each table is one sweep in one process, since a process costs seconds of imports and a further job one.
 """
 
-import os
-import signal
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import NORMS, RANDOM, SEVERAL, Program, Run, checkpoint_of, composed, summary_of, wait_for
+from conftest import NORMS, RANDOM, SEVERAL, Program, Run, checkpoint_of, composed, summary_of
 
 DROPOUT = "model.dropout=0.3"
 TASK = (*RANDOM, "data.samples=100", DROPOUT, "batch_size=36", "pieces=4")  # with a short tail
@@ -133,10 +131,9 @@ def test_one_sha256_on_all_layouts_and_after_a_kill(names: tuple[str, ...], run_
 
     program = Program(tmp_path / "struck")
     process = program.start(*featured(names), "strategy=ddp", "devices=3")
-    (last,) = wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)  # after step 3 of 6 in an epoch
-    os.killpg(process.pid, signal.SIGKILL)
-    assert program.finish(process).returncode == -signal.SIGKILL
-    resumed = program(f"resume={last.parent.parent}", "strategy=dp", "devices=2")
+    folder = program.wait_for_checkpoint(process)  # after step 3 of 6 in an epoch
+    program.kill(process)
+    resumed = program(f"resume={folder}", "strategy=dp", "devices=2")
     assert "resumes after step" in resumed.stderr + resumed.stdout
     assert resumed.summary["weights_sha256"] == sha
 

@@ -63,8 +63,7 @@ def test_what_was_killed_leaves_no_temporary_files(run_train: Program) -> None:
     with tempfile.TemporaryDirectory() as folder:  # of a short name
         process = run_train.start(*JOB, "num_workers=1", env={"TMPDIR": folder})
         wait_for(lambda: [*Path(folder).glob("lockstep_*/pymp-*/*")], process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        run_train.kill(process)
         time.sleep(1)  # what is younger may be about to be locked
         run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": folder})
         assert not [*Path(folder).glob("lockstep_*"), *Path(folder).glob("pymp-*")]

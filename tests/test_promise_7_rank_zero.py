@@ -3,13 +3,13 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import (
+    ENDLESS,
     TINY,
     Program,
     Run,
@@ -18,7 +18,6 @@ from conftest import (
     listening,
     of_torchrun,
     summary_of,
-    wait_for,
     workers_of,
 )
 
@@ -29,7 +28,6 @@ from lockstep.run.api import compose
 from lockstep.run.training import fit_and_test
 
 SHORT = (*TINY, "max_epochs=1", "logger=none")
-ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
 LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1", "--max-restarts=1")
@@ -105,15 +103,9 @@ def test_emulated_bf16_is_said(
         assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in said)
 
 
-@pytest.mark.parametrize(
-    "monitor",
-    [
-        "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}",
-        "scheduler.monitor=val/x",
-    ],
-)
-def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: str) -> None:
-    run = run_train(*SHORT, "scheduler=plateau", f"++{monitor}", ok=False)
+def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program) -> None:
+    """More of them: tests/callbacks/test_monitors.py."""
+    run = run_train(*SHORT, "scheduler=plateau", "scheduler.monitor=val/x", ok=False)
     assert run.returncode == 2, str(run)
     assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
     assert not run.folders, "it is known before the first step"
@@ -167,7 +159,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
     process = program.start(*STRUCK, "devices=2")
-    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    program.wait_for_checkpoint(process)
     agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
     run = program.finish(process)
@@ -204,13 +196,13 @@ def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> No
     assert not list(run_train.outputs.glob("*"))
 
 
-# Signals and deaths
+# Signals and deaths; of the parent: tests/run/test_lock.py
 
 
 def started(program: Program, *overrides: str) -> Any:
     """An endless run that has saved a checkpoint."""
-    process = program.start(*ENDLESS, "checkpoint_every=20", *overrides)
-    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    process = program.start(*ENDLESS, *overrides)
+    program.wait_for_checkpoint(process)
     return process
 
 
@@ -246,18 +238,3 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL (out of memory?)")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
     assert all(ended(pid) for pid in workers)
-
-
-def test_workers_do_not_outlive_a_killed_parent(run_train: Program) -> None:
-    process = started(run_train, "strategy=ddp", "devices=2")
-    workers = workers_of(process)
-    process.kill()
-    process.communicate()
-    assert len(workers) == 2
-    for pid in workers:
-        for _ in range(100):
-            if ended(pid):
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail(f"worker {pid} outlived its parent")

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +95,7 @@ def test_ci_runs_the_documented_commands() -> None:
     assert {"make lint", "make proof"} <= set(script.read_text().splitlines())
 
 
-PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -107,3 +108,30 @@ def test_a_page_names_only_what_exists(page: str) -> None:
     assert [name for name in programs if not (ROOT / name).is_file()] == []
     links = re.findall(r"\]\((?!http)([^)#]+\.(?:md|py|json))", text)
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()] == []
+
+
+# --- CONTRIBUTING.md and the pre-commit hooks ---
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_rooms_stand_in_the_order_that_is_checked() -> None:
+    rows = re.findall(r"^\| (`.*?`) \| ", CONTRIBUTING, re.MULTILINE)
+    named = [set(re.findall(r"`(\w+)/?`", row)) for row in rows]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["name"] == "rooms")
+    assert named == [set(layer.split(" | ")) for layer in reversed(layers)]
+
+
+def test_hooks_are_local_and_run_what_is_there() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in repositories] == ["local"]
+    hooks = repositories[0]["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    lint = re.findall(r"\$\(BIN\)/(.+)", (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0])
+    entries = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --force-exclude") for hook in hooks}
+    assert {"ruff format" if command == "ruff format --check" else command for command in lint} < entries
+
+
+def test_the_page_names_the_make_targets_that_matter() -> None:
+    assert set(re.findall(r"\bmake ([a-z]+)", CONTRIBUTING)) == {"setup", "quick", "lint", "test", "proof"}

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from plain import Plain, loaders, trainer_with
 from lockstep.callbacks import store_lease
 from lockstep.callbacks.store_lease import StoreLease, store_leases
 from lockstep.errors import WorkerFailed
-from lockstep.launch.environment import STORE, environment
+from lockstep.launch.environment import STORE
 
 SERVER = """
 import time
@@ -101,13 +101,10 @@ def test_the_script_names_the_store_if_fewer_machines_may_continue(tmp_path: Pat
     assert done.stdout == f"store={store}\n"
 
 
-def test_only_workers_of_torchrun_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STORE, "127.0.0.1:1")
-    environment.cache_clear()
+def test_only_workers_of_torchrun_have_one(set_environment: Callable[..., None]) -> None:
+    set_environment(**{STORE: "127.0.0.1:1"})
     assert store_leases() == []
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}.items():
-        monkeypatch.setenv(name, value)
-    environment.cache_clear()
+    set_environment(RANK="1", WORLD_SIZE="2", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="a")
     (lease,) = store_leases()
     assert isinstance(lease, StoreLease)
     lease.on_train_start()  # rank one does not ask: where the network is cut, it waits for rank zero

@@ -3,28 +3,16 @@
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import Program, checkpoint_of, summary_of
-from PIL import Image
+from small_data import write_images
 
-IMAGES = 12  # of a class and part
 RUN = ("max_epochs=1", "batch_size=8", "threads=1", "logger=none", "callbacks.dashboard=null")
-
-
-def photos(folder: Path) -> Path:
-    for part in ("train", "test"):
-        for label, name in enumerate(("cat", "dog")):
-            (folder / part / name).mkdir(parents=True)
-            for number in range(IMAGES):
-                image = np.full((8, 8, 3), 100 * label + number, dtype=np.uint8)
-                Image.fromarray(image).save(folder / part / name / f"{number}.png")
-    return folder
 
 
 @pytest.mark.proof
 def test_another_data_set_is_refused_and_a_moved_one_is_not(run_train: Program, tmp_path: Path) -> None:
-    folder, images = tmp_path / "run", photos(tmp_path / "photos")
+    folder, images = tmp_path / "run", write_images(tmp_path / "photos", each=12)
     run_train("data=image_folder", "data.image_size=12", f"data_dir={images}", *RUN, f"hydra.run.dir={folder}")
     before = (folder / ".hydra" / "overrides.yaml").read_bytes(), checkpoint_of(folder)["global_step"]
 

@@ -31,7 +31,6 @@ from lockstep.run.optimizers import training_arguments
 
 GROUPS = ("model", "optimizer", "scheduler", "callbacks", "data")
 DATA = ("data=synthetic", "data.samples=60", "data.image_size=40", "batch_size=4", "accelerator=cpu")
-IMAGES = ("image_folder", "image_list", "shards")
 # Sets whose files aren't here. All their keys are those of digits, or those of test_huggingface.py.
 ELSEWHERE = ("mnist", "fashion_mnist", "cifar10", "huggingface")
 NAMES = {

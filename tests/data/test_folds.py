@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program, summary_of
+from conftest import Program
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningDataModule
 from refusals import refused_with
-from small_data import arrays, config, one_line, write_images
+from small_data import arrays, config, refusal_of, write_images
 from torch.utils.data import DataLoader
 
 from lockstep.data import ArrayDataset, Source, Spec
@@ -91,9 +91,8 @@ def test_validation_is_not_augmented_and_labels_may_be_unknown(monkeypatch: pyte
     augmenting, same = arrays(20), arrays(20)
     source = Source(augmenting, None, Spec(1, 6, ("a", "b")), val_candidates=same)
     monkeypatch.setattr("lockstep.data.build.instantiate", lambda *args, **offers: source)
-    with pytest.raises(UserError) as error:
-        open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
-    assert one_line(error) == "data.folds=2: the class a has 1 training sample: each class must have two at least"
+    line = refusal_of(open_data, {"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
+    assert line == "data.folds=2: the class a has 1 training sample: each class must have two at least"
     for each in (augmenting, same):
         each.labels = each.labels % 2
     found = open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
@@ -144,30 +143,20 @@ def test_folds_out_of_range_are_refused(overrides: str, says: str) -> None:
     refused_with(overrides, says)
 
 
-def test_a_fold_is_the_same_on_every_layout_and_does_not_change_at_a_resume(
-    run_train: Program, run_evaluate: Program, tmp_path: Path
-) -> None:
-    layouts = {"one": (), "ddp": ("strategy=ddp", "devices=2"), "dp": ("strategy=dp", "devices=2")}
-    exact = (*RUN, "exact=true", "pieces=2")
-    runs = {name: tmp_path / name for name in layouts}
-    for name, layout in layouts.items():
-        run_train(*exact, *layout, f"hydra.run.dir={runs[name]}")
-    summaries = {name: summary_of(folder) for name, folder in runs.items()}
-    run_train(*exact, "data.fold=2", f"hydra.run.dir={tmp_path / 'other'}")
-    assert summary_of(tmp_path / "other")["weights_sha256"] != summaries["one"]["weights_sha256"], "the control"
-    for summary in summaries.values():
-        assert summary["samples"] == {"train": 120, "val": 30, "test": 30}
-        assert summary["weights_sha256"] == summaries["one"]["weights_sha256"]
-        for name in ("val/correct", "val/count", "test/correct", "test/count"):
-            assert summary["metrics"][name] == summaries["one"]["metrics"][name]
+def test_a_fold_is_evaluated_and_does_not_change_at_a_resume(run_train: Program, tmp_path: Path) -> None:
+    """Its bits on other layouts and after a kill: the row `folds` of test_promise_4_same_result.py."""
+    run = run_train(*RUN)
+    summary, metrics = run.summary, run.summary["metrics"]
+    assert summary["samples"] == {"train": 120, "val": 30, "test": 30}
+    assert (metrics["val/count"], metrics["test/count"]) == (30, 30)
 
-    tested = run_evaluate(f"checkpoint={runs['one']}/checkpoints/last.ckpt", "split=val", "exact=true", "logger=none")
+    evaluate = Program(tmp_path / "evaluated", "src/evaluate.py")
+    tested = evaluate(f"checkpoint={run.folder}/checkpoints/last.ckpt", "split=val", "logger=none").summary["metrics"]
     for key in ("loss", "correct"):
-        assert tested.summary["metrics"][f"test/{key}"] == pytest.approx(summaries["one"]["metrics"][f"val/{key}"])
+        assert tested[f"test/{key}"] == pytest.approx(metrics[f"val/{key}"])
 
-    run = run_train(f"resume={runs['one']}", "max_epochs=3", "data.fold=2", ok=False)
-    assert (run.returncode, run.stderr.count("\n")) == (2, 1), run
-    assert re.match("error: data.fold=2, but .* was trained with 1: give data.fold=1; init_from=", run.stderr)
-    run_train(f"resume={runs['one']}", "max_epochs=3", *layouts["ddp"])
-    resumed = summary_of(runs["one"])
+    refused = run_train(f"resume={run.folder}", "max_epochs=3", "data.fold=2", ok=False)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused
+    assert re.match("error: data.fold=2, but .* was trained with 1: give data.fold=1; init_from=", refused.stderr)
+    resumed = run_train(f"resume={run.folder}", "max_epochs=3", "strategy=ddp", "devices=2").summary
     assert (resumed["epochs"], resumed["samples_seen"], resumed["samples"]["val"]) == (3, 360, 30)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Program, Run
 from PIL import Image
-from small_data import arrays, config, layout, module, one_line, splits, step_batches
+from small_data import arrays, config, layout, module, refusal_of, splits, step_batches
 from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
 
@@ -21,7 +21,6 @@ from lockstep.data.augment import Augment
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch, labels_of
 from lockstep.data.transforms import Transformed
-from lockstep.errors import UserError
 from lockstep.run.training import first_batch
 
 V2 = "torchvision.transforms.v2"
@@ -45,7 +44,7 @@ def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tm
         Image.new("L", (12, 12), number if name == "dark" else 255 - number).save(file)
 
     def program(name: str, *overrides: str) -> Run:
-        return Program(tmp_path / name, str(project / "src" / f"{name}.py"))(*overrides, cwd=project)
+        return Program(tmp_path / name, f"src/{name}.py", project)(*overrides)
 
     data = (
         "data=image_folder",
@@ -126,10 +125,9 @@ TRANSFORMS: list[tuple[list[Any], list[Any], str]] = [
 
 @pytest.mark.parametrize(("train", "evaluation", "says"), TRANSFORMS)
 def test_transforms_that_are_refused(train: list[Any], evaluation: list[Any], says: str) -> None:
-    with pytest.raises(UserError) as error:
-        synthetic(transforms={"train": train, "eval": evaluation})
-    assert one_line(error).startswith("data.transforms")
-    assert says in one_line(error), one_line(error)
+    line = refusal_of(synthetic, transforms={"train": train, "eval": evaluation})
+    assert line.startswith("data.transforms")
+    assert says in line, line
 
 
 # --- a data set of one's own ------------------------------------------------------------------------------------------
@@ -181,9 +179,8 @@ def test_an_own_source_says_how_held_out_samples_look() -> None:
     ],
 )
 def test_an_own_source_that_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError) as error:
-        opened(**changes)
-    assert says in one_line(error)
+    line = refusal_of(opened, **changes)
+    assert says in line
 
 
 # --- balanced sampling ------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for number, command in enumerate(command for page in pages for command in page.commands):
         _, script, *overrides = command.words
         shorter = [more for chosen, more in SHORTER.items() if chosen in overrides]
-        run = Program(project / f"outputs{number}", str(project / script))(*overrides, *shorter, *ALL, cwd=project)
+        run = Program(project / f"outputs{number}", script, project)(*overrides, *shorter, *ALL)
         folders[" ".join(overrides)] = run.folder
     return folders
 

@@ -16,8 +16,10 @@ from conftest import ROOT, TINY, Program, forked, summary_of, template
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 from site_pages import Command, Page
+from small_data import config
 
 import lockstep
+from lockstep.data.build import open_data
 
 FOLLOWED_BY = {
     "use/own-model.md": "test_own_page.py",
@@ -25,8 +27,6 @@ FOLLOWED_BY = {
     "use/own-data.md": "test_own_page.py",
     "use/metrics-callbacks-loggers.md": "test_own_page.py",
     "use/test-your-own-code.md": "test_own_tests_page.py",
-    "use/images.md": "test_data_page.py",
-    "use/transforms.md": "test_data_page.py",
     "use/shards-and-hub.md": "test_shards_page.py",
     "use/tasks.md": "test_tasks_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",
@@ -198,7 +198,7 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
     """Run a command of a page: to its end where its output is shown, else for two steps."""
     python, script, *overrides = words_of(command)
     assert python == "python", f"{command.text}: NOT_RUN has no reason for it"
-    program = Program(outputs, str(project / script))
+    program = Program(outputs, script, project)
     if command.output is not None:
         done = forked(project / script, *overrides, cwd=outputs.parent)  # as on the page, with outputs/ beside it
         printed = (done.stderr + done.stdout).splitlines()
@@ -209,7 +209,7 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
         assert done.returncode == 0, f"{command.text}\n{done.stderr}"
         return
     if script == "scripts/compare.py":
-        sweep = newest(outputs, sweep=True) or newest_sweep(program, project, outputs)
+        sweep = newest(outputs, sweep=True) or newest_sweep(project, outputs)
         done = forked(project / script, str(sweep), *overrides[1:], cwd=project)
         assert done.returncode == 0, f"{command.text}\n{done.stderr}"
         return
@@ -227,7 +227,7 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
         more = [each for each in more if "debug=" not in command.text or not each.startswith(("max_", "num_"))]
         if "debug=overfit" in overrides:
             more.append("max_epochs=3")
-    run = program(*overrides, *(each for each in more if each.partition("=")[0] not in options), cwd=project)
+    run = program(*overrides, *(each for each in more if each.partition("=")[0] not in options))
     for folder in run.folders:
         if (folder / "summary.json").exists():
             assert summary_of(folder)["status"] == "completed", f"{command.text}\n{run}"
@@ -239,12 +239,18 @@ def newest(outputs: Path, sweep: bool = False) -> Path | None:
     return (found[-1] if sweep else found[-1].parent) if found else None
 
 
-def newest_sweep(program: Program, project: Path, outputs: Path) -> Path:
+def newest_sweep(project: Path, outputs: Path) -> Path:
     """Make a sweep of two small runs; return its folder."""
     Program(outputs)("-m", *TINY, "max_steps=2", "seed=0,1", cwd=project)
     found = newest(outputs, sweep=True)
     assert found is not None
     return found
+
+
+def test_the_line_about_a_folder_of_images_is_the_one_on_the_page(project: Path) -> None:
+    (line,) = re.findall(r"^    (image_folder: .*)$", site_pages.path_of("use/images.md").read_text(), re.MULTILINE)
+    folder = str(project / "images")
+    assert line.replace("<folder>", folder) == open_data(config("image_folder"), folder).about
 
 
 @pytest.mark.slow

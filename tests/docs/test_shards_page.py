@@ -45,7 +45,7 @@ def test_a_command(project: Path, tmp_path: Path, words: list[str], monkeypatch:
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     online = "data.path=<name>" in used
     used = [each.replace("<name>", "nobody/nothing") for each in used]
-    run = Program(tmp_path, str(project / script))(*used, *SHORT, cwd=project, env=os.environ | offline, ok=not online)
+    run = Program(tmp_path, script, project)(*used, *SHORT, env=os.environ | offline, ok=not online)
     if online:  # there is no network: one line says so
         assert (run.returncode, run.stderr.count("error: huggingface: data.path=nobody/nothing can't be opened")) == (
             2,

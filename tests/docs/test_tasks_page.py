@@ -54,5 +54,5 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command(project: Path, tmp_path: Path, words: list[str]) -> None:
     used = [each for each in words[2:] if not each.startswith("data.image_size=")]
     small = ["data.samples=50"] * ("data=synthetic" in used)
-    run = Program(tmp_path, str(project / "src" / "train.py"))(*used, *small, *SHORT, cwd=project)
+    run = Program(tmp_path, home=project)(*used, *small, *SHORT)
     assert (run.summary["status"], run.summary["steps"]) == ("completed", 2)

@@ -204,9 +204,9 @@ class Cluster:
         opened.callback(end)
 
 
-def wait_until(done: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(done: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
     while not done():
         if time.monotonic() > deadline:
-            raise NoCluster(f"{what} did not come up within {seconds:.0f} s")
+            raise NoCluster(f"{what} did not come up within 60 s")
         time.sleep(0.1)

@@ -5,7 +5,6 @@ A run is slow until its copy has a file `hurry`, so that it can be struck in its
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
-from conftest import ROOT, STRUCK, Run, summary_of, template, wait_for
+from conftest import ROOT, STRUCK, Run, finished, summary_of, template, wait_for
 
 # Six epochs of ten steps. Six pieces: for one, two or three workers alike.
 JOB = (*STRUCK, "max_epochs=6", "batch_size=36", "exact=true", "pieces=6")
@@ -67,22 +65,15 @@ class Site:
             start_new_session=True,
         )
 
-    def finish(self, process: subprocess.Popen[str], timeout: float = SECONDS) -> Run:
-        """Waits for a program; one that takes longer than `timeout` seconds is killed and fails the test."""
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate()
-            pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
-        return Run(process.returncode, stdout, stderr, self.outputs)
+    def finish(self, process: subprocess.Popen[str]) -> Run:
+        return finished(process, self.outputs, SECONDS)
 
     def run(self, *command: str, env: dict[str, str] | None = None) -> Run:
         return self.finish(self.start(*command, env=env))
 
-    def hurry(self, on: bool = True) -> None:
+    def hurry(self) -> None:
         """Lets the steps of slow runs take no longer than they need."""
-        (self.home / "hurry").touch() if on else (self.home / "hurry").unlink(missing_ok=True)
+        (self.home / "hurry").touch()
 
     def wait_for_checkpoint(self, name: str, process: subprocess.Popen[str]) -> Path:
         """Waits until a run has saved once more, and returns its folder; fails when the process ends before."""

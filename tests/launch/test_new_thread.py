@@ -29,18 +29,18 @@ def test_a_data_set_that_computes_in_parallel_hangs_no_run(tmp_path: Path) -> No
     (project / "conf" / "data" / "mine.yaml").write_text("name: mine\n_target_: project.mine.opened\n")
     threads = ("threads=2", "hang_timeout=10")
     train, evaluate, predict = (
-        Program(outputs, str(project / "src" / f"{name}.py")) for name in ("train", "evaluate", "predict")
+        Program(outputs, f"src/{name}.py", project) for name in ("train", "evaluate", "predict")
     )
-    run = train("data=mine", "max_steps=2", "logger=none", *threads, cwd=project)
+    run = train("data=mine", "max_steps=2", "logger=none", *threads)
     assert run.summary["steps"] == 2
     checkpoint = f"checkpoint={run.folder}"
-    found = evaluate(checkpoint, threads[0], "+" + threads[1], cwd=project)
+    found = evaluate(checkpoint, threads[0], "+" + threads[1])
     assert "count 359" in found.stderr
     with (project / "src" / "project" / "data" / "__init__.py").open("a") as file:
         file.write("\nimport torch\n\ntorch.rand(100_000).mul(2)\n")
     Image.fromarray(np.zeros((28, 28), dtype=np.uint8)).save(tmp_path / "image.png")
     images = f"images={tmp_path / 'image.png'}"
-    predict(checkpoint, images, threads[0], "+" + threads[1], cwd=project)
+    predict(checkpoint, images, threads[0], "+" + threads[1])
     assert len(list(outputs.glob("predict/*/predictions.csv"))) == 1
 
 

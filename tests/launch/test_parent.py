@@ -16,7 +16,6 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
-from lockstep.launch.environment import environment
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
@@ -101,9 +100,8 @@ def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
     assert errors == ["the job was killed by SIGTERM"] * (what == "job")
 
 
-def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_more_devices_than_workers_that_exist_are_refused(set_environment: Callable[..., None]) -> None:
+    set_environment(TORCHELASTIC_RUN_ID="theirs", WORLD_SIZE="2")
     four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
     with pytest.raises(UserError, match=r"torchrun has started 2 workers, but the layout needs 4: give strategy=ddp"):
         launch(print, layout=four)
@@ -111,12 +109,10 @@ def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("asked", ["max_restarts=2", "elastic=true"])
 def test_workers_of_others_are_started_again_by_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+    tmp_path: Path, set_environment: Callable[..., None], asked: str
 ) -> None:
     config = check(dict(compose("strategy=ddp", "devices=2", asked)))
-    environment.cache_clear()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    set_environment(TORCHELASTIC_RUN_ID="theirs", WORLD_SIZE="2")
     with pytest.raises(UserError, match=rf"^{asked}: torchrun, SLURM or MPI restarts its own workers"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,9 @@ def test_a_sweep_goes_on_too(run_train: Program, cluster: Path) -> None:
     assert first["weights_sha256"] == second["weights_sha256"]
 
 
-def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, set_environment: Callable[..., None]) -> None:
     def found(job: str, restarts: int, *overrides: str) -> Path | None:
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-        told.environment.cache_clear()  # read once in a process, else
+        set_environment(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=str(restarts))
         return slurm.folder_of_job(tmp_path, overrides)
 
     first, second = found("77", 0, "seed=0"), found("77", 0, "seed=1")
@@ -93,29 +92,24 @@ def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypa
     assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
 
 
-def test_a_job_of_an_array_queues_itself_alone(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    array = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
-    for name, value in {**environment(cluster), **array}.items():
-        monkeypatch.setenv(name, value)
-    told.environment.cache_clear()
+def test_a_job_of_an_array_queues_itself_alone(cluster: Path, set_environment: Callable[..., None]) -> None:
+    set_environment(**environment(cluster), SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="3")
     assert slurm.requeue() == "SLURM job 77_3 is requeued"
     assert (cluster / "asked").read_text() == "requeue 77_3\n"
 
 
 @pytest.mark.parametrize("joined", [False, True])  # whether its group has been made, so that it looks like torchrun's
-def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_may_have_a_gpu_and_cores_of_its_own(
+    joined: bool, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
+) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
     asked = composed("strategy=ddp", "devices=2", "precision=32-true")
 
     def told_by(**variables: str) -> tuple[bool, bool]:
-        for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **variables}.items():
-            monkeypatch.setenv(name, value)
+        set_environment(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1", **variables)
         if joined:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
-            monkeypatch.setenv("LOCKSTEP_LAUNCHER", "slurm")
-            monkeypatch.setenv("WORLD_SIZE", "2")
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        told.environment.cache_clear()
+            sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            set_environment(**sizes, TORCHELASTIC_RUN_ID="77", LOCKSTEP_LAUNCHER="slurm")
         return told.environment().dedicated_gpu, told.environment().dedicated_cores
 
     assert told_by() == (False, False)
@@ -124,8 +118,7 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
     assert told_by(SLURM_GPUS_PER_TASK="1", SLURM_CPUS_PER_TASK="4") == (True, True)
     assert config.check(asked).layout.accelerator == "gpu"
     monkeypatch.delenv("LOCKSTEP_LAUNCHER", raising=False)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")  # torchrun's own workers, of a job with a task per node
-    told.environment.cache_clear()
+    set_environment(TORCHELASTIC_RUN_ID="77")  # torchrun's own workers, of a job with a task per node
     assert not told.environment().dedicated_gpu
 
 

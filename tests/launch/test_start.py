@@ -1,11 +1,9 @@
 """A command imports what its run needs, ends without losing anything, and its workers share the data in memory."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from conftest import Program, python, wait_for, workers_of
+from conftest import Program, python, workers_of
 
 # train.py, whose worker then tells of itself
 COMMAND = """
@@ -58,22 +56,13 @@ def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
     samples, size = 60_000, 64
     data = samples * size**2 >> 10  # KiB
     train = Program(tmp_path, fresh=True)
-    process = train.start(
-        *[
-            "data=synthetic",
-            f"data.samples={samples}",
-            f"data.image_size={size}",
-            "batch_size=8",
-            "checkpoint_every=20",
-        ],
-        *["strategy=ddp", "devices=2"],
-    )
+    task = ("data=synthetic", f"data.samples={samples}", f"data.image_size={size}", "batch_size=8")
+    process = train.start(*task, "checkpoint_every=20", "strategy=ddp", "devices=2")
     try:
-        wait_for(lambda: [*train.outputs.rglob("last.ckpt")], process)
+        train.wait_for_checkpoint(process)
         workers = [memory(pid) for pid in workers_of(process)]
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        train.kill(process)
     assert len(workers) == 2
     for kept in workers:
         assert kept["Rss"] > data  # the control: this worker has the data

@@ -25,9 +25,9 @@ pytestmark = [
 ]
 
 
-def batches(count: int, n: int = 6, seed: int = 0, classes: int = 3) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [n] * (count - 1) + [n // 2]
+def batches(count: int, classes: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [6] * (count - 1) + [3]
     return [
         (torch.randn(s, 1, 12, 12, generator=generator), torch.randint(0, classes, (s,), generator=generator))
         for s in sizes

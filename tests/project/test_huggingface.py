@@ -9,12 +9,11 @@ import pytest
 import torch
 from conftest import Program
 from PIL import Image
-from small_data import config, one_line
+from small_data import config, refusal_of
 from written_shards import CLASSES, write_folder, write_shards
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.errors import UserError
 
 WHY = "pip install -e .[huggingface] brings it"
 
@@ -24,9 +23,7 @@ def opened(path: Any, **changes: Any) -> Any:
 
 
 def refusal(path: Any, **changes: Any) -> str:
-    with pytest.raises(UserError) as error:
-        opened(path, **changes)
-    return one_line(error)
+    return refusal_of(opened, path, **changes)
 
 
 @pytest.fixture(scope="module")

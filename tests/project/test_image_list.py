@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from small_data import config, one_line
+from small_data import config, refusal_of
 
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -75,17 +75,15 @@ def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
 )
 def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:
     file = write_list(tmp_path, head, ["images/0.png,a", "images/1.png,a", row])
-    with pytest.raises(UserError) as error:
-        opened(file)
-    assert says in one_line(error), one_line(error)
-    assert str(file) in one_line(error)
+    line = refusal_of(opened, file)
+    assert says in line, line
+    assert str(file) in line
 
 
 def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
     for file, says in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
-        with pytest.raises(UserError) as error:
-            opened(file)
-        assert says in one_line(error)
+        line = refusal_of(opened, file)
+        assert says in line
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match="its columns are none"):
         opened(tmp_path / "empty.csv")

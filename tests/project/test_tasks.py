@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Program, Run, checkpoint_of, composed
+import yaml
+from conftest import Program, Run, checkpoint_of, composed, forked
 from PIL import Image
 from small_data import config, layout, module, step_batches
 
@@ -139,16 +140,8 @@ def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, li
 
     # compared by the model's own metric
     train(tmp_path / "outputs", listed, task, "seed=1", "lr=0.001")
-    compared = Program(tmp_path / "none", "scripts/compare.py").finish(compare(tmp_path))
+    compared = forked("scripts/compare.py", str(tmp_path / "outputs"))
     assert f"test {monitor.removeprefix('val/')}" in compared.stdout
-
-
-def compare(folder: Path) -> Any:
-    import subprocess
-    import sys
-
-    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), str(folder / "outputs")]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def opened(file: Path, **options: Any) -> Any:
@@ -160,7 +153,7 @@ def opened(file: Path, **options: Any) -> Any:
 
 def forward_of(folder: Path, file: Path) -> torch.Tensor:
     """Return the output of a checkpoint's module for all images of a list."""
-    raw = composed(*(f"{each}" for each in overrides_of(folder)))
+    raw = composed(*yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text()))
     splits = open_data(raw["data"], "nowhere")
     net = make_module(check(raw), splits)
     net.load_state_dict(checkpoint_of(folder, "best")["state_dict"])
@@ -168,11 +161,6 @@ def forward_of(folder: Path, file: Path) -> torch.Tensor:
     mean, std = (torch.tensor(moment).view(-1, 1, 1) for moment in (splits.spec.mean, splits.spec.std))
     with torch.no_grad():
         return net.eval()((images / 255 - mean) / std)
-
-
-def overrides_of(folder: Path) -> list[str]:
-    text = (folder / ".hydra" / "overrides.yaml").read_text()
-    return [line.removeprefix("- ").strip("'") for line in text.splitlines() if line.startswith("- ")]
 
 
 # --- one line where something does not fit ---

@@ -16,7 +16,6 @@ from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
 from lockstep.config.check import check
-from lockstep.config.value_checks import match_patterns
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
@@ -197,6 +196,7 @@ TARGET = "scheduler._target_=torch.optim.lr_scheduler."
     ids=["project", "OneCycleLR", "CyclicLR"],
 )
 def test_every_schedule_moves_each_group_by_its_factor(schedule: tuple[str, ...]) -> None:
+    """Of several patterns that match, the last one decides."""
     model = offered("optimizer.lr_scale={net.conv*: 0.1, net.conv4.*: 0.01}", *schedule)
     made = model.configure_optimizers()
     groups, steps = made["optimizer"].param_groups, made["lr_scheduler"]["scheduler"]
@@ -296,12 +296,6 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
             weights.load_weights("init_from", fast_cnn(), str(tmp_path / name))
         assert str(caught.value).startswith(f"init_from={tmp_path}")
         assert "\n" not in str(caught.value)
-
-
-def test_the_last_pattern_that_matches_decides() -> None:
-    names = ["net.conv1.weight", "net.conv10.weight", "net.fc.bias"]
-    assert match_patterns(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
-    assert match_patterns(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
 
 
 @pytest.mark.slow

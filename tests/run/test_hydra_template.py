@@ -1,5 +1,6 @@
 """A module and a data module of lightning-hydra-template's shape, as they are, on every layout."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +8,22 @@ import numpy as np
 import own_modules as mine
 import pytest
 import torch
-from conftest import Program, checkpoint_of, summary_of
+from conftest import ROOT, Program, checkpoint_of, summary_of
+from docs.hydra_template.src.models.components.simple_dense_net import SimpleDenseNet
 from own_runs import go_on, same_bits
+from PIL import Image
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
-from lockstep.run.report_lines import peak_lr
 
 MODEL = """
 name: templated
-_target_: mine.Templated
-net: {_target_: mine.Dense, size: 144, hidden: 16, classes: 3}
+_target_: models.mnist_module.MNISTLitModule
+net:
+  _target_: models.components.simple_dense_net.SimpleDenseNet
+  input_size: 144
+  output_size: 3
 optimizer: {_target_: torch.optim.Adam, _partial_: true, lr: 0.002, weight_decay: 0.0}
 scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, factor: 0.5, patience: 10}
 compile: false
@@ -37,6 +42,8 @@ TASK = (
 
 @pytest.fixture
 def templated(project: Path) -> Path:
+    """The project with the module of tests/docs/hydra_template and a data module of own_modules.py."""
+    shutil.copytree(ROOT / "tests" / "docs" / "hydra_template" / "src", project / "src", dirs_exist_ok=True)
     (project / "conf" / "model" / "templated.yaml").write_text(MODEL)
     (project / "conf" / "data" / "templated.yaml").write_text(DATA)
     return project
@@ -44,11 +51,10 @@ def templated(project: Path) -> Path:
 
 @pytest.mark.proof
 def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) -> None:
-    script = str(templated / "src" / "train.py")
-    whole = Program(tmp_path / "whole", script)(*TASK, cwd=templated)
-    cut = Program(tmp_path / "cut", script)(*TASK, "max_steps=3", cwd=templated)
+    whole = Program(tmp_path / "whole", home=templated)(*TASK)
+    cut = Program(tmp_path / "cut", home=templated)(*TASK, "max_steps=3")
     assert same_bits(go_on(templated, cut, "max_steps=null"), whole)
-    run = Program(tmp_path / "outputs", script)(*TASK, "strategy=ddp,dp", "devices=2", "-m", cwd=templated)
+    run = Program(tmp_path / "outputs", home=templated)(*TASK, "strategy=ddp,dp", "devices=2", "-m")
     one = whole.summary
     for other in map(summary_of, run.jobs):
         for name in ("val/acc", "val/acc_best", "test/acc"):
@@ -61,20 +67,16 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
 
     images = tmp_path / "images"
     images.mkdir()
-    from PIL import Image
-
     pixels = mine.Drawn(9, lambda x: x).pixels[:, :, :, 0]
     for number, image in enumerate(pixels):
         Image.fromarray(image).save(images / f"{number}.png")
     asked = (f"checkpoint={run.jobs[0]}", "accelerator=cpu")
-    evaluate = Program(tmp_path / "evaluated", str(templated / "src" / "evaluate.py"))
-    metrics = evaluate(*asked, "logger=none", cwd=templated).summary["metrics"]
+    evaluate = Program(tmp_path / "evaluated", "src/evaluate.py", templated)
+    metrics = evaluate(*asked, "logger=none").summary["metrics"]
     assert metrics["test/acc"] == pytest.approx(one["metrics"]["test/acc"])
-    predicted = Program(tmp_path / "predicted", str(templated / "src" / "predict.py"))(
-        *asked, f"images={images}", cwd=templated
-    )
+    predicted = Program(tmp_path / "predicted", "src/predict.py", templated)(*asked, f"images={images}")
     rows = (predicted.folder / "predictions.csv").read_text().splitlines()[1:]
-    net = mine.Dense(144, 16, 3).double()
+    net = SimpleDenseNet(input_size=144, output_size=3).double()
     state = checkpoint_of(run.jobs[0], "best")["state_dict"]
     net.load_state_dict({name.removeprefix("net."): state[f"net.{name}"] for name in net.state_dict()})
     x = (torch.from_numpy(pixels).double() / 255 - 0.3) / 0.4
@@ -85,8 +87,7 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
 
 
 def test_what_its_own_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
-    program = Program(tmp_path / "outputs", str(templated / "src" / "train.py"))
-    run = program(*TASK, "lr=0.1", cwd=templated, ok=False)
+    run = Program(tmp_path / "outputs", home=templated)(*TASK, "lr=0.1", ok=False)
     assert "lr has no effect, since the model has its own optimizer: use model.optimizer" in run.stderr
 
 
@@ -120,16 +121,3 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_a_data_module_may_not_do_is_refused(name: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         opened(name)
-
-
-def test_learning_rates_are_those_before_the_schedule() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    assert peak_lr([optimizer]) == "lr 0.1 to 0.2"
-    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
-    assert peak_lr([optimizer]) == "lr 0.1 to 0.2"
-    one = torch.optim.SGD(weights, lr=0.1)
-    torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=9)
-    assert one.param_groups[0]["lr"] < 0.1
-    assert peak_lr([one]) == "lr 0.1"

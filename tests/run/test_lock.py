@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Program, ended, wait_for, workers_of
+from conftest import ENDLESS, Program, ended, wait_for, workers_of
 
 from lockstep.run import run_folder
 from lockstep.run.run_folder import FolderBusy, lock_folder
-
-LONG = (*TINY, "max_epochs=100000", "callbacks.dashboard=null", "logger=none")
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -25,12 +23,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_a_folder_has_one_run_until_its_process_ends(run_train: Program, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = run_train.start(*LONG, f"hydra.run.dir={folder}")
+    first = run_train.start(*ENDLESS, "strategy=ddp", "devices=2", f"hydra.run.dir={folder}")
     wait_for((folder / ".hydra" / "overrides.yaml").exists, first)
     before = contents(folder)
     assert before
     busy = rf"error: {folder}: process {first.pid} on {platform.node()} \(since 20.*\) works in this folder: "
-    again = run_train(*LONG, "seed=1", f"hydra.run.dir={folder}", ok=False)  # before it has made a step, perhaps
+    again = run_train(*ENDLESS, "seed=1", f"hydra.run.dir={folder}", ok=False)  # before it has made a step, perhaps
     assert again.returncode == 2
     assert re.match(busy, again.stderr), again
     assert contents(folder) == before
@@ -39,16 +37,17 @@ def test_a_folder_has_one_run_until_its_process_ends(run_train: Program, tmp_pat
     assert (resumed.returncode, bool(re.match(busy, resumed.stderr))) == (2, True), resumed
     assert contents(folder) == before
     workers = workers_of(first)
-    os.kill(first.pid, signal.SIGKILL)
+    assert len(workers) == 2
+    first.kill()
     last = run_train(f"resume={folder}", "max_steps=1", ok=False)  # at once: what a killed run leaves means nothing
     assert (last.returncode, "ends the run after step 1, but" in last.stderr) == (2, True), last
-    assert all(map(ended, workers))
+    assert all(map(ended, workers)), "none outlives its parent"
     assert (folder / run_folder.LOCK).exists()
 
 
 def test_a_sweep_that_runs_is_not_resumed(run_train: Program, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    first = run_train.start(*LONG, "lr=0.1,0.2", "-m", f"hydra.sweep.dir={folder}")
+    first = run_train.start(*ENDLESS, "lr=0.1,0.2", "-m", f"hydra.sweep.dir={folder}")
     wait_for((folder / "0" / "checkpoints" / "last.ckpt").exists, first)
     before = contents(folder)
     second = run_train(f"sweep.resume={folder}", "seed=3", ok=False)

@@ -162,10 +162,10 @@ def test_a_module_says_what_it_predicts(trained: Run, project: Path, tmp_path: P
     for part in ("train", "test"):
         shutil.copy(tmp_path / part / CLASSES[0] / "00.png", tmp_path / part / "third")
     for name, columns in (("MultiLabel", [*CLASSES, "third"]), ("Regression", ["value_0"])):
-        train = Program(tmp_path / name, str(project / "src/train.py"))
+        train = Program(tmp_path / name, home=project)
         run = train(*task, f"model._target_=mine.{name}", "batch_size=4", "max_steps=2", "threads=1", "logger=none")
         given = (f"checkpoint={run.folder}", f"+model._target_=mine.{name}", f"images={tmp_path / 'test'}")
-        predict = Program(tmp_path / f"{name}_told", str(project / "src/predict.py"))
+        predict = Program(tmp_path / f"{name}_told", "src/predict.py", project)
         rows = table(predict(*given).folder / "predictions.csv")
         assert list(rows[0]) == ["file", *columns]
         found = torch.tensor([[float(row[column]) for column in columns] for row in rows])

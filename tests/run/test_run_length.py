@@ -1,5 +1,6 @@
 """max_steps and max_epochs: which of them ends a run; and how many devices `auto` means."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ from conftest import TINY, Program, composed, summary_of
 from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
-from lockstep.launch.environment import environment
 from lockstep.run.run_length import run_length
 
 SAMPLES = 640  # ten steps an epoch
@@ -47,7 +47,7 @@ def test_a_length_given_with_resume_replaces_the_runs(run_train: Program, tmp_pa
 
 
 @pytest.mark.parametrize("given", ["auto", "-1"])
-def test_all_devices(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_all_devices(monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None], given: str) -> None:
     def devices(*overrides: str) -> int:
         return check(composed(f"devices={given}", "batch_size=60", *overrides)).layout.devices
 
@@ -56,9 +56,7 @@ def test_all_devices(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     assert devices("accelerator=cpu") == 1
     monkeypatch.setattr(config, "gpu_count", lambda: 0)
     assert devices() == 1
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    environment.cache_clear()
+    set_environment(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
     assert (devices(), devices("num_nodes=2")) == (2, 2), "those that the engine has started on each machine"
 
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
+from conftest import ENDLESS, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
 
 from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.errors import UserError
@@ -14,7 +14,6 @@ from lockstep.launch.machine import available_cores
 from lockstep.run.sweeps import Slot, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
-ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
 def kill_in(process: Process, outputs: Path, job: int) -> None:
@@ -74,21 +73,23 @@ def test_what_is_missing_is_run(killed: Run) -> None:
     assert "the sweep is complete, 3 of 3 | best " in again.stderr
 
 
-def test_a_signal_ends_the_sweep(run_train: Program) -> None:
-    process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1")
-    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
-    os.killpg(process.pid, signal.SIGTERM)  # jobs have groups of their own and hear it once
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP: the terminal is closed
+def test_a_signal_ends_the_sweep(run_train: Program, signum: signal.Signals) -> None:
+    process = run_train.start("-m", *ENDLESS, "seed=0,1")
+    run_train.wait_for_checkpoint(process)
+    os.killpg(process.pid, signum)  # jobs have groups of their own and hear it once
     run = run_train.finish(process)
     assert run.returncode == 143, str(run)
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
+    assert run.summary["steps"] == checkpoint_of(run.folder)["global_step"] > 0
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
     assert "to run the remaining jobs" in run.stderr
 
 
 def test_jobs_die_with_their_sweep(run_train: Program) -> None:
-    process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1")
-    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
+    process = run_train.start("-m", *ENDLESS, "seed=0,1")
+    run_train.wait_for_checkpoint(process)
     (job,) = workers_of(process)
     process.kill()
     process.communicate(timeout=30)  # ends when the last process that holds the pipes does
@@ -96,7 +97,7 @@ def test_jobs_die_with_their_sweep(run_train: Program) -> None:
 
 
 def test_jobs_side_by_side(run_train: Program) -> None:
-    process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1,2", "sweep.jobs=2")
+    process = run_train.start("-m", *ENDLESS, "seed=0,1,2", "sweep.jobs=2")
     if len(os.sched_getaffinity(0)) < 2:
         assert "sweep.jobs=2: each job needs its own core" in run_train.finish(process).stderr
         return

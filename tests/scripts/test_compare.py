@@ -206,12 +206,6 @@ def test_what_trained_nothing_is_left_out_and_counted(sweep: Path) -> None:
     assert len(group_runs(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
 
 
-def test_a_folder_without_runs(tmp_path: Path) -> None:
-    done = compare(tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "has no runs: name a run folder" in done.stderr
-
-
 @pytest.mark.parametrize("name", ["train/loss", "train/loss_step"])  # Lightning's, of one that is logged twice
 def test_curves_of_a_run_that_went_on_later(tmp_path: Path, name: str) -> None:
     """Stopped at step 3, continued an hour later from step 2: its clock stands still, and step 3 counts once."""

@@ -19,8 +19,7 @@ TASK = (
 
 
 def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_path: Path) -> None:
-    train = Program(tmp_path, str(project / "src" / "train.py"))
-    run = train(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", cwd=project, ok=False)
+    run = Program(tmp_path, home=project)(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", ok=False)
     assert run.returncode == 2, str(run)
     said = (
         r"^error: step 2: out of memory in 2 pieces of 32 samples: pieces=4 \(accumulate_grad_batches=2\) takes less$"

@@ -11,6 +11,7 @@ import torch
 from conftest import RANDOM, Program, checkpoint_of, summary_of
 from own_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
 from plain import QUIET
+from refusals import refused_with
 from step.test_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
@@ -189,7 +190,7 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
     options = ("checkpoint_every=1", "checkpoint_keep=-1", *late_by(2), "callbacks=[default,ema]")
     run = train(project, tmp_path / "whole", "LitDigits", "lr=0.1", *options, "max_steps=5")
     last = run.folder / "checkpoints" / "step_3.ckpt"
-    back = Program(run.folder.parent, str(project / "src" / "train.py"))(f"resume={last}", "max_steps=3", cwd=project)
+    back = Program(run.folder.parent, home=project)(f"resume={last}", "max_steps=3")
     held = checkpoint_of(run.folder)
     assert not held["loops"]["fit_loop"]["epoch_loop.state_dict"]["gradients"]["waiting"]
     plain = {name: held["current_model_state"][name] for name in held["current_model_state"]}
@@ -197,3 +198,28 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
     assert summary_of(run.folder)["steps"] == 3, str(back)
     without = go_on(project, run, "extras=none", "max_steps=4")
     assert without.summary["steps"] == 4
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("two_cores_no_gpu")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("extras=[late] nonfinite=skip", "extras.late.steps=1 and nonfinite=skip .*later steps depend on"),
+        (
+            "extras=[late] devices=2 strategy.compression=bf16",
+            "extras.late.steps=1 and strategy.compression=bf16 .*it does not send late gradients",
+        ),
+        ("extras=[late] extras.late.steps=0", "extras.late.steps=0: must be 1 or more"),
+    ],
+)
+def test_refused_in_one_line(overrides: str, says: str) -> None:
+    refused_with(overrides, says)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_loss_scale_is_refused() -> None:
+    says = "late.steps=2 and precision=16-mixed .*all steps share its loss scale; bf16-mixed"
+    refused_with("extras=[late] extras.late.steps=2 precision=16-mixed", says)

@@ -10,14 +10,8 @@ from lockstep.extras.ledger.ledger_file import decisive_config
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ("extras=[ledger] callbacks=none", "ledger.* and no callbacks.checkpoint don't go together"),
-    ],
-)
-def test_refused_in_one_line(overrides: str, says: str) -> None:
-    refused_with(overrides, says)
+def test_a_ledger_without_checkpoints_is_refused() -> None:
+    refused_with("extras=[ledger] callbacks=none", "ledger.* and no callbacks.checkpoint don't go together")
 
 
 def test_a_callback_counts_unless_its_class_changes_no_weights() -> None:

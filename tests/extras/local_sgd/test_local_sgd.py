@@ -2,18 +2,23 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import RANDOM, Program
 from own_runs import DDP, Replica, batches, same_as, train
+from refusals import refused_with
 
 # A tail of one sample, so that ranks have none.
 TASK = (*RANDOM, "model=fast_cnn", "data.samples=55", "data.image_size=19", "batch_size=24", "pieces=6")
 
 
-def local_sgd(every: int, samples: int) -> torch.nn.Module:
+SAMPLES = 107  # 96 are trained on: no tail, else ranks would differ in samples
+
+
+def local_sgd(every: int) -> torch.nn.Module:
     """Two replicas, each on its half of every step; averaged every so many steps, and before an epoch's validation."""
     replicas = [Replica(), Replica()]
-    steps = batches(samples)
+    steps = batches(SAMPLES)
     for number, (x, y) in enumerate(steps, 1):
         for replica, half in zip(replicas, (slice(0, 12), slice(12, 24)), strict=True):
             replica.apply(replica.gradient(x[half], y[half]))
@@ -26,12 +31,12 @@ def local_sgd(every: int, samples: int) -> torch.nn.Module:
 
 
 def test_weights_are_averaged_as_a_plain_loop_does(project: Path, tmp_path: Path) -> None:
-    task = ("data.samples=107", "lr=0.1", *DDP)  # 96 are trained on: no tail, else ranks would differ in samples
+    task = (f"data.samples={SAMPLES}", "lr=0.1", *DDP)
     run = train(project, tmp_path / "2", "LitDigits", *task, "extras=[local_sgd]", "extras.local_sgd.every=2")
-    assert same_as(run.folder, local_sgd(2, 107))
-    assert not same_as(run.folder, local_sgd(1, 107))
+    assert same_as(run.folder, local_sgd(2))
+    assert not same_as(run.folder, local_sgd(1))
     summed = train(project, tmp_path / "summed", "LitDigits", *task)
-    assert same_as(summed.folder, local_sgd(1, 107)), "at every step, it is the mean of the gradients"
+    assert same_as(summed.folder, local_sgd(1)), "at every step, it is the mean of the gradients"
     assert "weights averaged every 2 steps (the result depends on the number of devices)" in run.stderr + run.stdout
 
 
@@ -53,3 +58,30 @@ def test_an_average_of_each_process_is_refused(run_train: Program) -> None:
     run = run_train(*TASK, "strategy=ddp", "devices=2", "extras=[local_sgd]", "callbacks=[default,ema]", ok=False)
     assert run.returncode == 2
     assert "callbacks.ema: with extras.local_sgd.every=8 each device" in run.stderr
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("two_cores_no_gpu")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("extras=[local_sgd] extras.local_sgd.every=2", "extras.local_sgd.every=2 and strategy=single .*strategy=ddp"),
+        ("extras=[local_sgd] devices=2 exact=true", "local_sgd.every=8 and exact=true .*depends on the number of dev"),
+        (
+            "extras=[local_sgd] devices=2 strategy.compression=bf16",
+            "local_sgd.every=8 and .*=bf16 .*no gradient is sent",
+        ),
+        ("extras=[local_sgd] devices=2 nonfinite=skip", "local_sgd.every=8 and nonfinite=skip don't go together"),
+        ("extras=[local_sgd] extras.local_sgd.every=0", "extras.local_sgd.every=0: must be 1 or more"),
+    ],
+)
+def test_refused_in_one_line(overrides: str, says: str) -> None:
+    refused_with(overrides, says)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_loss_scale_is_refused() -> None:
+    says = "local_sgd.every=8 and precision=16-mixed .*bf16-mixed"
+    refused_with("devices=2 extras=[local_sgd] precision=16-mixed", says)

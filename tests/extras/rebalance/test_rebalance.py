@@ -1,10 +1,8 @@
 """Whole runs in which ranks are slow for a while: pieces move, and the weights are those of one device."""
 
 import csv
-import os
 import re
 import shutil
-import signal
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 from conftest import RANDOM, Program, Run, apart, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import checked, refused_with
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.extras.rebalance.assignment import MovingAssignment, with_counts
@@ -29,19 +28,19 @@ CHANGE = re.compile(r"rebalance: pieces ([\d +]+) instead of [\d +]+ from step \
 
 
 @pytest.fixture(scope="module")
-def train(project: Path) -> Path:
-    """Return the program `src/train.py` of a project that has the file uneven.py."""
+def uneven(project: Path) -> Path:
+    """Return a project that has the file uneven.py."""
     shutil.copy(Path(__file__).with_name("uneven.py"), project / "src" / "uneven.py")
-    return project / "src" / "train.py"
+    return project
 
 
-def run(train: Path, outputs: Path, *overrides: str, ok: bool = True) -> Run:
-    return Program(outputs, str(train))(*overrides, cwd=train.parents[1], ok=ok)
+def run(uneven: Path, outputs: Path, *overrides: str, ok: bool = True) -> Run:
+    return Program(outputs, home=uneven)(*overrides, ok=ok)
 
 
 @pytest.fixture(scope="module")
-def single(train: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(train, tmp_path_factory.mktemp("single"), *TASK, "exact=true")
+def single(uneven: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(uneven, tmp_path_factory.mktemp("single"), *TASK, "exact=true")
 
 
 def sha(done: Run) -> str:
@@ -58,10 +57,10 @@ def changes(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("devices", "loaders"), [(2, 2), (3, 0)])
-def test_one_sha256_while_pieces_move(single: Run, train: Path, tmp_path: Path, devices: int, loaders: int) -> None:
+def test_one_sha256_while_pieces_move(single: Run, uneven: Path, tmp_path: Path, devices: int, loaders: int) -> None:
     """Two loader processes fetch four steps ahead; without them, one gather fetches an epoch from memory."""
     options = ("exact=true", f"devices={devices}", f"num_workers={loaders}", BACK_AND_FORTH)
-    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    moved = run(uneven, tmp_path, *TASK, *MOVING, *options)
     counts = changes(moved.folder)
     assert any(pieces[1] <= 2 for pieces in counts), moved  # of eight
     assert any(pieces[0] < pieces[1] for pieces in counts), moved
@@ -69,44 +68,43 @@ def test_one_sha256_while_pieces_move(single: Run, train: Path, tmp_path: Path, 
     assert sha(moved) == sha(single)
 
 
-def test_ranks_that_change_at_different_steps_have_other_bits(single: Run, train: Path, tmp_path: Path) -> None:
+def test_ranks_that_change_at_different_steps_have_other_bits(single: Run, uneven: Path, tmp_path: Path) -> None:
     """The control: at such a step, a piece is computed twice or never."""
     options = ("exact=true", "devices=2", BACK_AND_FORTH, "+callbacks.apart._target_=uneven.Apart")
-    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    moved = run(uneven, tmp_path, *TASK, *MOVING, *options)
     assert changes(moved.folder)
     assert sha(moved) != sha(single)
 
 
-def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(train: Path, tmp_path: Path) -> None:
+def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(uneven: Path, tmp_path: Path) -> None:
     options = ("exact=true", "devices=2", "num_workers=2", BACK_AND_FORTH)
     early = "+callbacks.early._target_=uneven.TooEarly"
-    done = run(train, tmp_path, *TASK, *MOVING, *options, early, ok=False)
+    done = run(uneven, tmp_path, *TASK, *MOVING, *options, early, ok=False)
     assert done.returncode == 1
     assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
 
 
 def test_a_run_that_is_killed_while_shares_are_uneven_ends_with_the_same_bits(
-    single: Run, train: Path, tmp_path: Path
+    single: Run, uneven: Path, tmp_path: Path
 ) -> None:
-    program = Program(tmp_path, str(train))
+    program = Program(tmp_path, home=uneven)
     lasting = ("exact=true", "devices=2", "callbacks=default", "+model.slow=[[1,0,1000]]")
-    process = program.start(*TASK, *MOVING, *lasting, cwd=train.parents[1])
+    process = program.start(*TASK, *MOVING, *lasting)
     (last,) = wait_for(lambda: [path for path in tmp_path.rglob("last.ckpt") if changes(path.parent.parent)], process)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert program.finish(process).returncode == -signal.SIGKILL
+    program.kill(process)
     folder = last.parent.parent
-    resumed = program(f"resume={folder}", "devices=3", "+model.slow=[[2,0,1000]]", cwd=train.parents[1])
+    resumed = program(f"resume={folder}", "devices=3", "+model.slow=[[2,0,1000]]")
     assert re.search(r"resumes after step \d", resumed.stdout + resumed.stderr)
     assert len(changes(folder)) >= 2
     assert sha(resumed) == sha(single)
 
 
-def test_without_exact_weights_agree_to_rounding_and_the_loggers_get_idle_shares(train: Path, tmp_path: Path) -> None:
+def test_without_exact_weights_agree_to_rounding_and_the_loggers_get_idle_shares(uneven: Path, tmp_path: Path) -> None:
     """DDP waits for the slowest rank inside the last backward pass. With that wait, all ranks would seem equal."""
     task = (*TASK, "optimizer=sgd", "lr=0.05", "precision=64-true", "callbacks=default")
-    alone = run(train, tmp_path / "alone", *task)
+    alone = run(uneven, tmp_path / "alone", *task)
     options = ("devices=2", "+model.slow=[[1,0,1000]]", "logger=csv", "log_every=4")
-    moved = run(train, tmp_path / "moved", *task, *MOVING, *options)
+    moved = run(uneven, tmp_path / "moved", *task, *MOVING, *options)
     assert max(fast for fast, _ in changes(moved.folder)) >= 6  # of eight; how many depends on other programs
     assert apart(moved, alone) < 1e-10
     assert sha(moved) != sha(alone)
@@ -118,19 +116,19 @@ def test_without_exact_weights_agree_to_rounding_and_the_loggers_get_idle_shares
     assert float(first["rebalance/idle_of_rank_0"]) > 0.5 > float(first["rebalance/idle_of_rank_1"]) == 0
 
 
-def test_a_run_begins_with_the_shares_of_the_command_line(single: Run, train: Path, tmp_path: Path) -> None:
+def test_a_run_begins_with_the_shares_of_the_command_line(single: Run, uneven: Path, tmp_path: Path) -> None:
     options = ("exact=true", "devices=2", "strategy.shares=[1,7]", "+model.slow=[[1,0,1000]]")
-    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    moved = run(uneven, tmp_path, *TASK, *MOVING, *options)
     assert "instead of 1 + 7" in (moved.folder / "train.log").read_text()
     assert max(fast for fast, _ in changes(moved.folder)) >= 6
     assert sha(moved) == sha(single)
 
 
 @pytest.mark.slow
-def test_the_audit_follows_pieces_that_move(single: Run, train: Path, tmp_path: Path) -> None:
+def test_the_audit_follows_pieces_that_move(single: Run, uneven: Path, tmp_path: Path) -> None:
     pytest.importorskip("lockstep.extras.audit")
     options = ("exact=true", "devices=3", BACK_AND_FORTH, "extras=[rebalance,audit]", "extras.audit.share=1")
-    moved = run(train, tmp_path, *TASK, "strategy=ddp", *options, "extras.rebalance.every=4")
+    moved = run(uneven, tmp_path, *TASK, "strategy=ddp", *options, "extras.rebalance.every=4")
     assert len(changes(moved.folder)) >= 2
     assert moved.summary["metrics"]["audit/pieces"] == moved.summary["steps"]
     assert sha(moved) == sha(single)
@@ -198,3 +196,31 @@ def test_a_process_that_was_forked_earlier_reads_changes_and_earlier_steps_stay(
         assert assignment.layout_at(first) is assignment.layout_at(first + 1)
     pipe.send(False)
     reader.join()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("two_cores_no_gpu")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("devices=2 strategy=dp pieces=8", "rebalance. and strategy=dp .*strategy=ddp"),
+        ("devices=2", "rebalance. and pieces=2 .*each of 2 devices has one piece, .*; pieces=16"),
+        ("devices=2 pieces=8 extras.rebalance.every=0", "extras.rebalance.every=0: must be 1 or more"),
+    ],
+)
+def test_refused_in_one_line(overrides: str, says: str) -> None:
+    refused_with(f"extras=[rebalance] {overrides}", says)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_batchnorm_over_ranks_is_refused() -> None:
+    says = "rebalance. and strategy.sync_batchnorm=true .*equally many pieces"
+    refused_with("extras=[rebalance] devices=2 pieces=8 strategy.sync_batchnorm=true", says)
+
+
+@pytest.mark.usefixtures("two_cores_no_gpu")
+def test_shares_by_hand_are_taken_and_one_device_too() -> None:
+    assert checked("extras=[rebalance]", "devices=2", "pieces=8", "strategy.shares=[3,1]").layout.counts == [6, 2]
+    assert checked("extras=[rebalance]").layout.num_devices == 1
