@@ -334,7 +334,7 @@ def own_environment() -> None:
 
 
 @pytest.fixture
-def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Sets variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""
 
     def set_variables(**variables: str) -> None:
@@ -342,7 +342,8 @@ def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setenv(name, value)
         environment.cache_clear()
 
-    return set_variables
+    yield set_variables
+    environment.cache_clear()
 
 
 @pytest.fixture

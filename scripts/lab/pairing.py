@@ -63,7 +63,10 @@ def train(overrides: Sequence[str], seeds: int, folder: Path) -> dict[str, list[
         RuntimeError: a run failed.
     """
     all_seeds = f"seed={','.join(map(str, range(seeds)))}"
-    program("src/train.py", "-m", *overrides, f"outputs={folder}", "logger=none", all_seeds)
+    try:
+        program("src/train.py", "-m", *overrides, f"outputs={folder}", "logger=none", all_seeds)
+    except RuntimeError as error:
+        raise RuntimeError(f"{' '.join(overrides)}: {error}") from error
     runs = sorted(find_runs([folder]), key=lambda run: int(run.config["seed"]))
     names = [name for name in SCORES if all(f"metrics.{name}" in run.summary for run in runs)]
     return {name: [float(run.summary[f"metrics.{name}"]) for run in runs] for name in names}

@@ -245,7 +245,7 @@ def lines(path: Path) -> list[str]:
 
 def last_output(folder: Path) -> str:
     """Return the last line that a run printed."""
-    return ((folder / "output.txt").read_text().splitlines() or ["no output"])[-1]
+    return ((folder / "output.txt").read_text().strip().splitlines() or ["no output"])[-1]
 
 
 def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[str]:

@@ -95,7 +95,7 @@ def test_a_folder_and_a_foreign_file_of_torch_are_refused(tmp_path: Path) -> Non
 
 def test_no_run_continues_from_what_no_run_has_saved(tmp_path: Path) -> None:
     checkpoint_io.save(plain(), tmp_path / "checkpoints" / "last.ckpt")
-    with pytest.raises(CheckpointError, match=r"last.ckpt: no run of train.py saved it, .*: init_from= begins a new"):
+    with pytest.raises(CheckpointError, match=r"last.ckpt: it lacks what a run .* saves, .*: init_from= begins a new"):
         load_start(tmp_path, None, {}, [0])
 
 

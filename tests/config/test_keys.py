@@ -212,7 +212,7 @@ def test_each_key_of_a_group_changes_what_is_built(
 LOCKSTEP = "\n".join(
     path.read_text()
     for path in (ROOT / "src").rglob("*.py")
-    if path.relative_to(ROOT / "src").as_posix() not in ("lockstep/run/config.py", "lockstep/run/schema.py")
+    if path.relative_to(ROOT / "src").as_posix() not in ("lockstep/config/check.py", "lockstep/config/schema.py")
 )
 LAYOUT = {"accelerator", "devices", "num_nodes", "batch_size", "pieces", "accumulate_grad_batches", "exact"}
 OF_HYDRA = {"outputs"}  # conf/hydra/default.yaml has it in the run's folder

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
+from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
@@ -116,3 +118,11 @@ def test_workers_of_others_are_started_again_by_them(
     with pytest.raises(UserError, match=rf"^{asked}: torchrun, SLURM or MPI restarts its own workers"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_programs_themselves_are_no_code_of_a_user() -> None:
+    """Every error passes through src/train.py, so its line would tell nothing."""
+    frames = [f'  File "{ROOT / path}", line 7, in train\n' for path in ("src/train.py", "src/lockstep/run/cli.py")]
+    assert user_code_location("".join(frames)) == ""
+    trace = "".join([*frames, '  File "/home/me/nets.py", line 3, in net\n'])
+    assert user_code_location(trace) == "/home/me/nets.py:3 in net; "

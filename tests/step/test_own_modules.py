@@ -209,3 +209,9 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
     assert re.search(says, str(caught.value) if error is UserError else cli.error_line(caught.value))
+
+
+def test_a_mistaken_option_of_a_nested_target_is_refused() -> None:
+    net = {"_target_": "torchvision.models.shufflenet_v2_x0_5", "weights": "DEFULT"}
+    with pytest.raises(UserError, match=r"^model\.net: KeyError: 'DEFULT'$"):
+        instantiate("model", {"_target_": "project.models.ImageClassifier", "net": net})

@@ -28,7 +28,7 @@ class Campaign:
     Args:
         job: overrides, without a layout.
         home: a folder for the runs.
-        control: make the campaign fail on purpose: resume runs with another seed, or do not verify them.
+        control: make the campaign fail on purpose: resume runs with another seed, skip a step, or do not verify.
 
     Attributes:
         struck: names of the faults so far.

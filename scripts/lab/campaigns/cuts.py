@@ -104,7 +104,7 @@ class Writers(Thread):
                 self.seen |= pids
                 # A process may have ended between two looks of one round: all must live now.
                 if len(pids) > 1 and all(folder in folders_written_by(pid, self.homes) for pid in pids):
-                    names = " and ".join(f"{pid} ({command_of(pid)})" for pid in sorted(pids))
+                    names = " and ".join(f"{pid} ({command_of(pid) or 'ended'})" for pid in sorted(pids))
                     self.together.append(f"processes {names} wrote {folder} at the same time, {time.strftime('%X')}")
 
     def stop(self) -> None:

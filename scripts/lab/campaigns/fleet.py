@@ -73,6 +73,7 @@ class Fleet:
     Attributes:
         server: the machine that serves torchrun's store. Rank zero is on the first machine that takes part.
         completed: the machines whose torchrun has ended well.
+        gave_up: the machines, by name, whose torchrun has failed although its machine and its store were there.
         problems: what was wrong where torchrun has ended by itself.
     """
 
@@ -80,6 +81,7 @@ class Fleet:
         self.machines, self.homes, self.job, self.record = machines, homes, [*job, record.override], record
         self.server = len(homes) - 1
         self.completed: set[int] = set()
+        self.gave_up: list[str] = []
         self.problems: list[str] = []
         self._processes: dict[int, Process] = {}
         self._due: dict[int, float] = {}  # when to start torchrun again, by machine
@@ -95,6 +97,8 @@ class Fleet:
         while True:
             for number, process in [*self._processes.items()]:
                 if process.code is not None:
+                    if process.code:
+                        self.gave_up.append(self.machines.names[number])
                     self._ended(number)
             for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
                 del self._due[number]
@@ -125,10 +129,11 @@ class Fleet:
         """Let the run complete, and check its end."""
         self.tend_until_all_compute()  # a machine that came back after the end would begin another run
         self.record.hurry()
-        if not self.tend(REST, lambda: len(self.completed) == len(self.homes)):
-            return campaign.problem(f"the run did not end within {REST} s:\n{self.output()}")
+        has_ended = self.tend(REST, lambda: len(self.completed) == len(self.homes))
         for problem in self.problems:
             campaign.problem(problem)
+        if not has_ended:
+            return campaign.problem(f"the run did not end within {REST} s:\n{self.output()}")
         summaries = [path for home in {*self.homes} for path in home.glob("*/*/summary.json")]
         if len({path.parent.name for path in summaries}) > 1:
             campaign.problem(f"stray folders: {', '.join(map(str, summaries))}")
@@ -160,7 +165,9 @@ class Fleet:
         self.kill(lost, seconds)
         for number in others:
             if process := self._processes.get(number):
-                process.wait(PATIENCE)
+                if process.wait(PATIENCE) != 1:
+                    name = self.machines.names[number]
+                    self.problems.append(f"without its store torchrun on {name} ended with {process.code}, not 1")
                 self._ended(number)
         self.server = rng.choice(others)
         self._due |= dict.fromkeys(others, time.monotonic())

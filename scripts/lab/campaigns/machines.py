@@ -24,7 +24,7 @@ SECONDS = 0.25  # for which a device computes a piece
 class SeveralMachines(Campaign):
     """The run and its faults.
 
-    The control is a run that skips a step after each restart, which must fail.
+    The control is a run that skips a step after each restart, which must fail. All its faults restart it.
     """
 
     claim = "the run ended with the bits of one device, and each machine has its last checkpoint"
@@ -32,7 +32,7 @@ class SeveralMachines(Campaign):
     def __init__(self, machines: Machines, faults: int, *common: Any) -> None:
         super().__init__(*common)
         self.machines, self.runs = machines, 1
-        self.faults = schedule(self.rng, faults, KINDS)
+        self.faults = schedule(self.rng, faults, [ALL] if self.control else KINDS)
         self.homes = [self.home / name for name in machines.names]
 
     def go(self) -> None:
@@ -50,7 +50,10 @@ class SeveralMachines(Campaign):
 
     def _hit(self, fleet: Fleet, kind: str) -> None:
         """Inject a fault, and wait until all machines compute again and have saved."""
-        began, step = time.time(), fleet.record.steps()
+        if fleet.completed:
+            self.problem("the run ended before its faults: give it more max_epochs")
+            return
+        began, step, gave_up = time.time(), fleet.record.steps(), len(fleet.gave_up)
         self.struck.append(kind)
         target = self._strike(fleet, kind)
         copies = self._last_checkpoints() if kind in (STORE, ALL) else []  # otherwise the run goes on meanwhile
@@ -60,6 +63,8 @@ class SeveralMachines(Campaign):
         starts = [event for event in fleet.record.events() if event["what"] == "begins" and event["time"] > began]
         if saved > max((event["step"] for event in starts), default=0):
             self.problem(f"a machine has a checkpoint of step {saved}, but the run did not resume from it")
+        if kind in (WORKER, MACHINE) and (names := fleet.gave_up[gave_up:]):  # the agents must go on
+            self.problem(f"torchrun failed on {', '.join(names)} and had to be started again:\n{fleet.output()}")
         self.print_line(f"{kind} ({target}) at step {step}", f"whole after {time.time() - began:.0f} s")
 
     def _strike(self, fleet: Fleet, kind: str) -> str:
@@ -72,6 +77,7 @@ class SeveralMachines(Campaign):
             number = fleet.server
             fleet.kill_server(self.rng, 0.0)
         elif kind == WORKER:
+            number = self.rng.randrange(len(self.homes))
             fleet.kill_worker(number)
         elif kind == MACHINE:
             fleet.kill(number, self.rng.uniform(1, 5))

@@ -69,7 +69,7 @@ def _load(path: Path) -> dict[str, Any]:
     """Read rank zero's checkpoint, which `ResumeState` must have completed. All workers must call it."""
     content = checkpoint_io.load(path, broadcast=True)
     if not {"lockstep", "continuation"} <= content.keys():
-        raise CheckpointError(f"{path}: no run of train.py saved it, so none can continue from it: {NEW_RUN}")
+        raise CheckpointError(f"{path}: it lacks what a run of this version saves, so none can continue: {NEW_RUN}")
     return content
 
 
@@ -215,7 +215,7 @@ def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any
         return []
     recorded, messages = checkpoint["lockstep"], [f"resumes after step {checkpoint['global_step']}"]
     before = {**recorded["config"], "precision": recorded["precision"]}
-    changed = differences(before, {**config.record, "precision": config.precision, "resume": before["resume"]})
+    changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if recorded["fingerprint"] != splits.fingerprint:

@@ -97,6 +97,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
             f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too and overrides it: give lr=... alone"
         )
     for group, value in raw.items():
+        if not trains and group in ("optimizer", "scheduler"):
+            continue  # the checkpoint's, which an evaluation does not make
         for key, target in targets_in(group, value):
             check_target(key, target)
     strategy = instantiate("strategy", keys.strategy)

@@ -63,7 +63,13 @@ def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
     """Return the argument for a config's value: with its nested targets created, and its `later:` values replaced."""
     if isinstance(value, Mapping):
         if "_target_" in value:
-            return instantiate(key, value, **numbers)
+            try:
+                return instantiate(key, value, **numbers)
+            except UserError:
+                raise
+            except Exception as error:  # an option may be wrong in any way: torchvision looks weights up by name
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise UserError(f"{key}: {text}") from error
         return {name: _argument(f"{key}.{name}", part, numbers) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_argument(key, part, numbers) for part in value]

@@ -216,7 +216,10 @@ def _last_frame(stack: str) -> str:
 
 def _is_user_code(file: str) -> bool:
     """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
-    other_code = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
+    lockstep, source = Path(__file__).parents[1], Path(__file__).parents[2]
+    if Path(file).parent == source:  # train.py, evaluate.py or predict.py, through which every error passes
+        return False
+    other_code = (str(lockstep), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
     return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 

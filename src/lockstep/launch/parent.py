@@ -132,6 +132,7 @@ class _Worker:
     process: Any
     receiver: Connection
     answered: bool = False  # whether the worker has sent how it ended, or has died
+    died: bool = False  # whether it has died without sending anything
     error: BaseException | None = None  # the error that ended the work; None if it succeeded
     result: Any = None  # the return value of the work
 
@@ -147,7 +148,7 @@ class _Worker:
         code = self.process.exitcode
         text = f"was killed by {signal_name(-code)}" if code < 0 else f"failed: exit code {code}"
         text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answered, self.error = True, WorkerFailed(f"rank {self.rank} {text}", self.rank)
+        self.answered, self.died, self.error = True, True, WorkerFailed(f"rank {self.rank} {text}", self.rank)
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
@@ -170,7 +171,7 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
         return decisive.result
     if received:
         raise Interrupted(received[0])
-    if decisive.process.exitcode == -signal.SIGTERM:  # sent to the worker, which had nothing to save
+    if decisive.died and decisive.process.exitcode == -signal.SIGTERM:  # sent to the worker, which had nothing to save
         raise Interrupted(signal.SIGTERM)
     error = decisive.error
     if isinstance(error, LostRank) and error.timed_out:

@@ -48,7 +48,11 @@ REFUSED, FAILED = 2, 1  # exit codes
 
 
 class RunFailed(BaseException):
-    """A run raised an error, which is the cause of this one. Hydra would print an `Exception` in another form."""
+    """A run raised an error, which is the cause of this one.
+
+    It is no `Exception`, since Hydra would print one in another form. So Hydra's own callbacks do not see how the run
+    ended.
+    """
 
 
 def command(program: Program, config_name: str, config_folder: Path = CONF) -> NoReturn:

@@ -173,12 +173,14 @@ def restoring_module(step: Step, start_buffers: dict[str, Tensor]) -> Iterator[N
     module, strategy = step.module, step.strategy
     gradients, buffers, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
     strategy.substitute = muted(module)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        restore_buffers(module, start_buffers)
-        for parameter in module.parameters():
-            parameter.grad = None
-        yield
-    strategy.substitute = None
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            restore_buffers(module, start_buffers)
+            for parameter in module.parameters():
+                parameter.grad = None
+            yield
+    finally:
+        strategy.substitute = None
     restore_buffers(module, buffers)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
