@@ -124,5 +124,5 @@ def test_the_programs_themselves_are_no_code_of_a_user() -> None:
     """Every error passes through src/train.py, so its line would tell nothing."""
     frames = [f'  File "{ROOT / path}", line 7, in train\n' for path in ("src/train.py", "src/lockstep/run/cli.py")]
     assert user_code_location("".join(frames)) == ""
-    trace = "".join([*frames, '  File "/home/me/nets.py", line 3, in net\n'])
-    assert user_code_location(trace) == "/home/me/nets.py:3 in net; "
+    trace = "".join([*frames, '  File "/project/nets.py", line 3, in net\n'])
+    assert user_code_location(trace) == "/project/nets.py:3 in net; "
