@@ -75,6 +75,14 @@ def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     assert (len(found), len(set(found))) == (len(SEVERAL.split(",")), 1)
 
 
+@pytest.mark.slow
+def test_one_sha256_with_batchnorm_and_a_last_step_of_one_sample(run_train: Program) -> None:
+    """One device could leave the statistics of that step to torch, which does not round them as an exact sum does."""
+    task = (*RANDOM, "model=resnet9", "data.samples=17", "data.val_fraction=0", "data.image_size=16", "batch_size=16")
+    found = shas(run_train(*task, "pieces=4", "precision=64-true", "exact=true", "devices=1,2", "-m"))
+    assert (len(found), len(set(found))) == (2, 1)
+
+
 # --- to the noise of summation order ----------------------------------------------------------------------------------
 
 

@@ -38,11 +38,14 @@ class BatchNormStats:
 
     def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:
         module = gradients.strategy.lightning_module
-        self.world_size = data_of(module.trainer).layout.replicas
+        layout = data_of(module.trainer).layout
+        self.world_size = layout.replicas
         layers, kinds = layers_with_statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
         self.buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers for kind in kinds]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
+        # An exact sum rounds, also where a step has only one sample: then another layout may have idle processes.
+        self.leaves_one_to_torch = self.world_size == 1 and not (gradients.exact and layout.pieces > 1)
         self.active = False
         self.start: list[Tensor] = []  # the buffers before the step, and the counters
         self.start_counts: list[Tensor] = []
@@ -58,9 +61,8 @@ class BatchNormStats:
             self.exact_sum.exponents = list(exponents) or self.exact_sum.exponents
 
     def begin(self, step_batch: StepBatch) -> None:
-        """Save the statistics before a step. A step with one piece on one process is left to torch."""
-        one = step_batch.num_nonempty == 1 and self.world_size == 1
-        self.active = bool(self.buffers) and not one
+        """Save the statistics before a step. A step with one piece may be left to torch."""
+        self.active = bool(self.buffers) and not (step_batch.num_nonempty == 1 and self.leaves_one_to_torch)
         if self.active:
             self.start = [buffer.clone() for buffer in self.buffers]
             self.start_counts = [counter.clone() for counter in self.counters]
