@@ -251,11 +251,17 @@ def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tm
 # --- files that fail --------------------------------------------------------------------------------------------------
 
 
-def test_disk_full(run_train: Program) -> None:
-    process = run_train.start(*ENDLESS, *DDP)
+@pytest.mark.parametrize("how", ["alone", "when a signal asks it to end", "under an engine"])
+def test_disk_full(run_train: Program, how: str) -> None:
+    """It has failed, whoever starts the workers, and also when it should have saved and ended: nothing was saved."""
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    engine = one if how == "under an engine" else {}
+    process = run_train.start(*ENDLESS, *([] if engine else DDP), env=engine)
     folder = saves(run_train.outputs, process)
-    for pid in reversed(workers_of(process)):  # rank zero is the one that writes, and fails
+    for pid in [process.pid] if engine else reversed(workers_of(process)):  # rank zero is the one that writes
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+    if how == "when a signal asks it to end":
+        process.send_signal(signal.SIGTERM)
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert re.search(r"rank 0.*can't write \(File too large\).*last\.ckpt", run.stderr), str(run)

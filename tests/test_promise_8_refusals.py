@@ -161,6 +161,14 @@ def test_what_fits_is_taken(overrides: str) -> None:
     assert checked(*overrides.split()).layout.batch_size > 0
 
 
+def test_auto_is_refused_only_where_it_means_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = ("precision=auto", "+optimizer.fused=true", "gradient_clip_val=1")
+    monkeypatch.setattr(config, "computes_bf16", lambda accelerator: False)
+    assert checked(*task).precision == "32-true"
+    monkeypatch.setattr(config, "computes_bf16", lambda accelerator: True)
+    refused_with(" ".join(task), "fused=true with precision=auto and gradient_clip_val")
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

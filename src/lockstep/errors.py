@@ -1,8 +1,22 @@
-"""The errors that end a command: bad input, a failed worker, failed jobs of a sweep. Standard library only."""
+"""The errors that end a command: bad input, a bad gradient, a failed worker, failed jobs. Standard library only."""
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: `what is wrong: what would be right`."""
+    """Bad input. The message is one line: `what is wrong: what would be right`.
+
+    Attributes:
+        steps: optimizer steps that the run had taken since it was started.
+    """
+
+    steps = 0
+
+
+class StepRefused(UserError):
+    """Bad input that a rank met in a step. Other ranks may not meet it, and then they wait for this one."""
+
+
+class NonFinite(Exception):
+    """The gradient of a step is not finite. The message names the step and the samples."""
 
 
 class WorkerFailed(Exception):
@@ -14,7 +28,12 @@ class WorkerFailed(Exception):
         steps: optimizer steps that the worker has completed; 0 if it could not report them.
         suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
+
+    Attributes:
+        may_restart: whether the workers may be restarted: not after a signal that asked the run to end.
     """
+
+    may_restart = True
 
     def __init__(
         self,

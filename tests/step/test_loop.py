@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import ArrayDataset, DataModule, Spec, Splits
 from lockstep.data.augment import Augment
-from lockstep.errors import UserError
+from lockstep.errors import NonFinite, UserError
 from lockstep.step.batch import StepBatch
-from lockstep.step.finite import FiniteGradientCheck, NonFinite
+from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto

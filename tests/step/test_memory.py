@@ -19,6 +19,7 @@ TASK = (
 
 
 def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_path: Path) -> None:
+    """It has taken a step, so what it logged stays."""
     run = Program(tmp_path, home=project)(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", ok=False)
     assert run.returncode == 2, str(run)
     said = (
@@ -26,6 +27,8 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     )
     assert re.search(said, run.stderr, re.M), run.stderr
     assert "Traceback" not in run.stderr
+    assert (run.summary["status"], run.summary["steps"]) == ("failed", 1)
+    assert f"error: {run.summary['error']}\n" in run.stderr
 
 
 @pytest.mark.proof

@@ -36,6 +36,12 @@ def best_in(run: Path) -> Path | None:
     return next((path for path in names if path.exists()), None)
 
 
+def place_in_outputs(run: Path) -> Path:
+    """Return a run's folder relative to `outputs`: `<name>/<time>`, of a sweep `<name>/sweeps/<time>/<job>`."""
+    is_job = run.parent.parent.name == "sweeps"
+    return Path(*run.parts[-4 if is_job else -2 :])
+
+
 def run_of(checkpoint: Path) -> Path:
     """Return the folder of the run that a checkpoint belongs to."""
     return checkpoint.parent.parent

@@ -72,7 +72,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
     _, checkpoint, saved = _newest_of_ranks(find)
     folder = paths.run_of(Path(checkpoint))
     if not folder.exists():  # another machine has it; this one has a folder of the same name in its own `outputs`
-        folder = Path("${outputs}", *folder.parts[-2:])
+        folder = Path("${outputs}", paths.place_in_outputs(folder))
     merged = {key(override): override for override in saved}
     _drop_length(merged, new_overrides)
     for group in LIST_GROUPS:

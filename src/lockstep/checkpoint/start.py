@@ -269,17 +269,17 @@ class TakeOverFolder(Callback):
     on_train_batch_end = on_save_checkpoint = on_fit_end = _take_over
 
 
-def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
+def restore_good_checkpoint(folder: Path, failure: WorkerFailed) -> None:
     """Replace a run's last checkpoint by the newest one that a device's wrong values have not affected.
 
     Args:
-        fault: the failure that found the wrong values; it has `last_good_step`.
+        failure: the failure that found the wrong values; it has `last_good_step`.
 
     Raises:
-        WorkerFailed: there is no such checkpoint; this is `fault`.
+        WorkerFailed: there is no such checkpoint; this is `failure`.
     """
     last = paths.last(folder)
     for path in (last, *reversed(paths.step_checkpoints(last.parent).values())):
-        if checkpoint_io.load(path)["global_step"] <= fault.last_good_step:
+        if 0 <= checkpoint_io.step_of(path) <= failure.last_good_step:
             return link_file(path, last)
-    raise fault
+    raise failure

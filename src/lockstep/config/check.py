@@ -122,11 +122,13 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         staged=strategy.staged,
         equal_pieces=trains,
     )
-    _check_pairs(keys, layout)
+    precision = keys.precision
+    if precision == "auto":
+        precision = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
+    _check_pairs(keys, layout, precision)
     _check_shares(layout, trains)
-    run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}
-    if keys.precision == "auto":
-        run_keys["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
+    run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)}
+    run_keys |= {"optimizer": optimizer, "precision": precision}
     extras = _extras(keys, trains)
     config = Config(
         **run_keys,
@@ -225,8 +227,14 @@ def _torchrun(nodes: int, devices: Any) -> str:
     return f"{torchrun} --rdzv-endpoint=<host of one of them>:29500 {program} {shlex.join(rest)}"
 
 
-def _check_pairs(keys: Keys, layout: Layout) -> None:
-    """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
+def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
+    """Refuse forbidden combinations of settings, and settings that this machine can't fulfil.
+
+    Args:
+        keys: the settings.
+        layout: the layout that follows from them.
+        chosen_precision: what `precision=auto` is on this machine, or else the precision given.
+    """
     precision, deterministic = f"precision={keys.precision}", keys.debug.trainer.get("deterministic", True)
     # Each of the following is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
     exact = f"exact={show(keys.exact)}" * bool(keys.exact)
@@ -236,7 +244,7 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     compiled = "compile=true" * keys.compile
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     # Lightning refuses clipping with a fused optimizer for every mixed precision
-    clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
+    clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and chosen_precision.endswith("mixed"))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     cannot_shrink = other_than_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LostRank, UserError, WorkerFailed
+from lockstep.errors import LostRank, NonFinite, StepRefused, UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.logs import log_file_name
 from lockstep.launch.rendezvous import group_store
@@ -27,9 +27,11 @@ STORE_SECONDS = 3.0  # how long ranks that are still alive have to exchange keys
 
 def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | WorkerFailed:
     """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
-    if isinstance(error, UserError):
-        return UserError(_first_line(str(error)).removeprefix("UserError: "))
     rank, steps = environment().rank, getattr(error, "steps", 0)
+    if isinstance(error, UserError):
+        refused = UserError(_first_line(str(error)).removeprefix("UserError: "))
+        refused.steps = steps
+        return refused
     if is_lost_rank(error):
         if _is_timeout(error):
             return LostRank(_missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
@@ -46,6 +48,11 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank, steps)
     failed.add_note(trace)
     return failed
+
+
+def is_raised_by_all_ranks(error: BaseException) -> bool:
+    """Check whether all ranks raise this error, at the same place of the run."""
+    return isinstance(error, UserError | NonFinite) and not isinstance(error, StepRefused)
 
 
 # --- ranks that are lost ---

@@ -117,9 +117,11 @@ def _run_in_external_worker(
         with log_failure():
             return work(*args)
     except Exception as error:
-        if not is_lost_rank(error):
-            raise
-        raise lost_rank_failure(error, hang_timeout) from error
+        if is_lost_rank(error):
+            raise lost_rank_failure(error, hang_timeout) from error
+        if isinstance(error, OSError):  # the input has been accepted, so it is no refusal: a full disk, say
+            raise failure_of_worker(error, hang_timeout) from error
+        raise
     finally:
         end_children()
 
@@ -167,13 +169,15 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
 def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
     """Return rank zero's result, or raise the error that ended the run. One worker has failed, or all have answered."""
     decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
-    if decisive.error is None:
-        return decisive.result
-    if received:
-        raise Interrupted(received[0])
-    if decisive.died and decisive.process.exitcode == -signal.SIGTERM:  # sent to the worker, which had nothing to save
-        raise Interrupted(signal.SIGTERM)
     error = decisive.error
+    if error is None:
+        return decisive.result
+    # SIGTERM kills a worker that has nothing to save.
+    killed_by_sigterm = decisive.died and decisive.process.exitcode == -signal.SIGTERM
+    if killed_by_sigterm or (received and isinstance(error, Interrupted | LostRank)):
+        raise Interrupted(received[0] if received else signal.SIGTERM)
+    if received and isinstance(error, WorkerFailed):  # the checkpoint may not be saved: the disk was full, say
+        error.may_restart = False
     if isinstance(error, LostRank) and error.timed_out:
         _wait(workers, ANSWER_SECONDS)
         if hanging := [each for each in workers if not each.answered]:

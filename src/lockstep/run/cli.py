@@ -32,7 +32,7 @@ from lockstep.config.value_checks import CONF, ROOT
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
-from lockstep.launch.failures import is_printed_by_another_rank, user_code_location
+from lockstep.launch.failures import is_printed_by_another_rank, is_raised_by_all_ranks, user_code_location
 from lockstep.launch.process_group import ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rendezvous import join_external
@@ -201,12 +201,8 @@ def run_job_of_sweep(
             sys.exit(interrupted.code)
         raise
     except Exception as error:
-        if external_workers() > 1:
-            from lockstep.step.finite import NonFinite
-
-            # All ranks raise these two errors. After another one, end this worker, since the others would wait for it.
-            if not isinstance(error, UserError | NonFinite):
-                sys.exit(f"error: {error_line(error)}")
+        if external_workers() > 1 and not is_raised_by_all_ranks(error):
+            sys.exit(f"error: {error_line(error)}")  # the other ranks wait for this one, so it must end
         if environment().rank == 0:
             write_conclusion(folder, "failed", error_line(error))
             if shows_tracebacks:

@@ -14,7 +14,7 @@ from lockstep.checkpoint.resume import last_checkpoint_id
 from lockstep.config.check import Config
 from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.failures import VICTIM_SECONDS
+from lockstep.launch.failures import VICTIM_SECONDS, is_raised_by_all_ranks
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
@@ -57,8 +57,8 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     try:
         return _run_with_restarts(work, config, splits, folder)
     except BaseException as error:
-        # A run that was refused before its first checkpoint keeps the summary of an earlier start.
-        if not isinstance(error, UserError) or last_checkpoint_id(folder) != checkpoint_before:
+        # A run that was refused before it took a step keeps the summary of an earlier start.
+        if not isinstance(error, UserError) or error.steps or last_checkpoint_id(folder) != checkpoint_before:
             _conclude(config, splits, folder, before, error)
         if isinstance(error, Interrupted):
             call_earlier_handler(error.signum)
@@ -77,6 +77,8 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             timeout = config.hang_timeout
             return launch(work, current, splits, folder, layout=current.layout, hang_timeout=timeout, restarts=restarts)
         except WorkerFailed as failed:
+            if not failed.may_restart:
+                raise
             restarts += 1
             continues = last_checkpoint_id(folder) is not None
             if failed.suspects and continues:
@@ -107,8 +109,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     from lockstep.checkpoint.io import step_of
 
     rank = environment().rank
-    if rank and isinstance(error, Interrupted):  # rank zero writes it, and two ranks must not write one file at once
-        return
+    if rank and (isinstance(error, Interrupted) or is_raised_by_all_ranks(error)):
+        return  # rank zero writes it, and two ranks must not write one file at once
     if isinstance(error, LostRank) and external_workers():  # with a parent, no other process writes the summary
         time.sleep(VICTIM_SECONDS + rank / 4)  # so that the first remaining rank writes first
         if (written := summary_of(folder)) != before and written.get("status") == "failed":

@@ -26,7 +26,7 @@ from lockstep.checkpoint.weights import load_initial_weights
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import DataModule, Splits
-from lockstep.errors import UserError, WorkerFailed
+from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
 from lockstep.launch.failures import is_lost_rank
@@ -40,7 +40,6 @@ from lockstep.run.report_lines import StartLines, chance_level_line, end_lines
 from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
-from lockstep.step.finite import NonFinite
 from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
 
@@ -119,8 +118,10 @@ def fit_and_test(
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
-        error.steps = trainer.global_step  # type: ignore[attr-defined]  # for the parent, if rank zero writes no summary
+        if trainer.global_step > first_step:  # for the parent, if rank zero writes no summary
+            error.steps = trainer.global_step  # type: ignore[attr-defined]
         if refusal := _conclude_failure(run, error, first_step):
+            refusal.steps = getattr(error, "steps", 0)
             raise refusal from error
         raise
     summary = run.finish("completed", None)

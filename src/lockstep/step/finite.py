@@ -7,16 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.errors import NonFinite
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.passes import Step, StepHook
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
 LEAST_SCALE = 2.0**-14  # loss scale below which a gradient that is not finite is no overflow
-
-
-class NonFinite(Exception):
-    """The gradient of a step is not finite. The message names the step and the samples."""
 
 
 class FiniteGradientCheck(StepHook):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
-from lockstep.errors import UserError
+from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, gather_exponents
@@ -106,7 +106,7 @@ class StepPasses:
             its device. The loss of a process without a sample is 0.
 
         Raises:
-            UserError: a pass ran out of memory, or `training_step` returned no loss.
+            StepRefused: a pass ran out of memory, or `training_step` returned no loss.
         """
         gradients, statistics, step_batch = self.gradients, self.statistics, step.batch
         step.outputs = []  # an optimizer may run the passes of a step more than once
@@ -135,7 +135,7 @@ class StepPasses:
                 hook.on_error(step, error)
             advised = out_of_memory_advice(error, step.number, step.data.layout)
             if advised and isinstance(error, RuntimeError | MemoryError):
-                raise UserError(advised) from error
+                raise StepRefused(advised) from error
             raise
         if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
             self.flush()
@@ -307,15 +307,15 @@ def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
         The loss, and the numbers by name, the loss among them.
 
     Raises:
-        UserError: there is no loss, or it is not one number.
+        StepRefused: there is no loss, or it is not one number.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         returned = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
         remedy = "it must return the loss of every batch, or a dict with it under 'loss'"
-        raise UserError(f"training_step returned {returned}: {remedy}")
+        raise StepRefused(f"training_step returned {returned}: {remedy}")
     if loss.numel() != 1:
-        raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, the mean")
+        raise StepRefused(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, the mean")
     numbers = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -16,10 +16,11 @@ from step.test_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule
+from lockstep.errors import NonFinite
 from lockstep.extras.late.sum import LateSteps, LateSum
 from lockstep.run.summary import weights_sha256
 from lockstep.step import gradients
-from lockstep.step.finite import FiniteGradientCheck, NonFinite
+from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook
