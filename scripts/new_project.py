@@ -22,7 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BRANCH = "lockstep"
-COPIED = ("conf", "src", "scripts", "Makefile", "pyproject.toml", "requirements.lock", ".gitignore")
+COPIED = (
+    "conf",
+    "src",
+    "scripts",
+    "Makefile",
+    "pyproject.toml",
+    "requirements.lock",
+    ".gitignore",
+    "outputs/.gitignore",
+)
 LEFT_OUT = ("scripts/lab", "scripts/new_project.py")
 TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # Makefile targets that need files left out
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
@@ -83,6 +92,7 @@ def write(name: str, folder: Path) -> None:
         if source.is_dir():
             shutil.copytree(source, folder / copied, ignore=ignored)
         else:
+            (folder / copied).parent.mkdir(exist_ok=True)
             shutil.copy(source, folder / copied)
     for left_out in LEFT_OUT:
         path = folder / left_out

@@ -125,3 +125,14 @@ def test_a_sweep_of_one_job_is_called_by_what_it_was_given(tmp_path: Path) -> No
     for file in (tmp_path / "multirun.yaml", tmp_path / "0" / ".hydra" / "hydra.yaml"):
         file.write_text("hydra: {overrides: {task: [lr=0.01, max_epochs=1, name=one]}}")
     assert title(tmp_path / "0") == "lr=0.01 max_epochs=1"
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [("logger.mine", "lightning.pytorch.loggers.Logger"), ("callbacks.mine", "lightning.pytorch.Callback")],
+)
+def test_what_is_no_logger_or_callback_is_refused(run_train: Program, setting: str, kind: str) -> None:
+    run = run_train(*TINY, f"+{setting}._target_=os.getcwd", ok=False)
+    assert run.returncode == 2, str(run)
+    assert run.stderr.endswith(f"error: {setting}._target_=os.getcwd: must be a {kind}\n")
+    assert not run.folders

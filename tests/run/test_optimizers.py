@@ -94,7 +94,9 @@ def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[st
     assert "lr" not in config.record["optimizer"], "a record that names two would contradict itself"
 
 
-def test_two_learning_rates_are_refused() -> None:
+def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
+    deleted = dict(compose("~optimizer.lr"))
+    assert check(deleted, overridden=["optimizer.lr"]).lr == 0.001
     both = dict(compose("optimizer.lr=0.1", "lr=0.2"))
     with pytest.raises(
         UserError, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too and overrides it: give lr=\.\.\. alone$"
@@ -113,7 +115,10 @@ def test_two_learning_rates_are_refused() -> None:
         ),
         (["optimizer.momentum=null"], "^optimizer.momentum=null: must be a valid number$"),
         (["optimizer=adamw", "optimizer.betas=x"], r"^optimizer: AdamW\(lr=0.001, betas=x, "),
+        (["optimizer=adamw", "optimizer.betas=[0.9]"], r"^optimizer: AdamW\(.*betas=.0.9., .*: IndexError: list index"),
         (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
+        (["optimizer.param_groups._target_=project.optimizers.Nope"], "project.optimizers has no Nope$"),
+        (["+optimizer.param_groups.a=1"], "^optimizer.param_groups.a: LrScale takes no such option"),
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must be 0 to 20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
         (["scheduler=constant", "scheduler.warmup_steps=-1"], "^scheduler.warmup_steps=-1: must be a whole number"),

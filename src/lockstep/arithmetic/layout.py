@@ -183,6 +183,7 @@ def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
     largest_remainder_first = sorted(range(parts), key=lambda part: floors[part] - ideal[part] * scale)
     for part in largest_remainder_first[: spare - sum(floors)]:
         floors[part] += 1
+    assert sum(floors) == spare, f"{total} pieces for the shares {shares}"  # else samples would be left out
     return [1 + count for count in floors]
 
 

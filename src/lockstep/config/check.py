@@ -92,15 +92,20 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     chosen_fold(keys.data)  # raises if there is no such fold
     optimizer_lr = keys.optimizer.get("lr")
     optimizer = {name: each for name, each in keys.optimizer.items() if name != "lr"}
-    if "optimizer.lr" in overridden and optimizer_lr != keys.lr:
+    if "optimizer.lr" in overridden and optimizer_lr not in (None, keys.lr):
         raise UserError(
             f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too and overrides it: give lr=... alone"
         )
+    if "model" in raw and "_target_" not in keys.model:
+        check_target("model._target_", "null")
     for group, value in raw.items():
         if not trains and group in ("optimizer", "scheduler"):
             continue  # the checkpoint's, which an evaluation does not make
         for key, target in targets_in(group, value):
             check_target(key, target)
+    if trains:
+        _refuse_not_finite("optimizer", optimizer)
+        _refuse_not_finite("scheduler", keys.scheduler)
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
@@ -155,6 +160,14 @@ def _refuse(pairs: Iterable[tuple[str, str, str]]) -> None:
     for one, other, why in pairs:
         if one and other:
             raise UserError(f"{one} and {other} don't go together: {why}")
+
+
+def _refuse_not_finite(group: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that are inf or NaN. Classes of torch take them, and the run fails later."""
+    for name, value in options.items():
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise UserError(f"{group}.{name}={show(value)}: must be finite")
 
 
 def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:

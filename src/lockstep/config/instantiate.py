@@ -6,6 +6,7 @@ own config names too, because a checkpoint from elsewhere could otherwise run an
 
 import importlib.util
 import inspect
+import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,6 +19,7 @@ from pydantic.errors import PydanticUserError
 
 from lockstep.config.value_checks import CONF, checker, show, unknown_name_message
 from lockstep.errors import UserError
+from lockstep.launch.failures import user_code_location
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
 HYDRA_KEYS = {"_target_", "_partial_"}
@@ -37,7 +39,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
             such key. Numbers and strings are also offered to nested targets, and replace the value `later:<name>`.
 
     Raises:
-        UserError: the target is missing, does not take the config's keys, or raises a ValueError or TypeError.
+        UserError: the target is missing, does not take the config's keys, or raises an error, see `call`.
     """
     target = locate(f"{key}._target_", str(config.get("_target_")))
     takes, takes_any = _signature(target)
@@ -48,9 +50,11 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     unknown = [name for name in options if name not in takes]
     if unknown and not takes_any:
         near = unknown_name_message(unknown[0], takes - set(numbers)) if len(unknown) == 1 else ""
+        # Hydra can't delete a key whose value is null
+        deletions = " ".join(f"~{key}.{name}" for name in unknown if options[name] is not None)
         raise UserError(
             f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
-            f"leave it out ({' '.join(f'~{key}.{name}' for name in unknown)}){near and '; ' + near}"
+            f"leave it out{deletions and f' ({deletions})'}{near and '; ' + near}"
         )
     arguments = {name: _argument(f"{key}.{name}", value, numbers) for name, value in options.items()}
     if target.__module__.startswith(ANNOTATED):
@@ -81,29 +85,37 @@ def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
     return numbers[name]
 
 
-def call(key: str, make: partial[Any], *args: Any) -> Any:
-    """Call `make(*args)` and turn its ValueErrors and TypeErrors into a UserError about the config.
+def call(key: str, make: partial[Any], *args: Any, of_any_kind: bool = True) -> Any:
+    """Call `make(*args)` and turn its errors into a UserError about the config.
 
     Args:
         key: the dotted key of the config, for messages.
         make: a class or function with the config's keys as arguments.
         args: further arguments.
+        of_any_kind: whether to turn other errors than ValueErrors and TypeErrors, too, if a library raises them. Those
+            that the user's own code raises are left as they are: the traceback shows where.
     """
     name, arguments = make.func.__name__, make.keywords
     try:
         return make(*args)
-    except TypeError as error:
-        _check_option_types(key, make.func, arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        # Compare the name of Lightning's exception, because importing its module takes a second.
+        if isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException":
+            option = str(error).partition("=")[0]
+            raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}") from error
+        text = str(error)
+        if isinstance(error, TypeError):
+            _check_option_types(key, make.func, arguments)
+        elif not of_any_kind or user_code_location(traceback.format_exc()):
+            raise
+        else:
+            text = f"{type(error).__name__}: {text}".partition("\n")[0]
         shown = ", ".join(
             f"{k}={show(v)}" for k, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)
         )
-        raise UserError(f"{key}: {name}({shown}): {error}") from error
-    except Exception as error:
-        # Compare the name of Lightning's exception, because importing its module takes a second.
-        if not isinstance(error, ValueError) and type(error).__name__ != "MisconfigurationException":
-            raise
-        option = str(error).partition("=")[0]
-        raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}") from error
+        raise UserError(f"{key}: {name}({shown}): {text}") from error
 
 
 def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> None:

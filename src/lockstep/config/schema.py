@@ -204,7 +204,7 @@ class RunKeys:
     hang_timeout: PositiveFloat = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
     precision: PRECISIONS
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
     compile: Flag = False
     speed: Annotated[Speed, BeforeValidator(empty_for_none)] = field(default_factory=Speed)
     max_epochs: PositiveInt | None = None

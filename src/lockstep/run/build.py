@@ -60,11 +60,21 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     return module
 
 
+def _no_lightning_module(config: Config) -> UserError:
+    return UserError(
+        f"model._target_={config.model['_target_']} is not a LightningModule: "
+        "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
+    )
+
+
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
     """Build the module from `options`, check that its steps can be cut into pieces, and set its memory format."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
-    argument_names = parameters(locate("model._target_", options["_target_"]))
+    target = locate("model._target_", str(options.get("_target_")))
+    if isinstance(target, type) and not issubclass(target, pl.LightningModule):
+        raise _no_lightning_module(config)
+    argument_names = parameters(target)
     options = {key: value for key, value in options.items() if key not in KEYS_FOR_CALLBACKS or key in argument_names}
     refuse_keys_without_effect(config)
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
@@ -73,10 +83,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     module = instantiate("model", options, **arguments)  # passes those of the arguments that the module takes
     setting = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
-        raise UserError(
-            f"{setting} is not a LightningModule: "
-            "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
-        )
+        raise _no_lightning_module(config)
     if (task := getattr(module, "task", spec.task)) in TASKS and task != spec.task:
         raise UserError(
             f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
@@ -121,6 +128,9 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     groups = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
     # `instantiate` passes those of the arguments that a callback's class takes.
     config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
+    for key, callback in config_callbacks.items():
+        if not isinstance(callback, pl.Callback):
+            raise UserError(f"{key}._target_={groups[key]['_target_']}: must be a lightning.pytorch.Callback")
     returned = module.configure_callbacks()
     module_callbacks = returned if isinstance(returned, Sequence) else [returned]
     for key, callback in config_callbacks.items():

@@ -72,7 +72,9 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], stored: d
     make = partial(make, **{option: stored[name] for option in tracker if name in stored})
     try:
         with _alone(Path(known["folder"]).parent):
-            logger: Logger = call(name, make)
+            logger: Any = call(name, make, of_any_kind=False)
+            if not isinstance(logger, Logger):
+                raise UserError(f"{name}._target_={options['_target_']}: must be a lightning.pytorch.loggers.Logger")
             if tracker:
                 before = stored.get(name)
                 _ = logger.experiment  # type: ignore[attr-defined]  # opens it

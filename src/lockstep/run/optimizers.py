@@ -30,7 +30,7 @@ ONE_OPTIMIZER = (
 
 
 class ParameterGroups(Protocol):
-    """The class that `optimizer.param_groups` names. It is built, with `lr_scale`, if the config gives `lr_scale`."""
+    """The class that `optimizer.param_groups` names. It is built with `lr_scale`, and used if that has factors."""
 
     def divide(
         self, groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, nn.Parameter]]
@@ -112,10 +112,11 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
         return {**numbers, "total_steps": sys.maxsize, "optimizer": None, "scheduler": None}
     options: dict[str, Any] = {**config.optimizer, "_partial_": True}
     groups_config, scale, groups = options.pop("param_groups", None), options.pop("lr_scale", None), None
-    if scale:
-        if not groups_config:
-            raise UserError("optimizer.lr_scale has no effect without optimizer.param_groups: give both")
-        groups = instantiate("optimizer.param_groups", groups_config, lr_scale=scale)
+    if scale and not groups_config:
+        raise UserError("optimizer.lr_scale has no effect without optimizer.param_groups: give both")
+    if groups_config:
+        divides = instantiate("optimizer.param_groups", groups_config, lr_scale=scale or {})
+        groups = divides if scale else None  # without factors it is only checked
     make = instantiate("optimizer", options, **numbers)
     optimizer = OptimizerFactory("optimizer", make, groups, {"lr_scale": scale} if scale else {})
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early

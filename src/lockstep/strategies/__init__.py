@@ -3,6 +3,7 @@
 This module imports quickly, because a config is checked with it before torch is imported.
 """
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ class Strategy:
         staged: whether each device has a part of the network, and every piece passes all parts.
 
     Raises:
-        ValueError: a share is not above 0.
+        ValueError: a share is not above 0, or not finite.
     """
 
     name: str
@@ -36,8 +37,8 @@ class Strategy:
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
         self.shares = tuple(map(float, shares or ()))
-        if any(share <= 0 for share in self.shares):
-            raise ValueError(f"shares={list(self.shares)}: must be above 0")
+        if any(share <= 0 for share in self.shares) or not math.isfinite(sum(self.shares)):
+            raise ValueError(f"shares={list(self.shares)}: must be finite numbers above 0")
 
     def layout_name(self, devices: int) -> str:
         """Return the layout's `strategy` name on `devices` devices over all nodes."""

@@ -149,7 +149,13 @@ class LogAuditCount(Callback):
         self.hook = hook
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        LOG.info(f"audit: {plural(self.hook.checked_pieces, 'piece')} computed again, all with the same bits")
+        count = self.hook.checked_pieces
+        result = (
+            f"{plural(count, 'piece')} computed again, all with the same bits"
+            if count
+            else "no piece was computed again"
+        )
+        LOG.info(f"audit: {result}")
 
 
 class Muted:
