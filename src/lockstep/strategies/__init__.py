@@ -5,7 +5,7 @@ This module imports quickly, because a config is checked with it before torch is
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
@@ -13,6 +13,26 @@ from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lockstep.step.strategy import PieceStrategy
+
+
+class RunSettings(Protocol):
+    """Those settings of a run with which a strategy may conflict. `Config` has them."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which device computes which piece of a step."""
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name of the precision, never `auto`."""
+
+    @property
+    def compile(self) -> bool:
+        """Whether torch.compile compiles the network."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run may continue with fewer workers."""
 
 
 class Strategy:
@@ -44,7 +64,7 @@ class Strategy:
         """Return the layout's `strategy` name on `devices` devices over all nodes."""
         return self.name
 
-    def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
+    def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
         """Yield settings that can't be combined: two settings as a user types them, and the reason.
 
         Args:
@@ -97,7 +117,7 @@ class DDP(Strategy):
         self.sync_batchnorm = sync_batchnorm
         self.compression = compression
 
-    def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
+    def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
         """Yield settings that `sync_batchnorm` or `compression` can't be combined with, and the reasons."""
         layout = config.layout
         if self.sync_batchnorm:
@@ -174,7 +194,7 @@ class DP(Strategy):
 
     name = "dp"
 
-    def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
+    def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
         """Yield `compile=true`."""
         if config.compile:
             yield "compile=true", "strategy=dp", "dp runs the network with copies of its weights; use strategy=ddp"

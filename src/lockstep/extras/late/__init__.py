@@ -59,8 +59,8 @@ class Late(Extra):
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if resumes:
             yield (
-                f"{self.setting}: a run that has ended has applied all its gradients. If it is made longer, its bits "
-                "differ from a run of that length from the start"
+                f"{self.setting}: a checkpoint has the gradients that wait, except one of a run's end: if that run is "
+                "made longer, its bits differ from those of a run of that length from the start"
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
