@@ -149,13 +149,10 @@ class LogAuditCount(Callback):
         self.hook = hook
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        count = self.hook.checked_pieces
-        result = (
-            f"{plural(count, 'piece')} computed again, all with the same bits"
-            if count
-            else "no piece was computed again"
-        )
-        LOG.info(f"audit: {result}")
+        if count := self.hook.checked_pieces:
+            LOG.info(f"audit: {plural(count, 'piece')} computed again, all with the same bits")
+        else:
+            LOG.info("audit: no piece was computed again")
 
 
 class Muted:
