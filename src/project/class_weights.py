@@ -57,4 +57,4 @@ class ClassWeights(Callback):
             return losses
         if y.ndim > 1:
             raise UserError("model.class_weights can't weigh mixed labels: leave out data.mix or class_weights")
-        return losses * self.of_step[y].to(losses.dtype)
+        return losses * self.of_step.to(losses)[y]  # with dp, samples of several devices come here

@@ -2,7 +2,9 @@
 
 import math
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -94,3 +96,54 @@ def test_the_best_survives_a_resume(tmp_path: Path, killed: str) -> None:
         assert (callback.best_score, step_of(callback.best_path)) == (0.5, 4 * STEPS)
     else:
         assert (callback.best_score, step_of(callback.best_path)) == (0.75, 2 * STEPS)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_best_of_steps_that_no_longer_count_goes(tmp_path: Path, kept: bool) -> None:
+    """The run continues from a checkpoint before its best one. The best of the steps that count may be kept."""
+
+    class Rises(Plain):
+        scores = (0.5, 0.25, 0.75)
+
+    class Falls(Plain):
+        scores = (0.5, 0.25, 0.25)
+
+    checkpoints = tmp_path / "checkpoints"
+    start: str | None = None
+    for epochs in (1, 2, 3):
+        trainer_with(tmp_path, Checkpoint(tmp_path), epochs=epochs).fit(Rises(), **loaders(), ckpt_path=start)
+        if epochs == 1 and kept:
+            shutil.copy(checkpoints / "last.ckpt", checkpoints / f"step_{STEPS}.ckpt")
+        start = str(shutil.copy(checkpoints / "last.ckpt", tmp_path / f"{epochs}.ckpt"))
+    assert step_of(checkpoints / "best.ckpt") == 3 * STEPS
+    callback = Checkpoint(tmp_path)
+    trainer_with(tmp_path, callback, epochs=3).fit(Falls(), **loaders(), ckpt_path=str(tmp_path / "2.ckpt"))
+    score, step = (0.5, STEPS) if kept else (0.25, 3 * STEPS)  # else the best of those that are there
+    assert (callback.best_score, callback._best_step, step_of(callback.best_path)) == (score, step, step)
+
+
+def test_an_old_best_is_none_of_a_run_that_has_no_monitor(tmp_path: Path) -> None:
+    trainer_with(tmp_path, Checkpoint(tmp_path)).fit(Plain(), **loaders())
+    callback = Checkpoint(tmp_path, monitor=None)
+    last = str(tmp_path / "checkpoints" / "last.ckpt")
+    trainer_with(tmp_path, callback, epochs=2).fit(Plain(), **loaders(), ckpt_path=last)
+    assert (tmp_path / "checkpoints" / "best.ckpt").exists()
+    assert callback.best_path is None
+
+
+def test_a_run_that_ran_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
+    def state(limit: str | None) -> ResumeState:
+        return ResumeState({"config": {"debug": {"trainer": {"max_time": limit}}}}, {}, STEPS)
+
+    class EndsLikeLightningsTimer(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.should_stop = True
+
+    short = trainer_with(tmp_path, Checkpoint(tmp_path), state("short"), EndsLikeLightningsTimer(), epochs=2)
+    short.fit(Plain(), **loaders())
+    last = str(tmp_path / "checkpoints" / "last.ckpt")
+    assert step_of(Path(last)) == 1
+    for limit, steps in (("short", 1), ("longer", 1 + STEPS)):  # the first is the control; Lightning begins an epoch
+        trainer = trainer_with(tmp_path, Checkpoint(tmp_path), state(limit), epochs=2)
+        trainer.fit(Plain(), **loaders(), ckpt_path=last)
+        assert trainer.global_step == steps

@@ -222,6 +222,9 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
             ImageFiles(folder, SIZE, 3)
     for name in ("a.png", "b.gif"):
         (tmp_path / name).write_bytes(b"cut")
+    (tmp_path / "list.csv").write_text("label,file\ncat,a.png\ndog\n")
+    with pytest.raises(UserError, match=r"images=.*list.csv: the row dog has no file$"):
+        ImageFiles(tmp_path / "list.csv", SIZE, 3)
     with pytest.raises(UserError, match=r"images=.*: no image can be decoded, a.png for example"):
         ImageFiles(tmp_path, SIZE, 3)
     with pytest.raises(UserError, match="1 or 3 channels, but the model was trained on 4"):

@@ -122,11 +122,24 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     [
         (2, "0123", 2, [Slot(("0", "1"), (0,)), Slot(("2", "3"), (1,))]),
         (2, "57", 1, [Slot(("5",)), Slot(("7",))]),
-        (2, "", 5, [Slot((), (0, 1)), Slot((), (2, 3, 4))]),
+        (2, "", 5, [Slot((), (0, 1)), Slot((), (2, 3))]),  # with more cores, a job would have more threads
     ],
 )
 def test_devices_are_divided(jobs: int, gpus: str, cores: int, expected: list[Slot]) -> None:
     assert slots(jobs, gpus, range(cores)) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("hydra.sweep.subdir=mine_${hydra.job.num}", "a job's folder has its number as name: leave it out"),
+        ("hydra.sweeper.max_batch_size=2", "give sweep.jobs=, the number of jobs at the same time"),
+    ],
+)
+def test_settings_of_hydra_that_a_sweep_can_not_have_are_refused(run_train: Program, setting: str, says: str) -> None:
+    run = run_train("-m", *ENDLESS, "seed=0,1", setting, ok=False)
+    assert (run.returncode, run.stderr) == (2, f"error: {setting}: {says}\n")
+    assert not list(run_train.outputs.rglob("*"))
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import weights_in_use
+from lockstep.checkpoint.io import step_of, weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import link_file
 from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
-LENGTH = ("callbacks", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
+LENGTH = ("callbacks", "debug", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
 # What a ReduceLROnPlateau keeps when its settings change. warmup_done: of one with a warm-up, its steps so far
 PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "warmup_done")
 
@@ -77,8 +77,8 @@ class Checkpoint(LightningCheckpoint):
 
     @property
     def best_path(self) -> Path | None:
-        """The path of the best checkpoint, if it exists."""
-        return self._best if self._best.exists() else None
+        """The path of the best checkpoint; None without one."""
+        return self._best if self.best_score is not None and self._best.exists() else None
 
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. All ranks must call it, between two optimizer steps."""
@@ -93,8 +93,14 @@ class Checkpoint(LightningCheckpoint):
             return
         # The run may have been killed after it saved its best weights and before `best.ckpt` had that file.
         source, step = weights_in_use(trainer)
-        if _writes(trainer) and source is not None and step == self._best_step and Path(source).exists():
-            link_file(source, self._best)
+        if _writes(trainer):
+            if source is not None and step == self._best_step and Path(source).exists():
+                link_file(source, self._best)
+            # The run may continue from a step before its best one, which is then of steps that do not count.
+            elif step_of(self._best) not in (-1, self._best_step):
+                self._best.unlink()
+                if (kept := paths.step_path(self._best.parent, self._best_step)).exists():
+                    link_file(kept, self._best)
         if not trainer.strategy.broadcast(self._best.exists()):  # a score without its file is useless
             log.warning("%s is missing beside %s: the next best checkpoint replaces it", self._best.name, source)
             self.best_score, self._best_step = None, -1
@@ -141,11 +147,14 @@ class Checkpoint(LightningCheckpoint):
 
     def _improved(self, trainer: Trainer) -> bool:
         """Check whether the monitored metric is the best so far. If it is, store it as the new best score."""
-        metric = trainer.callback_metrics.get(self.monitor or "")
-        if metric is None:
+        if self.monitor is None:
             return False
-        # Rank zero decides: a metric that a module did not reduce differs between ranks, and saving is collective.
-        score = float(trainer.strategy.broadcast(float(torch.as_tensor(metric))))
+        metric = trainer.callback_metrics.get(self.monitor)
+        # Rank zero decides: a metric that a module did not reduce differs between ranks, a rank without a sample may
+        # lack it, and saving is collective.
+        score = trainer.strategy.broadcast(None if metric is None else float(torch.as_tensor(metric)))
+        if score is None:
+            return False
         # An equal score is an improvement: with few validation samples, the highest score often comes early by chance.
         best = score if self.best_score is None else self.best_score
         if math.isnan(score) or (score < best if self.mode == "max" else score > best):
@@ -216,7 +225,8 @@ class ResumeState(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
             saved = checkpoint["continuation"]
-            trainer.should_stop = saved["stopped"] and saved["length"] == self.length
+            same_length = all(self.length.get(key) == value for key, value in saved["length"].items())
+            trainer.should_stop = saved["stopped"] and same_length
             self._loaded = checkpoint
             for callback in trainer.callbacks:
                 if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:

@@ -49,7 +49,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         has = f"data={config.get('name')} brings its own validation set"
         raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
     train, val, about = split_validation(source, val_fraction, folding, split_seed)
-    for name, dataset in (("training", train), ("test", source.test)):
+    for name, dataset in (("training", train), ("validation", val), ("test", source.test)):
         if dataset is not None and not len(dataset):
             raise UserError(f"data={config.get('name')}: the {name} set is empty: it needs at least one image")
     mix, sampling = group.get("mix"), group.get("sampling")

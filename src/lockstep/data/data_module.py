@@ -233,9 +233,9 @@ class DataModule(pl.LightningDataModule):
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            # Copy on CUDA: a view of a larger tensor may begin at any address, and torch chooses some kernels by the
+            # Copy it: a view of a larger tensor may begin at any address, and MKL and CUDA choose some kernels by the
             # alignment of their input. Another kernel may round differently.
-            x = x.to(dtype, copy=x.is_cuda)
+            x = x.to(dtype, copy=True)
         return (x, *rest)
 
     def _normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:

@@ -79,11 +79,19 @@ def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0)
 def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
     """Check all jobs of a sweep before the first one begins, since the last one may begin hours later.
 
+    Raises:
+        UserError: A job's config is bad, or the folders or batches of jobs are not ours.
+
     Returns:
         The sweep's overrides. If `threads` is not given and the jobs' layouts would have different numbers of CPU
         threads, the smallest number is added: the number of threads changes rounding, and a comparison of layouts
         would show this difference.
     """
+    subdir = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload, index]
+    if subdir != "${hydra.job.num}":
+        raise UserError(f"hydra.sweep.subdir={subdir}: a job's folder has its number as name: leave it out")
+    if (batch := config.hydra.sweeper.max_batch_size) and "lockstep" in config.hydra.launcher._target_:
+        raise UserError(f"hydra.sweeper.max_batch_size={batch}: give sweep.jobs=, the number of jobs at the same time")
     if config.hydra.job.config_name != "train":
         return list(arguments)
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
@@ -140,7 +148,8 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
     for number, summary in done.items():
         progress.add(number, summary)
     if not remaining and environment().rank == 0:
-        best = f" | best {progress.best[0]:.4g}: {jobs[progress.best[1]].folder}" if progress.best else ""
+        folders = {job.number: job.folder for job in jobs}
+        best = f" | best {progress.best[0]:.4g}: {folders[progress.best[1]]}" if progress.best else ""
         print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
 
     def run_or_continue(job: Job) -> None:
@@ -185,7 +194,9 @@ def _slots(count: int, config: DictConfig) -> list[Slot]:
 
 
 def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
-    """Divide the devices among `jobs` jobs that run at the same time. Each gets neighbouring devices.
+    """Divide the devices among `jobs` jobs that run at the same time. Each gets equally many neighbouring devices.
+
+    The number of threads changes rounding and follows from the cores, so no slot has more cores than another.
 
     Raises:
         UserError: There are fewer GPUs than jobs; or, without GPUs, fewer cores.
@@ -195,12 +206,13 @@ def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
         are = "is" if count == 1 else "are"
         few = f"each job needs its own {kind}, and there {are} {count}"
         raise UserError(f"sweep.jobs={jobs}: {few}: use sweep.jobs={count} or less")
-    cut = [_split_evenly(gpus, jobs), _split_evenly(cores, jobs) if jobs <= len(cores) else [()] * jobs]
+    cut = [_equal_parts(gpus, jobs), _equal_parts(cores, jobs)]
     return [Slot(tuple(job_gpus), tuple(job_cores)) for job_gpus, job_cores in zip(*cut, strict=True)]
 
 
-def _split_evenly(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
-    return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
+def _equal_parts(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    size = len(things) // parts  # 0: a job may use all
+    return [things[size * part : size * (part + 1)] for part in range(parts)]
 
 
 def in_this_process() -> bool:

@@ -42,6 +42,7 @@ class Dashboard(Callback):
         self._monitor, self._mode = model.get("monitor", "val/acc"), model.get("mode", "max")
         self._next_picture = time.monotonic() + PICTURE_SECONDS
         self._curves: dict[str, list[tuple[int, float]]] = {}  # points (step, value) by tag since the run began
+        self._fits = False
         self._step: dict[str, Any] = {}  # lr and gradient norm of the measured step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -49,6 +50,7 @@ class Dashboard(Callback):
         if meter is None:
             raise UserError("callbacks.dashboard needs callbacks.meter: keep both, or leave both out")
         self._meter = meter
+        self._fits = stage == "fit"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -133,7 +135,8 @@ class Dashboard(Callback):
         return {"curves": self._curves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._curves = state_dict["curves"]
+        if self._fits:  # Lightning restores it for the test of the best checkpoint, too
+            self._curves = state_dict["curves"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A resumed run does not draw earlier points again, so they must be on the disk.

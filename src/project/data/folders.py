@@ -168,10 +168,17 @@ def _paths(source: Path) -> list[str]:
     if kind not in (".txt", ".csv"):
         return [str(source)]
     lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
-    rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
+    try:
+        rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
+    except csv.Error as error:
+        raise UserError(f"images={source}: not a list of files ({error})") from error
     head = rows[0] if rows else []
     named = next((head.index(name) for name in ("file", "path") if name in head), None)
-    paths = [source.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
+    column = named or 0
+    rows = [row for row in rows[named is not None :] if row]
+    if short := [row for row in rows if len(row) <= column]:
+        raise UserError(f"images={source}: the row {','.join(short[0])} has no {head[column]}")
+    paths = [source.parent / row[column] for row in rows if row[column]]
     if absent := [path for path in paths if not path.is_file()]:
         where = "relative to its folder; a .csv has them in the column file or path, else in the first"
         raise UserError(f"images={source}: there is no {absent[0]}: paths in a list are {where}")
