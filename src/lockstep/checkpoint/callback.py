@@ -99,8 +99,8 @@ class Checkpoint(LightningCheckpoint):
             # The run may continue from a step before its best one, which is then of steps that do not count.
             elif step_of(self._best) not in (-1, self._best_step):
                 self._best.unlink()
-                if (kept := paths.step_path(self._best.parent, self._best_step)).exists():
-                    link_file(kept, self._best)
+                if (copy := paths.step_path(self._best.parent, self._best_step)).exists():
+                    link_file(copy, self._best)
         if not trainer.strategy.broadcast(self._best.exists()):  # a score without its file is useless
             log.warning("%s is missing beside %s: the next best checkpoint replaces it", self._best.name, source)
             self.best_score, self._best_step = None, -1

@@ -67,13 +67,7 @@ def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
     """Return the argument for a config's value: with its nested targets created, and its `later:` values replaced."""
     if isinstance(value, Mapping):
         if "_target_" in value:
-            try:
-                return instantiate(key, value, **numbers)
-            except UserError:
-                raise
-            except Exception as error:  # an option may be wrong in any way: torchvision looks weights up by name
-                text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                raise UserError(f"{key}: {text}") from error
+            return instantiate(key, value, **numbers)
         return {name: _argument(f"{key}.{name}", part, numbers) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_argument(key, part, numbers) for part in value]
@@ -92,8 +86,9 @@ def call(key: str, make: partial[Any], *args: Any, of_any_kind: bool = True) -> 
         key: the dotted key of the config, for messages.
         make: a class or function with the config's keys as arguments.
         args: further arguments.
-        of_any_kind: whether to turn other errors than ValueErrors and TypeErrors, too, if a library raises them. Those
-            that the user's own code raises are left as they are: the traceback shows where.
+        of_any_kind: whether to turn other errors than ValueErrors and TypeErrors, too, if a library raises them: an
+            option may be wrong in any way, as torchvision looks weights up by name. Those that the user's own code
+            raises are left as they are: the traceback shows where.
     """
     name, arguments = make.func.__name__, make.keywords
     try:
