@@ -1,5 +1,7 @@
 """A piece begins at an aligned address, whoever fetches it with how many others: MKL chooses kernels by the address."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.data import ArrayDataset, DataModule, Spec, Splits
 
 SIZE = 7  # a sample of 49 float32 numbers, so that views of several samples begin anywhere
-IMAGES = np.random.default_rng(0).standard_normal((120, 1, SIZE, SIZE), dtype=np.float32)
+IMAGES: Any = np.random.default_rng(0).standard_normal((120, 1, SIZE, SIZE), dtype=np.float32)
 SPLITS = Splits(ArrayDataset(IMAGES, np.zeros(120, dtype=np.int64)), None, None, Spec(1, SIZE, ("a", "b")), "")
 
 
