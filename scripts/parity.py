@@ -45,6 +45,7 @@ from trials.record import YARDSTICKS, roundoff
 from trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
 
 from lockstep.arithmetic.layout import Layout, split
+from lockstep.checkpoint.resume import LENGTH
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.value_checks import Flag, checker, group_file, options, unknown_name_message, whole_number
@@ -123,7 +124,7 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
     Raises:
         UserError: this config can't be compared.
     """
-    if unused := {"max_epochs", "max_steps"}.intersection(overridden_keys()):
+    if unused := LENGTH.intersection(overridden_keys()):
         raise UserError(f"{min(unused)} has no effect on parity.py: give steps=, the number of optimizer steps")
     check_one_machine("parity.py", raw)
     config = check(raw)

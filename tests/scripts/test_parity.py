@@ -137,6 +137,12 @@ def test_the_verdict_names_the_rows_that_differ() -> None:
     assert verdict(rows) == (expected, True)
 
 
+def test_a_length_of_training_is_refused(run_parity: Program) -> None:
+    run = run_parity("devices=2", "max_steps=3", ok=False)
+    assert run.returncode == 2, str(run)
+    assert run.stderr == "error: max_steps has no effect on parity.py: give steps=, the number of optimizer steps\n"
+
+
 def test_one_piece_is_refused(run_parity: Program) -> None:
     run = run_parity(*TINY, "devices=1", ok=False)
     assert run.returncode == 2

@@ -71,7 +71,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     """Build the module from `options`, check that its steps can be cut into pieces, and set its memory format."""
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
-    target = locate("model._target_", str(options.get("_target_")))
+    target = locate("model._target_", options["_target_"])
     if isinstance(target, type) and not issubclass(target, pl.LightningModule):
         raise _no_lightning_module(config)
     argument_names = parameters(target)

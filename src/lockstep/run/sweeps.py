@@ -79,17 +79,17 @@ def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0)
 def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
     """Check all jobs of a sweep before the first one begins, since the last one may begin hours later.
 
-    Raises:
-        UserError: A job's config is bad, or the folders or batches of jobs are not ours.
-
     Returns:
         The sweep's overrides. If `threads` is not given and the jobs' layouts would have different numbers of CPU
         threads, the smallest number is added: the number of threads changes rounding, and a comparison of layouts
         would show this difference.
+
+    Raises:
+        UserError: A job's config is bad, or the folders or batches of jobs are not ours.
     """
-    subdir = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload, index]
-    if subdir != "${hydra.job.num}":
-        raise UserError(f"hydra.sweep.subdir={subdir}: a job's folder has its number as name: leave it out")
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if sweep["subdir"] != "${hydra.job.num}":
+        raise UserError(f"hydra.sweep.subdir={sweep['subdir']}: a job's folder has its number as name: leave it out")
     if (batch := config.hydra.sweeper.max_batch_size) and "lockstep" in config.hydra.launcher._target_:
         raise UserError(f"hydra.sweeper.max_batch_size={batch}: give sweep.jobs=, the number of jobs at the same time")
     if config.hydra.job.config_name != "train":
