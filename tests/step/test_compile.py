@@ -107,6 +107,13 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def test_exact_needs_a_torch_that_can_choose_kernels_without_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: ["fallback_random"])  # as torch 2.9
+    with pytest.raises(UserError, match=r"^compile=true exact=true: .*use torch 2\.10 or newer"):
+        compile_networks(Parts(), exact=True)
+    compile_networks(Parts(), exact=False)
+
+
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "ccache-without no-such-compiler")

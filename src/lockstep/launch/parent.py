@@ -104,6 +104,8 @@ def _run_in_external_worker(
     """Call `work(*args)` in this process, which is a worker that an engine has started. See `launch`."""
     import torch.distributed as dist
 
+    from lockstep.launch.torch_versions import set_group_timeout
+
     world = external_workers()
     if world != layout.world_size:
         raise UserError(
@@ -112,7 +114,7 @@ def _run_in_external_worker(
         )
     join_external()
     if dist.is_initialized():
-        dist.set_timeout(timedelta(seconds=hang_timeout))
+        set_group_timeout(timedelta(seconds=hang_timeout))
     try:
         with log_failure():
             return work(*args)

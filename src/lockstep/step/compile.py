@@ -27,19 +27,25 @@ def compile_networks(module: pl.LightningModule, exact: bool) -> None:
         exact: whether torch must not choose kernels by timing, since they may round differently.
 
     Raises:
-        UserError: the module has no network.
+        UserError: the module has no network, or this version of torch can't choose kernels without timing.
     """
     nets = list(networks(module))
     if not nets:
         raise UserError(f"compile=true: {type(module).__name__} has no layer with parameters: use compile=false")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a warning about CUDA without a GPU
     import torch._dynamo
+    import torch._inductor
 
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # each counts over all networks
         most = max(SHAPES * len(nets), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
     torch._dynamo.config.optimize_ddp = False  # it splits a network at DDP's buckets, without a gain here
-    options = {"fallback_random": True, "deterministic": exact}
+    options = {"fallback_random": True}
+    if exact:
+        if "deterministic" not in torch._inductor.list_options():
+            remedy = "use torch 2.10 or newer, or exact=false"
+            raise UserError(f"compile=true exact=true: torch {torch.__version__} chooses kernels by timing: {remedy}")
+        options["deterministic"] = True
     for network in nets:
         network.compile(options=options, dynamic=False)
 
