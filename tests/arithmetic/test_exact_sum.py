@@ -1,7 +1,7 @@
 """Sums that neither the order of addends nor their distribution over processes can change."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Barrier
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import Kernels
 from torch import Tensor
 
 from lockstep.arithmetic.exact_sum import CHUNK, HEAD, CorruptMessage, ExactSum, reduce_alone
@@ -223,3 +224,45 @@ def test_a_damaged_message_of_what_outgrew_its_grid_is_seen() -> None:
         with pytest.raises(CorruptMessage, match=r"^step 1: the sums do not match") if damaged == 3 else nullcontext():
             exact.total(all_reduce)
         assert sent == ["sum", "max", "sum"]
+
+
+# --- on a GPU, whose way the CPU can go -------------------------------------------------------------------------------
+
+
+def on_gpu(like: Addend) -> ExactSum:
+    """Return a sum that computes on the CPU as it would on a GPU."""
+    exact = ExactSum(like)
+    exact.in_chunks, exact.scratch = False, torch.empty(0)
+    return exact
+
+
+def test_a_gpus_way_has_the_same_bits_and_changes_no_addend() -> None:
+    steps = [addends(3, seed, spread=12) for seed in range(3)]  # the later ones outgrow the first one's grids
+    steps = [[[part.double() for part in addend] for addend in step] for step in steps]
+    like = [part.double() for part in zeros()]
+    cpu, gpu = ExactSum(like), on_gpu(like)
+    for step in steps:
+        before = [[part.clone() for part in addend] for addend in step]
+        for exact in (cpu, gpu):
+            exact.begin()
+            for addend in step:
+                exact.add(addend)
+        assert all(map(torch.equal, cpu.total(divisor=3), gpu.total(divisor=3)))
+        assert all(
+            torch.equal(a, b) for row, rows in zip(before, step, strict=True) for a, b in zip(row, rows, strict=True)
+        )
+
+
+def test_a_gpu_starts_as_many_kernels_for_large_tensors_as_for_small_ones() -> None:
+    def count(make: type[ExactSum] | Callable[[Addend], ExactSum], size: int) -> int:
+        like = [torch.zeros(size), torch.zeros(size)]
+        exact = make(like)
+        for _ in range(2):  # the first sum chooses the grids
+            exact.begin()
+            exact.add([torch.ones(size), torch.ones(size)])
+            with Kernels() as kernels:
+                exact.total()
+        return kernels.kernels
+
+    assert count(on_gpu, 20_000) == count(on_gpu, 40 * CHUNK)
+    assert count(ExactSum, 20_000) + 100 < count(ExactSum, 40 * CHUNK)  # the control: in chunks of a CPU's cache

@@ -30,7 +30,7 @@ LOWEST = -900  # smallest exponent: far below float32's, and its grid is still a
 HIGHEST = 1000  # largest exponent: far above float32's, and the grid's constant and the sum are still finite float64
 NO_EXPONENT = -100_000  # of a group without an addend: below every exponent, so that "max" ignores it
 SMALL = 16_384  # at most so many elements of neighbouring tensors share a grid
-CHUNK = 65_536  # elements of a chunk: in float64 it fits the second-level cache
+CHUNK = 65_536  # elements of a chunk on a CPU: in float64 it fits the second-level cache
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
 
@@ -77,6 +77,7 @@ class ExactSum:
         self.like = list(like)
         self.floor = floor
         self.device = self.like[0].device if self.like else torch.device("cpu")
+        self.in_chunks = self.device.type == "cpu"  # for its cache; a GPU takes each group in one kernel
         self.dense = [dense(tensor) for tensor in self.like]
         self.groups = _group(self.like, segment_ids or [0] * len(self.like))
         self.local_groups = [g for g, group in enumerate(self.groups) if not summed_here or summed_here[group[0]]]
@@ -90,7 +91,7 @@ class ExactSum:
         self.names, checks = names, len(self.groups) + 1 if names else 0
         self.message = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
         *self.parts, self.counts, self.checks = self.message.split([*self.sizes, counts, checks])
-        self.scratch = torch.empty(CHUNK, dtype=torch.float64, device=self.device)
+        self.scratch = torch.empty(CHUNK * self.in_chunks, dtype=torch.float64, device=self.device)
         self.begin()
 
     def begin(self, step: int = 0) -> None:
@@ -106,7 +107,7 @@ class ExactSum:
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
         flats = [self._flat(self.groups[g], values) for g in self.local_groups]
         # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
-        maxima = [0.0] * len(flats) if self.device.type == "cpu" else _largest(flats)
+        maxima = [0.0] * len(flats) if self.in_chunks else _largest(flats)
         for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
             grid_exponent = self.grid_exponents[g]
             limit = 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)  # upper limit of an element
@@ -250,9 +251,9 @@ class ExactSum:
             Whether all elements are below `limit`. If not, nothing was added to `units`; but with `first` its content
             is undefined, and the next call must overwrite it (`first` again).
         """
-        if self.device.type != "cpu":
+        if not self.in_chunks:
             add = Tensor.copy_ if first else Tensor.add_
-            add(units, flat.double().add_(constant).view(torch.int64))
+            add(units, torch.add(flat.double(), constant).view(torch.int64))  # `double` may return the addend itself
             return True
         values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
 
@@ -281,13 +282,15 @@ class ExactSum:
         constants = (constants + 2**63) % 2**64 - 2**63  # wrapped as int64 arithmetic does
         scale = 2.0**grid_exponent
         result = torch.empty(self.sizes[g], dtype=self.like[self.groups[g][0]].dtype, device=self.device)
-        for start, units in zip(range(0, len(result), CHUNK), self.parts[g].split(CHUNK), strict=False):
-            part = result[start : start + CHUNK]
-            exact = self.scratch[: len(part)].copy_(units.sub_(constants))
+        chunk = CHUNK if self.in_chunks else max(1, len(result))
+        for start, units in zip(range(0, len(result), chunk), self.parts[g].split(chunk), strict=False):
+            part = result[start : start + chunk]
+            units.sub_(constants)
+            exact = self.scratch[: len(part)].copy_(units) if self.in_chunks else units.double()
             if outgrown_sum is None:
                 part.copy_(exact.div_(divisor / scale))
             else:
-                part.copy_(exact.mul_(scale).add_(outgrown_sum[start : start + CHUNK]).div_(divisor))
+                part.copy_(exact.mul_(scale).add_(outgrown_sum[start : start + chunk]).div_(divisor))
         return result
 
     # --- addends that outgrew their grids ---

@@ -1,4 +1,4 @@
-"""What older versions of torch call by another name. tests/launch/test_torch_versions.py fails if neither name exists."""
+"""What older versions of torch call by another name (tests/launch/test_torch_versions.py pins both names)."""
 
 from datetime import timedelta
 from typing import Any
