@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
-from lockstep.config.value_checks import show
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import (
     ChunkDataset,
@@ -255,11 +254,12 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     Only objects of the class `ArrayDataset` itself are copied, since a derived class may use its arrays in other ways.
 
     Args:
-        choice: `speed.resident`: false, true or auto. Only true requires that a data set is in memory.
+        choice: `speed.resident`: false, true or auto. With auto, data sets that take more than half of the free memory
+            stay on the host, since the model needs memory, too.
         free: free bytes on the device.
 
     Raises:
-        UserError: no data set is in memory although `choice` is true, or they do not fit on the device.
+        UserError: `choice` is true, and no data set is in memory, or they do not fit on the device.
     """
     if choice is False:
         return splits
@@ -269,9 +269,12 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in in_memory.values())
     if choice is True and not in_memory:
         raise UserError("speed.resident=true: no data set is in memory as an ArrayDataset: use speed.resident=auto")
-    if size > free:
-        sizes = f"the data sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} MiB free"
-        raise UserError(f"speed.resident={show(choice)}: {sizes}: use speed.resident=false")
+    sizes = f"the data sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} MiB free"
+    if choice is True and size > free:
+        raise UserError(f"speed.resident=true: {sizes}: use speed.resident=false")
+    if choice == "auto" and size > free / 2:
+        LOG.info("%s: they stay on the host (speed.resident=true copies them, if they fit)", sizes)
+        return splits
     resident: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in in_memory.items()}
     return replace(splits, **{name: _moved(part, resident) for name, part in parts.items()})
 
