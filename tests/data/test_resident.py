@@ -107,6 +107,6 @@ def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
 def test_sets_that_do_not_fit_are_refused() -> None:
     with pytest.raises(
         UserError,
-        match="^speed.resident=true: the data sets take 0 MiB, and cpu has 0 MiB free: use speed.resident=false$",
+        match=r"^speed.resident=true: the data sets take 0 MiB, and cpu has 0 MiB free: use speed.resident=false$",
     ):
         place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, True, 2 * SIZE - 1)
