@@ -74,7 +74,7 @@ def taken(splits: Any, epoch: int = 0, on: Any = ON) -> Any:
 
 # --- labels -----------------------------------------------------------------------------------------------------------
 
-HALVES = np.arange(0, 100, 2), np.arange(1, 100, 2)
+HALVES: Any = (np.arange(0, 100, 2), np.arange(1, 100, 2))
 KINDS: dict[str, Callable[[], Any]] = {
     "tensors": tensors,
     "random_split": lambda: random_split(tensors(), [80, 20], torch.Generator().manual_seed(0))[0],
@@ -152,7 +152,7 @@ def test_weights_come_from_the_source_the_data_set_or_what_is_inside_it() -> Non
     dataset, inside = tensors(), tensors()
     dataset.sample_weights = torch.from_numpy(weights)
     inside.sample_weights = weights.tolist()
-    part = np.arange(10, 90)
+    part: Any = np.arange(10, 90)
     for train, expected in (
         (dataset, weights),
         (Subset(inside, part), weights[part]),
