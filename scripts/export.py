@@ -102,10 +102,10 @@ class Deployed(nn.Module):
         self.register_buffer("shift", (-mean / std).float())
 
     def forward(self, images: Tensor) -> Any:
-        found = self.network(images.float() * self.scale + self.shift)
+        returned = self.network(images.float() * self.scale + self.shift)
         tensors = tuple(
             self.activation(each).float() if each.is_floating_point() else each
-            for each in named_tensors(found).values()
+            for each in named_tensors(returned).values()
         )
         return tensors[0] if len(tensors) == 1 else tensors
 
@@ -256,8 +256,8 @@ def output_of(module: pl.LightningModule, spec: Spec, images: Tensor) -> Output:
                 "draw only if self.training"
             )
         raw = predicted if not has_step else raw_output(module, images)
-    found = _named_output(module, spec, predicted, raw)
-    return found or Output(predict, "none", _names(predicted, spec, step=True))
+    known = _named_output(module, spec, predicted, raw)
+    return known or Output(predict, "none", _names(predicted, spec, step=True))
 
 
 def _named_output(
@@ -380,7 +380,7 @@ def write_onnx(
     """
     torch.onnx.export(
         traced(model, example),
-        None,
+        (),
         path,
         input_names=["images"],
         output_names=description["outputs"],
@@ -432,8 +432,9 @@ def largest_difference(
     """
     differences = []
     for before, after in zip(images.split(BATCH_SIZES), normalised.split(BATCH_SIZES), strict=True):
-        found = exported(before)
-        for one, other in zip(expected(after), found if isinstance(found, tuple | list) else [found], strict=True):
+        outputs = exported(before)
+        outputs = outputs if isinstance(outputs, tuple | list) else [outputs]
+        for one, other in zip(expected(after), outputs, strict=True):
             same_shape = one.shape == other.shape
             differences.append(difference(one, other) if same_shape else float("inf"))
     return float(torch.tensor(differences).max())  # NaN if one is NaN

@@ -361,10 +361,10 @@ def checked_weights(values: Any, count: int, name: str) -> Weights:
 
 def _candidates(dataset: Any, *names: str) -> list[Any]:
     """Return a data set's attributes with these names that are not None, and the labels of a TensorDataset."""
-    found = [value for name in names if (value := getattr(dataset, name, None)) is not None]
+    values = [each for name in names if (each := getattr(dataset, name, None)) is not None]
     if "labels" in names and type(dataset) is TensorDataset and len(dataset.tensors) > 1:
-        found.append(dataset.tensors[1])
-    return found
+        values.append(dataset.tensors[1])
+    return values
 
 
 def _array(values: Any) -> NDArray[Any]:
