@@ -171,7 +171,7 @@ def test_an_own_source_says_how_held_out_samples_look() -> None:
     ("changes", "says"),
     [
         ({"held_out": 0}, "the Source's val_candidates has 3 samples: it must have 20, as its train"),
-        ({"sampling": "balanced"}, "the labels of a Noisy are unknown"),
+        ({"sampling": "balanced", "several": True}, "the labels of a Noisy are unknown"),
         (
             {"mix": "cutmix", "several": True},
             "data.mix=cutmix: the data set must give images [C, H, W] with one label each",

@@ -240,7 +240,11 @@ def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Pa
     program: Any = torch.export.load(run.jobs[0] / "model.pt2").module()
     assert (program(images) - expected).abs().max() < 1e-5
     assert (program(images[:1]) - expected[:1]).abs().max() < 1e-5
+    assert "of the data set and random ones" in run.stdout or "random images, since" in run.stdout
     about = json.loads((run.jobs[0] / "model.json").read_text())
+    inside = {"model.json": ""}
+    torch.export.load(run.jobs[0] / "model.pt2", extra_files=inside)
+    assert json.loads(inside["model.json"]).items() <= about.items()
     assert (about["classes"], about["input"]) == (list(CLASSES), ["n", 3, SIZE, SIZE])
     if all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript")):
         assert run.returncode == 0, run
@@ -250,43 +254,17 @@ def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Pa
         assert (session.input_names, session.output_names) == (["images"], ["probabilities"])
         (found,) = session.run(None, {"images": images.numpy()})
         assert np.abs(found - expected.numpy()).max() < 1e-5
+        import onnx
+
+        texts = {each.key: each.value for each in onnx.load(run.jobs[1] / "model.onnx").metadata_props}
+        assert json.loads(texts["classes"]) == list(CLASSES)
+        assert (texts["activation"], json.loads(texts["image_size"])) == ("softmax", SIZE)
     else:
         assert run.returncode == 1
         assert "job 1 failed: format=onnx needs " in run.stderr
         assert "; format=torch does not" in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
-        ("classification", "probabilities"),
-        ("multi_label", "probabilities"),
-        ("regression", "values"),
-        ("segmentation", "probabilities"),
-    ],
-)
-def test_the_output_of_an_onnx_file_is_named_by_the_task(task: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stop(Exception):
-        """Ends the export where onnx, which may not be installed, would begin."""
-
-    def stop(*_: Any, output_names: list[str], **__: Any) -> None:
-        raise Stop(*output_names)
-
-    monkeypatch.setattr(torch.onnx, "export", stop)
-    spec = Spec(1, 4, ("a", "b"), mean=(0.5,), std=(0.25,), task=task)
-    with pytest.raises(Stop, match=f"^{name}$"):
-        export.write_onnx(export.Deployed(torch.nn.Flatten(), spec), torch.zeros(2, 1, 4, 4), Path("model.onnx"))
-
-
 def decoded(path: Path) -> torch.Tensor:
     image = Image.open(path).resize((SIZE, SIZE), Image.Resampling.BILINEAR, (0, 2, 16, 18))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-def test_an_export_that_does_not_agree_is_seen() -> None:
-    spec = Spec(1, 4, ("a", "b"), mean=(0.5,), std=(0.25,))
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
-    model = export.Deployed(net, spec)
-    assert export.largest_difference(model, model, spec) == 0
-    assert export.largest_difference(model, lambda images: model(images) + 1e-3, spec) > export.TOLERANCE
-    assert export.largest_difference(model, lambda images: model(images.flip(0)), spec) > export.TOLERANCE

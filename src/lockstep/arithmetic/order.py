@@ -67,12 +67,15 @@ class DataOrder:
         seed: the run's seed.
         labels: for balanced sampling, the class of each sample, int64 [samples]. An epoch then has equally many samples
             of each class: a part of a large class, other samples in each epoch, and a small class several times.
+        weights: for weighted sampling, the weight of each sample, finite and not negative, float64 [samples]. Each
+            sample of an epoch is then drawn from all samples, with a probability proportional to its weight.
     """
 
     samples: int
     layout: Layout
     seed: int
     labels: NDArray[np.int64] | None = field(default=None, repr=False)
+    weights: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -83,7 +86,7 @@ class DataOrder:
         """Return the samples of an epoch in order, int64 [samples].
 
         An element is `id + samples * n`, where `n` is how often the epoch has used the sample `id` before. Without
-        labels an epoch uses each sample once, so the elements are the ids.
+        labels and weights an epoch uses each sample once, so the elements are the ids.
         """
         return _encoded_ids(self, epoch)
 
@@ -109,6 +112,9 @@ class DataOrder:
 
 @lru_cache(maxsize=2)
 def _encoded_ids(order: DataOrder, epoch: int) -> NDArray[np.int64]:
+    if order.weights is not None:
+        drawn = _drawn_ids(order, epoch, order.weights)
+        return drawn + order.samples * _earlier_uses(drawn)
     shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
     if order.labels is None:
         return shuffled
@@ -118,3 +124,20 @@ def _encoded_ids(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     number = (number + epoch) % len(counts)  # with a remainder, other classes get one more sample in each epoch
     repeats, member = np.divmod(turn, counts[number])
     return by_class[starts[number] + member] + order.samples * repeats
+
+
+def _drawn_ids(order: DataOrder, epoch: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Draw the ids of an epoch's samples by weight, with replacement, int64 [samples]."""
+    borders = np.cumsum(weights / weights.max())  # added one after the other, so all machines get the same bits
+    uniform = (hash64(order.seed, 0x3E164, epoch, np.arange(order.samples)) >> 11) * 2.0**-53  # in [0, 1)
+    # The first border above the number: a sample with weight 0 has the border of the one before, and is never drawn.
+    return np.searchsorted(borders, uniform * borders[-1], side="right")
+
+
+def _earlier_uses(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each element how often it occurs before its place, int64 [n]."""
+    by_id = np.argsort(ids, kind="stable")
+    _, starts, counts = np.unique(ids[by_id], return_index=True, return_counts=True)
+    uses = np.empty_like(ids)
+    uses[by_id] = np.arange(len(ids)) - np.repeat(starts, counts)
+    return uses

@@ -15,7 +15,19 @@ from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Data, chosen_fold
 from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import Ids, Source, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.data.datasets import (
+    Ids,
+    Source,
+    Spec,
+    Splits,
+    Weights,
+    checked_weights,
+    fetch,
+    fingerprint,
+    labels_of,
+    read_labels,
+    weights_of,
+)
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import with_transforms
 from lockstep.errors import UserError
@@ -57,9 +69,14 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         if value and source.spec.task != "classification":
             is_for = "is for data with one class per sample"
             raise UserError(f"data.{key}={value} {is_for}, and this data set is for {source.spec.task}: leave it out")
-    if sampling:
-        labels_of(train)  # raises now if the labels are unknown
+    weights = training_weights(source, train)
+    if sampling and weights is not None:
+        both = f"data.sampling={sampling} and the sample_weights of the data both decide which samples are drawn"
+        raise UserError(f"{both}: leave one of them out")
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
+    if weights is not None:
+        parts.append(hashlib.sha256(weights.tobytes()).hexdigest())
+        about = "; ".join(filter(None, [about, "an epoch's samples are drawn by sample_weights, with replacement"]))
     splits = Splits(
         train,
         val,
@@ -70,6 +87,8 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         balanced=sampling is not None,
         about=about,
         split_by_opener=source.split_by_opener,
+        labels=read_labels(train) if sampling else None,
+        weights=weights,
     )
     splits = with_transforms(splits, group.get("transforms") or {})
     splits = replace(splits, mix=mixing(mix, group.get("mix_alpha"), splits))
@@ -103,6 +122,28 @@ def _open_source(options: Mapping[str, Any], **offers: Any) -> Source:
         f"{wrong}; write a function with the lines: train = {made}(...); test = {made}(...); "
         "return Source(train, test, Spec(channels, image_size, classes))"
     )
+
+
+def training_weights(source: Source, train: Any) -> Weights | None:
+    """Return the weight of each training sample, float64 [n]; None if the data give no weights.
+
+    Args:
+        source: gives weights for all samples of its training set, or has a training set that does.
+        train: what is left of that training set for training.
+
+    Raises:
+        UserError: as of `checked_weights`; or all training samples have the weight 0.
+    """
+    weights = weights_of(source.train)
+    if source.sample_weights is not None:
+        weights = checked_weights(source.sample_weights, len(source.train), "sample_weights")
+    if weights is None:
+        return None
+    if train is not source.train:  # a part is held out
+        weights = weights[train.indices]
+    if not weights.any():
+        raise UserError("data: sample_weights: all training samples have the weight 0: some must have more")
+    return weights
 
 
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:

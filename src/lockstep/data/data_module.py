@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
-from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, Splits, innermost_dataset, labels_of
+from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, Splits, innermost_dataset
 from lockstep.data.loaders import (
     ChunkDataset,
     ChunkSampler,
@@ -99,7 +99,7 @@ class DataModule(pl.LightningDataModule):
     @cached_property
     def labels(self) -> Ids:
         """The labels of the training samples, int64 [n], in the data set's order. Raises what `labels_of` raises."""
-        return labels_of(self.splits.train)
+        return self.splits.train_labels()
 
     def labels_of_step(self, step_batch: StepBatch) -> Ids:
         """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, hash64
@@ -19,7 +20,10 @@ from lockstep.data.augment import Augment
 from lockstep.errors import UserError
 
 Ids = NDArray[np.int64]
+Weights = NDArray[np.float64]
 UNLABELLED = 255  # the value in masks of pixels that do not count
+READ_AT_ONCE, READING_SECONDS = 64, 60.0  # of samples that are read for their labels: of one batch; the longest time
+COMPARED = 8  # samples whose labels are compared with those of an attribute
 # The tasks of a data set, each with the noun for its `classes`.
 TASKS = {"classification": "classes", "multi_label": "labels", "regression": "values", "segmentation": "classes"}
 
@@ -81,6 +85,8 @@ class Source:
         about: a line for the log at a run's start.
         split_by_opener: whether the opener has split one set of samples into train, val and test by itself. A model
             that was trained on other images is then tested on all samples, see `choose_test_images`.
+        sample_weights: one weight for each sample of `train`: the samples of an epoch are drawn by weight. None: those
+            of the attribute `sample_weights` of `train`, if it has one.
     """
 
     train: Any
@@ -90,6 +96,7 @@ class Source:
     val_candidates: Any = None
     about: str = ""
     split_by_opener: bool = False
+    sample_weights: Any = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class Splits:
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
         augment: shifts and flips of training images.
         balanced: whether an epoch has equally many samples of each class.
+        labels: for balanced sampling, the class of each training sample, int64 [n]; None: see `labels_of`.
+        weights: for weighted sampling, the weight of each training sample, float64 [n]; None: each sample counts once.
         mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
             labels [n, classes].
         about: see `Source`.
@@ -120,10 +129,16 @@ class Splits:
     mix: Any = None
     about: str = ""
     split_by_opener: bool = False
+    labels: Ids | None = None
+    weights: Weights | None = None
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
-        """Return the order of the training samples for a layout; with `balanced`, raise what `labels_of` raises."""
-        return DataOrder(len(self.train), layout, seed, labels_of(self.train) if self.balanced else None)
+        """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""
+        return DataOrder(len(self.train), layout, seed, self.train_labels() if self.balanced else None, self.weights)
+
+    def train_labels(self) -> Ids:
+        """Return the labels of the training samples, int64 [n]; raise what `labels_of` raises."""
+        return labels_of(self.train) if self.labels is None else self.labels
 
     @property
     def sizes(self) -> dict[str, int | None]:
@@ -234,20 +249,130 @@ def fingerprint(dataset: Any) -> str:
 
 
 def labels_of(dataset: Any) -> Ids:
-    """Return the labels of all samples, int64 [n], from the attribute `labels` or `targets`. Load no sample.
+    """Return the labels of all samples, int64 [n]. Load no sample.
+
+    They are the attribute `labels` or `targets`, the second tensor of a TensorDataset, or those of the data sets inside
+    a Subset or a ConcatDataset.
 
     Raises:
         UserError: there is no such attribute, or it is not one whole number for each sample.
     """
+    for values in _candidates(dataset, "labels", "targets"):
+        labels = _array(values)
+        if labels.shape == (len(dataset),) and labels.dtype.kind in "iu":
+            return labels.astype(np.int64, copy=False)  # a copy of a memory-mapped array could be large
     if type(dataset) is Subset:
         return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
-    labels = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
-    if labels.shape != (len(dataset),) or labels.dtype.kind not in "iu":
-        raise UserError(
-            f"data: the labels of a {type(dataset).__name__} are unknown: give it an attribute labels or targets with "
-            "one whole number for each sample"
-        )
-    return labels.astype(np.int64, copy=False)  # a copy of a memory-mapped array could be large
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([labels_of(part) for part in dataset.datasets])
+    raise UserError(
+        f"data: the labels of a {type(dataset).__name__} are unknown: give it an attribute labels or targets with "
+        "one whole number for each sample"
+    )
+
+
+def read_labels(dataset: Any) -> Ids:
+    """Return the labels of all samples, int64 [n]: as `labels_of` does, or else from the samples, one after the other.
+
+    Raises:
+        UserError: a sample has no label that is a whole number, an attribute has other labels than the samples, or
+            reading them would take more than READING_SECONDS.
+    """
+    try:
+        labels = labels_of(dataset)
+    except UserError as unknown:
+        return _labels_of_samples(dataset, unknown)
+    compared = np.unique(np.linspace(0, len(dataset) - 1, COMPARED).astype(np.int64))
+    for index, label in zip(compared, _labels_in(fetch(dataset, compared), len(compared)), strict=False):
+        if label != labels[index]:
+            raise UserError(
+                f"data: sample {index} has the label {label}, and the data set's attribute labels or targets has "
+                f"{labels[index]} there: give it an attribute labels with the labels of its samples"
+            )
+    return labels
+
+
+def _labels_of_samples(dataset: Any, unknown: UserError) -> Ids:
+    """Return the labels of all samples from the samples; raise `unknown` if they have none."""
+    count, parts, began = len(dataset), [], time.monotonic()
+    for start in range(0, count, READ_AT_ONCE):
+        ids = np.arange(start, min(start + READ_AT_ONCE, count))
+        labels = _labels_in(fetch(dataset, ids), len(ids))
+        if len(labels) != len(ids):
+            raise unknown
+        parts.append(labels)
+        seconds = (time.monotonic() - began) / (ids[-1] + 1) * count
+        if seconds > READING_SECONDS:
+            raise UserError(f"{unknown} (to read {count:,} samples for their labels would take {seconds:.0f} s)")
+    return np.concatenate(parts)
+
+
+def _labels_in(batch: Any, count: int) -> Ids:
+    """Return the labels of a batch of `count` samples, int64 [count]; empty if it has no whole numbers."""
+    labels = _array(batch[1]) if isinstance(batch, tuple | list) and len(batch) > 1 else np.empty(0)
+    return labels.astype(np.int64) if labels.shape == (count,) and labels.dtype.kind in "iu" else np.empty(0, np.int64)
+
+
+def weights_of(dataset: Any) -> Weights | None:
+    """Return the weights of all samples, float64 [n], from the attribute `sample_weights`; None if there is none.
+
+    Those of a Subset or a ConcatDataset are the attribute of the data sets inside it.
+
+    Raises:
+        UserError: as of `checked_weights`; or only some parts of a ConcatDataset have weights.
+    """
+    for values in _candidates(dataset, "sample_weights"):
+        return checked_weights(values, len(dataset), f"the sample_weights of a {type(dataset).__name__}")
+    if type(dataset) is Subset:
+        weights = weights_of(dataset.dataset)
+        return None if weights is None else weights[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        parts = [weights_of(part) for part in dataset.datasets]
+        known = [part for part in parts if part is not None]
+        if known and len(known) < len(parts):
+            raise UserError("data: only some data sets of a ConcatDataset have sample_weights: give all of them some")
+        return np.concatenate(known) if known else None
+    return None
+
+
+def checked_weights(values: Any, count: int, name: str) -> Weights:
+    """Return the weights of `count` samples, float64 [count].
+
+    Args:
+        values: an array, a tensor or a list.
+        count: number of samples.
+        name: what the weights are, for messages.
+
+    Raises:
+        UserError: they are not one finite number of 0 or more for each sample.
+    """
+    weights = _array(values)
+    if weights.dtype.kind not in "iuf" or weights.ndim != 1:
+        what = f"{weights.dtype} {list(weights.shape)}" if weights.dtype.kind in "iufb" else type(values).__name__
+        raise UserError(f"data: {name}: must be numbers [{count}], one for each sample, not {what}")
+    if len(weights) != count:
+        raise UserError(f"data: {name}: there are {len(weights)}: must be {count}, one for each sample")
+    weights = weights.astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        raise UserError(f"data: {name}: sample {wrong[0]} has {weights[wrong[0]]:g}: must be finite, and 0 or more")
+    return weights
+
+
+def _candidates(dataset: Any, *names: str) -> list[Any]:
+    """Return a data set's attributes with these names that are not None, and the labels of a TensorDataset."""
+    values = [each for name in names if (each := getattr(dataset, name, None)) is not None]
+    if "labels" in names and type(dataset) is TensorDataset and len(dataset.tensors) > 1:
+        values.append(dataset.tensors[1])
+    return values
+
+
+def _array(values: Any) -> NDArray[Any]:
+    """Return values as an array; an empty one if they do not form one."""
+    try:
+        return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (TypeError, ValueError):
+        return np.empty(0, dtype=object)
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:

@@ -16,10 +16,12 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
 )
 
-from lockstep.data.datasets import Source, Spec, fetch, labels_of
+from lockstep.data.datasets import Ids, Source, Spec, Weights, checked_weights, fetch, labels_of, weights_of
 from lockstep.data.transforms import moments
 from lockstep.errors import UserError
 from lockstep.step.passes import overrides_method
@@ -44,7 +46,17 @@ class Collated:
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getattr__(self, name: str) -> Any:  # for its labels and its fingerprint, for example
+    @property
+    def labels(self) -> Ids:
+        """The labels of all samples; raises what `labels_of` raises."""
+        return labels_of(self.dataset)
+
+    @property
+    def sample_weights(self) -> Weights | None:
+        """The weights of all samples, or None; raises what `weights_of` raises."""
+        return weights_of(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:  # for its fingerprint, for example
         if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -66,22 +78,30 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
     if not overrides_method(module, "train_dataloader", pl.LightningDataModule):
         raise UserError(f"data: {name} has no train_dataloader: it must return a torch DataLoader")
     sets = {"train": None, "val": None, "test": None}
+    weights = None
     with isolate_rng(include_cuda=False):
         pl.seed_everything(split_seed, verbose=False)
         module.prepare_data()
         module.setup("fit")
         for split in ("train", "val"):
-            sets[split] = _dataset(module, f"{split}_dataloader")
+            sets[split], drawn_by = _dataset(module, f"{split}_dataloader")
+            weights = drawn_by if split == "train" else weights
         module.setup("test")
-        sets["test"] = _dataset(module, "test_dataloader")
-    return Source(sets["train"], sets["test"], _spec(module, sets["train"]), val=sets["val"])
+        sets["test"], _ = _dataset(module, "test_dataloader")
+    if weights is None:  # what the training loader draws by comes first
+        weights = getattr(module, "sample_weights", None)
+    spec = _spec(module, sets["train"])
+    return Source(sets["train"], sets["test"], spec, val=sets["val"], sample_weights=weights)
 
 
-def _dataset(module: pl.LightningDataModule, method: str) -> Any:
-    """Return the data set of the loader that a method of `module` returns; None if there is no loader."""
+def _dataset(module: pl.LightningDataModule, method: str) -> tuple[Any, Weights | None]:
+    """Return the data set of the loader that a method of `module` returns, and the weights by which it draws samples.
+
+    The data set is None if there is no loader, the weights if it draws each sample once.
+    """
     loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     if loader is None or (isinstance(loader, list | tuple) and not loader):
-        return None
+        return None, None
     where = f"data: the {method} of {type(module).__name__}"
     if isinstance(loader, list | tuple) and len(loader) == 1:
         loader = loader[0]
@@ -92,15 +112,40 @@ def _dataset(module: pl.LightningDataModule, method: str) -> Any:
         raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
     if loader.batch_size is None:
         raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
-    sampler = loader.sampler
-    known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
-    if not known or getattr(sampler, "replacement", False) or len(dataset) != _samples_drawn(sampler):
-        kind = type(sampler).__name__
-        raise UserError(
-            f"{where} has a {kind}: leave it out, since an epoch has each sample once (or use data.sampling=balanced)"
-        )
     collate: Any = loader.collate_fn
-    return dataset if collate is default_collate else Collated(dataset, collate)
+    collated = dataset if collate is default_collate else Collated(dataset, collate)
+    if type(loader.sampler) is WeightedRandomSampler and method == "train_dataloader":
+        return collated, _weights(loader.sampler, len(dataset), where)
+    _refuse_other_samplers(loader.sampler, len(dataset), where)
+    return collated, None
+
+
+def _weights(sampler: WeightedRandomSampler, samples: int, where: str) -> Weights:
+    """Return the weights of a sampler, which must draw as many samples as there are, with replacement."""
+    weights = checked_weights(sampler.weights, samples, f"the WeightedRandomSampler of {where[10:]}")
+    if not sampler.replacement:
+        what = "draws each sample once" if sampler.num_samples == samples else "draws without replacement"
+        right = "use shuffle=True for each sample once, or replacement=True"
+        raise UserError(f"{where} has a WeightedRandomSampler that {what}: {right}")
+    if sampler.num_samples != samples:
+        raise UserError(
+            f"{where} has a WeightedRandomSampler with num_samples={sampler.num_samples}: must be {samples}, the "
+            "training samples, which an epoch counts; for longer or shorter training use max_epochs or max_steps"
+        )
+    return weights
+
+
+def _refuse_other_samplers(sampler: Any, samples: int, where: str) -> None:
+    """Refuse a sampler that does not yield each sample once, or in an order that Lockstep can't know."""
+    known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
+    if known and not getattr(sampler, "replacement", False) and samples == _samples_drawn(sampler):
+        return
+    right = "since an epoch has each sample once (or use data.sampling=balanced, or sample_weights)"
+    if isinstance(sampler, SubsetRandomSampler):
+        right = "and use torch.utils.data.Subset(dataset, indices) for a part of the samples"
+    elif not where.startswith("data: the train_"):
+        right = "since an evaluation counts each sample once"
+    raise UserError(f"{where} has a {type(sampler).__name__}: leave it out, {right}")
 
 
 def _samples_drawn(sampler: Any) -> int:

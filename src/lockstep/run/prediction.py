@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,13 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
     return module.eval()
 
 
+def prediction_step(module: pl.LightningModule) -> Callable[[Any, int], Any]:
+    """Return what predicts a batch `(images, numbers)`: the module's `predict_step`, or else its `forward`."""
+    if overrides_method(module, "predict_step", pl.LightningModule):
+        return module.predict_step
+    return lambda batch, batch_idx: module(batch[0])
+
+
 class PredictionCollector(pl.Callback):
     """Collects what the module's `predict_step` returns, with the images' numbers.
 
@@ -96,8 +103,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     """
     set_up_worker(config, folder)
     module = load_module(config, splits)
-    if not overrides_method(module, "predict_step", pl.LightningModule):
-        module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
+    module.predict_step = prediction_step(module)  # type: ignore[method-assign]
     data, collector = make_data(config, splits), PredictionCollector()
     trainer = make_trainer(config, folder, [collector])
     began = time.perf_counter()

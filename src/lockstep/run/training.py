@@ -206,4 +206,5 @@ def stop_reason(callback: Any) -> str | None:
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
     """Return splits whose training set is the run's first batch, so that every step has these samples."""
     first = splits.order(layout, seed).step(0, 0)
-    return replace(splits, train=Subset(splits.train, first), balanced=False)  # type: ignore[arg-type]
+    train: Any = Subset(splits.train, first)  # type: ignore[arg-type]
+    return replace(splits, train=train, balanced=False, labels=None, weights=None)
