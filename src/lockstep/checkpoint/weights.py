@@ -163,8 +163,6 @@ def load_weights(
     if not found:
         theirs = max((file.sets[name] for name in _named(file, file.sets)), key=len)
         sides = f"the file has {_with_shapes(_all_shapes(theirs))}; the model has {_with_shapes(shapes)}"
-            f"the {side} has {_with_shapes(each)}" for side, each in (("file", _all_shapes(theirs)), ("model", shapes))
-        )
         raise UserError(f"{setting}: none of its weights fits this model by name and shape: {sides}")
     best = found[0]
     not_loaded = _copy(module, adapt(best.tensors) if adapt else best.tensors)
