@@ -25,6 +25,7 @@ DATA_NAMES = (
     *("builtins.tuple", "builtins.frozenset", "builtins.str", "builtins.int", "builtins.float", "builtins.bool"),
     *("builtins.bytes", "builtins.slice", "builtins.range", "builtins.type"),
 )
+OLD_LIBRARY = {"commands", "cPickle", "urllib2"}  # subprocess, pickle and urllib in pickles of protocol 2
 PICKLES_BEFORE_TENSORS = 4  # of torch's older format: a number, the protocol, the system, the content
 
 
@@ -110,11 +111,12 @@ def load(source: Path | IO[bytes], names: Sequence[str]) -> Any:
 
 def names_of_code(names: Sequence[str]) -> list[str]:
     """Return those of `names` that no data need: functions and classes of the standard library that act."""
+    library = sys.stdlib_module_names | OLD_LIBRARY
     tops = {name: name.partition(".")[0] for name in names}
     return [
         name
         for name, top in tops.items()
-        if top in sys.stdlib_module_names and top not in DATA_MODULES and name not in DATA_NAMES
+        if top in library and top not in DATA_MODULES and name not in DATA_NAMES
     ]
 
 
