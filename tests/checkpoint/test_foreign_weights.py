@@ -168,10 +168,10 @@ def test_the_file_and_the_model_are_shown_if_nothing_fits(tmp_path: Path) -> Non
 def test_copy_weights_keeps_its_meaning() -> None:
     module = Module()
     assert copy_weights(module, {"conv1.weight": torch.full((4, 1, 3, 3), 2.0)}) == list(module.state_dict())[1:]
-    assert (module.net.conv1.weight == 2).all()
+    assert torch.equal(module.net.conv1.weight, torch.full((4, 1, 3, 3), 2.0))
     bias = {"conv1.bias": torch.full((4,), 2.0)}  # without a weight nothing tells a prefix
     assert len(copy_weights(module.net, bias)) == TOTAL - 1
-    assert (module.net.conv1.bias == 2).all()
+    assert torch.equal(module.net.conv1.bias, bias["conv1.bias"])
 
 
 def test_nan_is_refused(tmp_path: Path) -> None:

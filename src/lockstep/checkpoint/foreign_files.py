@@ -113,11 +113,7 @@ def names_of_code(names: Sequence[str]) -> list[str]:
     """Return those of `names` that no data need: functions and classes of the standard library that act."""
     library = sys.stdlib_module_names | OLD_LIBRARY
     tops = {name: name.partition(".")[0] for name in names}
-    return [
-        name
-        for name, top in tops.items()
-        if top in library and top not in DATA_MODULES and name not in DATA_NAMES
-    ]
+    return [name for name, top in tops.items() if top in library and top not in DATA_MODULES and name not in DATA_NAMES]
 
 
 # --- what a file is that torch.save did not write ---
