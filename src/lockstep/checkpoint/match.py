@@ -12,7 +12,7 @@ from torch import Tensor
 Tensors: TypeAlias = dict[str, Tensor]
 Shapes: TypeAlias = Mapping[str, torch.Size]
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # names that wrappers insert
-FIRST = ("state_dict", "model", "model_state_dict")  # of sets that fit alike, these come first
+FIRST = ("state_dict", "model", "model_state_dict")  # of sets that fit equally well, these come first
 AVERAGE = {"ema", "swa", "avg", "average", "averaged", "averaging", "averager", "shadow"}
 DEPTH = 5  # of mappings in mappings
 
@@ -75,7 +75,7 @@ def matches(shapes: Shapes, sets: Mapping[str, Tensors]) -> list[Match]:
         sets: the sets of a file, see `sets_of`.
     """
     places = _places(shapes)
-    found = []
+    candidates = []
     for path, tensors in sets.items():
         seen = set()
         for names, prefix in _renamings(tensors):
@@ -91,8 +91,8 @@ def matches(shapes: Shapes, sets: Mapping[str, Tensors]) -> list[Match]:
             fitting = frozenset(id(value) for name, value in best.tensors.items() if _fits(shapes, name, value))
             if fitting not in seen:
                 seen.add(fitting)
-                found.append(best)
-    return sorted(found, key=lambda each: (each.is_average, *(-number for number in _quality(each)), _order(each)))
+                candidates.append(best)
+    return sorted(candidates, key=lambda each: (each.is_average, *(-number for number in _quality(each)), _order(each)))
 
 
 def _places(shapes: Shapes) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from lockstep.checkpoint.match import Tensors
 from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.launch import process_group
-from lockstep.text import join_names
+from lockstep.text import join_names, short_path
 
 MAX_NAMES = 6  # how many tensors a message names
 OTHER_SETS = 3  # how many other sets of a file a message names
@@ -26,13 +26,13 @@ class WeightsFile(NamedTuple):
 
     Attributes:
         path: the file.
-        wanted: the set that the user has named, `model_ema` of `init_from=<file>:model_ema`; empty: any.
+        set_name: the set that the user has named, `model_ema` of `init_from=<file>:model_ema`; empty: any.
         sets: its sets of named tensors, by the keys that lead to them, see `match.sets_of`.
         passed_over: names of the classes of other programs whose objects are not read.
     """
 
     path: Path
-    wanted: str
+    set_name: str
     sets: dict[str, Tensors]
     passed_over: list[str]
 
@@ -49,9 +49,8 @@ def read_weights(key: str, path: str | Path, broadcast: bool = False) -> Weights
     Raises:
         CheckpointError: the file is missing, damaged, holds no named tensors, or holds code.
     """
-    given = path, wanted, safetensors = _read_from(path)
-    if broadcast:
-        path, wanted, safetensors = process_group.broadcast_from_rank_zero(given)
+    source_file = _read_from(path)
+    path, set_name, safetensors = process_group.broadcast_from_rank_zero(source_file) if broadcast else source_file
     foreign: list[str] = []
     try:
         source = checked_source(path, broadcast, _fault)
@@ -64,7 +63,7 @@ def read_weights(key: str, path: str | Path, broadcast: bool = False) -> Weights
         raise CheckpointError(f"{key}={error}") from error
     if not (sets := match.sets_of(content)):
         raise CheckpointError(f"{key}={path} holds no tensors by name{_objects_instead(content)}")
-    return WeightsFile(path, wanted, sets, foreign)
+    return WeightsFile(path, set_name, sets, foreign)
 
 
 def _objects_instead(content: Any) -> str:
@@ -92,19 +91,19 @@ def _read_from(path: str | Path) -> tuple[Path, str, bool]:
 
     The file of a run folder is its checkpoint.
     """
-    wanted, whole = "", Path(path).expanduser()
+    set_name, whole = "", Path(path).expanduser()
     before, colon, after = str(whole).rpartition(":")
-    if colon and not whole.exists():
-        whole, wanted = Path(before), after
+    if colon and "/" not in after and not whole.exists():
+        whole, set_name = Path(before), after
     file = paths.best_in(whole) or paths.best(whole) if whole.is_dir() else whole
-    return file, wanted, file.is_file() and foreign_files.is_safetensors(file)
+    return file, set_name, file.is_file() and foreign_files.is_safetensors(file)
 
 
 def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Copy into a module the tensors that fit it by name and shape. Return the names of its other tensors.
 
     The tensors of a net also fit a module that contains the net: `conv1.weight` is copied to `net.conv1.weight`. Other
-    prefixes are found as in `match.matches`.
+    prefixes are handled as in `match.matches`.
 
     Args:
         module: it is changed.
@@ -113,8 +112,8 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     Returns:
         The names of the module's tensors that are not in `tensors` or have another shape there.
     """
-    found = match.matches(_shapes(module), {"": dict(tensors)})
-    return _copy(module, found[0].tensors if found else tensors)
+    candidates = match.matches(_shapes(module), {"": dict(tensors)})
+    return _copy(module, candidates[0].tensors if candidates else tensors)
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -159,36 +158,36 @@ def load_weights(
     """
     file = read_weights(key, path, broadcast)
     setting, shapes = f"{key}={file.path}", _shapes(module)
-    found = _wanted(setting, file, match.matches(shapes, file.sets))
-    if not found:
+    candidates = _of_set(setting, file, match.matches(shapes, file.sets))
+    if not candidates:
         theirs = max((file.sets[name] for name in _named(file, file.sets)), key=len)
         sides = f"the file has {_with_shapes(_all_shapes(theirs))}; the model has {_with_shapes(shapes)}"
         raise UserError(f"{setting}: none of its weights fits this model by name and shape: {sides}")
-    best = found[0]
+    best = candidates[0]
     not_loaded = _copy(module, adapt(best.tensors) if adapt else best.tensors)
     _refuse_nan(setting, module, not_loaded)
-    message = weights_message(key, len(shapes), not_loaded) + _about(key, file, best, found[1:])
+    message = weights_message(key, len(shapes), not_loaded) + _about(key, file, best, candidates[1:])
     return LoadedWeights(message, not_loaded)
 
 
 def _named(file: WeightsFile, labels: Iterable[str]) -> list[str]:
     """Return those of a file's labels that the user's `:<set>` means; all without one."""
-    wanted = file.wanted
-    return [each for each in labels if not wanted or each == wanted or each.startswith(f"{wanted}.")]
+    set_name = file.set_name
+    return [each for each in labels if not set_name or each == set_name or each.startswith(f"{set_name}.")]
 
 
-def _wanted(setting: str, file: WeightsFile, found: list[match.Match]) -> list[match.Match]:
+def _of_set(setting: str, file: WeightsFile, candidates: list[match.Match]) -> list[match.Match]:
     """Return the matches of the set that the user has named.
 
     Raises:
         UserError: the file has no such set.
     """
-    labels = list(dict.fromkeys([*(each.label for each in found), *file.sets]))
+    labels = list(dict.fromkeys([*(each.label for each in candidates), *file.sets]))
     if not _named(file, labels):
         known = join_names(filter(None, labels), MAX_NAMES) or "one set without a name"
-        raise UserError(f"{setting}:{file.wanted}: the file has no set {file.wanted}: it has {known}")
+        raise UserError(f"{setting}:{file.set_name}: the file has no set {file.set_name}: it has {known}")
     chosen = set(_named(file, labels))
-    return [each for each in found if each.label in chosen]
+    return [each for each in candidates if each.label in chosen]
 
 
 def _about(key: str, file: WeightsFile, best: match.Match, others: Sequence[match.Match]) -> str:
@@ -197,13 +196,13 @@ def _about(key: str, file: WeightsFile, best: match.Match, others: Sequence[matc
     if best.is_average:
         parts.append(f"averaged weights: {best.label}")
     elif best.prefix:
-        parts.append(f"names without {best.prefix}")
-    alike = [each for each in others if each.is_average and 2 * each.num_weights >= best.num_weights]
-    alike += [each for each in others if not each.is_average and each.num_fitting == best.num_fitting]
-    labels = list(dict.fromkeys(each.label for each in alike if each.label and each.label != best.label))
+        parts.append(f"without the prefix {best.prefix}")
+    similar = [each for each in others if each.is_average and 2 * each.num_weights >= best.num_weights]
+    similar += [each for each in others if not each.is_average and each.num_fitting == best.num_fitting]
+    labels = list(dict.fromkeys(each.label for each in similar if each.label and each.label != best.label))
     if labels:
         names = join_names(labels, OTHER_SETS)
-        parts.append(f"the file also has {names}: {key}={file.path.name}:{labels[0]} takes it")
+        parts.append(f"the file also has {names}: {key}={short_path(file.path)}:{labels[0]} takes it")
     if file.passed_over:
         parts.append(f"not read: {join_names(file.passed_over)}")
     return "".join(f"; {part}" for part in parts)
