@@ -155,6 +155,15 @@ def test_two_sets_that_fit_alike_are_named(tmp_path: Path) -> None:
     loaded(tmp_path / "a.pth", content, 3, ":target")
 
 
+def test_sets_side_by_side_in_one_mapping(tmp_path: Path) -> None:
+    """As MoCo saves them."""
+    state = {**filled(2, "module.encoder_q."), **filled(3, "module.encoder_k.")}
+    content = {"arch": "resnet18", "state_dict": state}
+    message = loaded(tmp_path / "a.pth", content).message
+    assert "without the prefix encoder_q.; the file also has state_dict.encoder_k:" in message
+    loaded(tmp_path / "a.pth", content, 3, ":state_dict.encoder_k")
+
+
 def test_a_path_with_a_colon(tmp_path: Path) -> None:
     loaded(tmp_path / "a:b.pth", filled(2))
     loaded(tmp_path / "a:b.pth", {"model": filled(2), "model_ema": filled(3)}, 3, ":model_ema")

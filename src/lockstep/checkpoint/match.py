@@ -22,6 +22,7 @@ class Match:
     """Tensors of a file under the names of a module.
 
     Attributes:
+        path: the keys of the mappings they are in, joined by dots; empty: in none.
         label: where they are in the file: the keys of mappings and the prefix of their names, joined by dots.
         prefix: what was removed from the beginning of their names.
         tensors: the tensors by the module's names. Some may have names or shapes that the module lacks.
@@ -29,6 +30,7 @@ class Match:
         num_weights: how many of these have two dimensions or more.
     """
 
+    path: str
     label: str
     prefix: str
     tensors: Tensors
@@ -123,7 +125,7 @@ def _matched(path: str, prefix: str, names: Mapping[str, str], tensors: Tensors,
     renamed = {add + new: tensors[old] for new, old in names.items()}
     fitting = [value for name, value in renamed.items() if _fits(shapes, name, value)]
     label = ".".join(filter(None, (path, prefix.rstrip("."))))
-    return Match(label, prefix, renamed, len(fitting), sum(value.ndim > 1 for value in fitting))
+    return Match(path, label, prefix, renamed, len(fitting), sum(value.ndim > 1 for value in fitting))
 
 
 def _renamings(names: Iterable[str]) -> Iterator[tuple[dict[str, str], str]]:

@@ -199,7 +199,9 @@ def _about(key: str, file: WeightsFile, best: match.Match, others: Sequence[matc
         parts.append(f"without the prefix {best.prefix}")
     similar = [each for each in others if each.is_average and 2 * each.num_weights >= best.num_weights]
     similar += [each for each in others if not each.is_average and each.num_fitting == best.num_fitting]
-    labels = list(dict.fromkeys(each.label for each in similar if each.label and each.label != best.label))
+    other_paths = {each.path for each in similar} - {"", best.path}
+    labels = list(dict.fromkeys(each.path if each.path in other_paths else each.label for each in similar))
+    labels = [label for label in labels if label not in ("", best.label)]
     if labels:
         names = join_names(labels, OTHER_SETS)
         parts.append(f"the file also has {names}: {key}={short_path(file.path)}:{labels[0]} takes it")
