@@ -285,7 +285,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
     (tmp_path / "half.pth").write_bytes((tmp_path / "small.pth").read_bytes()[:300])
     for name, says in [
         ("code.ckpt", "holds code, not only data: posix.getcwd"),
-        ("code.pth", "can't be loaded as plain data"),
+        ("code.pth", "holds code, not only data: posix.getcwd"),
         ("numbers.pth", "numbers.pth holds no tensors by name"),
         ("small.pth", "none of its weights fits"),
         ("half.pth", "can't be loaded as plain data"),

@@ -80,6 +80,11 @@ class Checkpoint(LightningCheckpoint):
         """The path of the best checkpoint; None without one."""
         return self._best if self.best_score is not None and self._best.exists() else None
 
+    @property
+    def best_target(self) -> Path:
+        """The path to which the best checkpoint is written."""
+        return self._best
+
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. All ranks must call it, between two optimizer steps."""
         with exclude_from_timing(trainer):

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.checkpoint import paths
+from lockstep.checkpoint import foreign_files, paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
@@ -60,6 +60,14 @@ def fault(path: Path, checksums: bool = True) -> str:
         checksums: whether to read the whole file and compare its checksums. Without them the check is fast: it finds a
             file that is cut off or holds code, but no flipped bits.
     """
+    if wrong := damage(path, checksums):
+        return wrong
+    code = _code(path)
+    return f"refused, because it holds code, not only data: {code}" if code else ""
+
+
+def damage(path: Path, checksums: bool = True) -> str:
+    """Return what is wrong with a file, as `fault`, whatever its content is."""
     if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe or a device may never end
         return "not a file"
     try:
@@ -75,10 +83,7 @@ def fault(path: Path, checksums: bool = True) -> str:
         return f"can't be read ({error.strerror})"
     except Exception:  # damage can lead to struct.error, zlib.error, RuntimeError and others
         whole = False
-    if not whole:
-        return "the file is damaged: its checksums do not match"
-    code = _code(path)
-    return f"refused, because it holds code, not only data: {code}" if code else ""
+    return "" if whole else "the file is damaged: its checksums do not match"
 
 
 def _code(path: str | Path | IO[bytes]) -> str:
@@ -134,17 +139,18 @@ def step_of(path: Path) -> int:
     return -1
 
 
-def load_plain(source: Path | IO[bytes], path: Path) -> Any:
+def load_plain(source: Path | IO[bytes], path: Path, foreign: Sequence[str] = ()) -> Any:
     """Read a file of torch.save with `weights_only=True`, onto the CPU.
 
     Args:
         source: the file or its bytes.
+        foreign: names of classes to replace by stand-ins, see `foreign_files.load`.
 
     Raises:
         CheckpointError: the file can't be loaded.
     """
     try:
-        return torch.load(source, map_location="cpu", weights_only=True)
+        return foreign_files.load(source, foreign)
     except Exception as error:  # a forged pickle can make torch raise anything
         details = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # torch's advice comes before it
         reason = (details or type(error).__name__).splitlines()[0]

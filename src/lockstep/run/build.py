@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.checkpoint.run_checks import SharedFileCheck
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
@@ -145,7 +146,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     monitor_setting = (
         "scheduler.monitor" if monitor_is_in_config else "configure_optimizers: the monitor of its lr_scheduler"
     )
-    return [*config_callbacks.values(), OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
+    checks = [OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
+    return [*config_callbacks.values(), *checks, SharedFileCheck(folder, all_callbacks)]
 
 
 def _check_callback(setting: str, callback: pl.Callback, config: Config) -> None:

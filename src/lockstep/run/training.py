@@ -21,6 +21,7 @@ from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsist
 from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
 from lockstep.checkpoint.weights import load_initial_weights
 from lockstep.config.check import Config
@@ -79,12 +80,14 @@ def fit_and_test(
     notes = [splits.about, initial.message, *_notes(config, splits, module, checkpoint)]
     start_lines = StartLines(config, splits, folder, initial.not_loaded, notes)
     record = provenance.checkpoint_record(config, splits)
+    names = ParameterNameCheck(module)
     callbacks: list[pl.Callback] = [
         DummyBatchOnEmptyRank(),
         ReplicaConsistencyCheck(),
         *store_leases(),
         *make_callbacks(config, splits, folder, module),
         ResumeState(record, settings(config, len(splits.train)), length.steps_per_epoch),
+        names,
         Preemption(folder),
         start_lines,
         # After the first step it writes `.hydra/` and makes `path` the last checkpoint of the run's folder.
@@ -103,7 +106,8 @@ def fit_and_test(
     first_step = checkpoint.get("global_step", 0)
     del checkpoint, parts  # free the memory: the trainer's CheckpointIO has the checkpoint until it is restored
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=path)
+        with names.recording():
+            trainer.fit(module, datamodule=data, ckpt_path=path)
         run.record_weights()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
