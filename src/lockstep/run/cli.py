@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,8 +79,7 @@ def command(program: Program, config_name: str, config_folder: Path = CONF) -> N
     for number in ENDING:  # nothing may interrupt the exit
         signal.signal(number, signal.SIG_IGN)
     if last_line and not is_printed_by_another_rank(last_line):
-        with suppress(OSError):  # the terminal may be closed
-            print(last_line, file=sys.stderr, flush=True)
+        print(last_line, file=sys.stderr, flush=True)
     exit_process(code)
 
 
@@ -103,8 +101,7 @@ def run_command(program: Program, config_name: str, config_folder: Path = CONF) 
         set_signal_handlers()
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), config_folder)
-            with suppress(BrokenPipeError):  # the output may be piped into head
-                print(page, flush=True)
+            print(page)
             return 0, ""
         refuse_unknown_rank()
         if portable.is_requested(sys.argv[1:]):
