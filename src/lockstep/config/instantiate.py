@@ -96,21 +96,23 @@ def call(key: str, make: partial[Any], *args: Any, of_any_kind: bool = True) -> 
     except UserError:
         raise
     except Exception as error:
+        location = user_code_location(traceback.format_exc()).removesuffix("; ")
+        place = f" ({location})" * bool(location)
         # Compare the name of Lightning's exception, because importing its module takes a second.
         if isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException":
             option = str(error).partition("=")[0]
-            raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}") from error
+            raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}{place}") from error
         text = str(error)
         if isinstance(error, TypeError):
             _check_option_types(key, make.func, arguments)
-        elif not of_any_kind or user_code_location(traceback.format_exc()):
+        elif not of_any_kind or location:
             raise
         else:
             text = f"{type(error).__name__}: {text}".partition("\n")[0]
         shown = ", ".join(
             f"{k}={show(v)}" for k, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)
         )
-        raise UserError(f"{key}: {name}({shown}): {text}") from error
+        raise UserError(f"{key}: {name}({shown}): {text}{place}") from error
 
 
 def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> None:

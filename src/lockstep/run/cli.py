@@ -31,7 +31,7 @@ from lockstep.config.value_checks import CONF, ROOT
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
-from lockstep.launch.failures import is_printed_by_another_rank, is_raised_by_all_ranks, user_code_location
+from lockstep.launch.failures import is_printed_by_another_rank, is_raised_by_all_ranks, place_of, user_code_location
 from lockstep.launch.process_group import ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rendezvous import join_external
@@ -245,10 +245,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        place = user_code_location("".join(traceback.format_exception(error))).removesuffix("; ")
+        return f"{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
     if text.startswith("Error merging override") and error.__cause__:
         return f"{text}: {error.__cause__}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
         return text or type(error).__name__
-    location = user_code_location("".join(traceback.format_exception(error)))
-    return f"{type(error).__name__}{f': {text}' * bool(text)} ({location}HYDRA_FULL_ERROR=1 shows the traceback)"
+    return f"{type(error).__name__}{f': {text}' * bool(text)} ({place_of(error)})"

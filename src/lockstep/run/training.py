@@ -27,9 +27,8 @@ from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import DataModule, Splits
 from lockstep.errors import NonFinite, UserError, WorkerFailed
-from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.failures import is_lost_rank
+from lockstep.launch.failures import is_lost_rank, place_of
 from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
@@ -170,8 +169,8 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
         if isinstance(error, UserError):
             return None
         logging.root.error("the run can't continue", exc_info=error)
-        cause, log_file = f"{type(error).__name__}: {error}".splitlines()[0], logs.log_file_name(environment().rank)
-        return UserError(f"{config.resume}: can't continue from it: {cause} (traceback in {log_file})")
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return UserError(f"{config.resume}: can't continue from it: {cause} ({place_of(error)})")
     if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
         with suppress(OSError):  # the disk may be full
             run.finish("failed", f"{type(error).__name__}: {error}")
