@@ -92,6 +92,25 @@ def overridden_keys() -> list[str]:
     return [key(override) for override in HydraConfig.get().overrides.task]
 
 
+def experiment_keys() -> set[str]:
+    """Return the top-level keys and the groups that the chosen files of conf/experiment/ set."""
+    config = HydraConfig.get() if HydraConfig.initialized() else None
+    chosen = str(config.runtime.choices.get("experiment") or "") if config else ""
+    folders = [CONF, *(Path(source.path) for source in config.runtime.config_sources)] if config else []
+    keys: set[str] = set()
+    names = re.findall(r"[^\s,'\[\]]+", chosen)
+    for name in names:  # the files that a file names in its `defaults` are appended
+        files = [file for folder in folders if (file := folder / "experiment" / f"{name}.yaml").is_file()]
+        content = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False) if files else {}
+        for default in content.pop("defaults", []) if isinstance(content, dict) else ():
+            if isinstance(default, str):
+                names += [default] * (default not in names)
+            else:
+                keys |= {re.sub("^override |^/|@.*", "", re.sub("^override ", "", str(each))) for each in default}
+        keys |= {str(each) for each in content}
+    return keys
+
+
 def is_sweep(override: str) -> bool:
     """Check whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()

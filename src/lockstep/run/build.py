@@ -20,7 +20,13 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, refuse_keys_without_effect, training_arguments
+from lockstep.run.optimizers import (
+    SETTERS,
+    OptimizerCheck,
+    refuse_keys_without_effect,
+    training_arguments,
+    without_own_defaults,
+)
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
@@ -80,7 +86,12 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
     arguments = training_arguments(config, len(splits.train)) | sizes
     arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
-    module = instantiate("model", options, **arguments)  # passes those of the arguments that the module takes
+    offered = without_own_defaults(arguments, target, config)
+    if "lr" in offered and "lr" in argument_names:
+        options = {"lr": offered["lr"], **options}
+    yielding = () if SETTERS["lr"] & config.requested else ("lr",)
+    # The networks in `options` may have a `later:lr`, and an optimizer of their own with a default.
+    module = instantiate("model", options, yielding, **{"lr": arguments["lr"], **offered})
     setting = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
         raise _no_lightning_module(config)
