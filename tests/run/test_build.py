@@ -9,9 +9,10 @@ import pytest
 import torch
 from conftest import composed
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.config.check import check
-from lockstep.data.datasets import ArrayDataset, Spec
+from lockstep.data.datasets import Spec
 from lockstep.errors import UserError
 from lockstep.run.build import initialise_lazy_layers, make_callbacks
 
@@ -53,33 +54,34 @@ class Lazy(pl.LightningModule):
         return self.net(x)
 
 
-def lazy_net() -> nn.Module:
+def lazy_net() -> nn.Sequential:
     return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(5))
 
 
 @pytest.mark.parametrize("images", [torch.rand(3, 1, 8, 8, dtype=torch.float64), torch.zeros(3, 1, 8, 8).byte(), None])
 def test_lazy_layers_get_their_sizes_before_the_run(images: Any) -> None:
     """And weights that depend on the seed only; the statistics of BatchNorm and the random state stay as they were."""
-    train = range(1) if images is None else ArrayDataset(images, torch.zeros(3, dtype=torch.int64))
+    train = range(1) if images is None else TensorDataset(images, torch.zeros(3, dtype=torch.int64))
     splits: Any = SimpleNamespace(train=train, spec=Spec(1, 8, tuple("abcde"), (0.0,), (1.0,)))
-    weights = []
+    weights: list[torch.Tensor] = []
     for random_numbers in (0, 7):
         torch.manual_seed(random_numbers)
         state = torch.get_rng_state()
-        module = Lazy(lazy_net())
+        net = lazy_net()
+        module = Lazy(net)
         initialise_lazy_layers("model", module, splits, seed=3)
         assert torch.equal(torch.get_rng_state(), state)
-        assert module.net[3].weight.shape == (5, 4 * 36)
-        assert module.net[1].running_mean.eq(0).all()
+        assert net[3].weight.shape == (5, 4 * 36)
+        assert net.get_buffer("1.running_mean").eq(0).all()
         assert module.training
-        weights.append(module.net[3].weight)
-    assert torch.equal(*weights)
+        weights.append(net.get_parameter("3.weight"))
+    assert torch.equal(weights[0], weights[1])
 
 
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (Lazy(nn.Flatten(), nn.LazyLinear(3)), "since its forward does not use them: give unused.weight a size"),
+        (Lazy(nn.Flatten(), nn.LazyLinear(3)), "its forward does not use them: give unused.weight a size"),
         (
             Lazy(nn.Sequential(nn.Linear(7, 7), nn.LazyLinear(3))),
             r"a forward pass of one sample fails \(RuntimeError: .*",

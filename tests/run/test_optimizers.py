@@ -20,7 +20,7 @@ from lockstep.config.instantiate import instantiate, parameters
 from lockstep.config.value_checks import CONF
 from lockstep.errors import UserError
 from lockstep.run.api import compose
-from lockstep.run.optimizers import training_arguments, without_own_defaults
+from lockstep.run.optimizers import training_arguments, without_defaulted
 from project import optimizers, schedules
 
 SAMPLES = 640  # ten steps an epoch
@@ -345,7 +345,7 @@ def test_a_constructors_own_default_yields_to_what_the_user_gives_only(
     requested = {override.partition("=")[0] for override in overrides}
     requested |= {"lr", "optimizer"} if "experiment" in requested else set()  # see test_the_keys_of_an_experiment
     config = replace(check(raw), requested=frozenset(requested))
-    offers = without_own_defaults(training_arguments(config, SAMPLES), target, config)
+    offers = without_defaulted(training_arguments(config, SAMPLES), target, config)
     assert set(offers) & parameters(target) == passed
 
 

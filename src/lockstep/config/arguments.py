@@ -110,12 +110,12 @@ def experiment_keys() -> set[str]:
     names = re.findall(r"[^\s,'\[\]]+", chosen)
     for name in names:  # the files that a file names in its `defaults` are appended
         files = [file for folder in folders if (file := folder / "experiment" / f"{name}.yaml").is_file()]
-        content = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False) if files else {}
-        for default in content.pop("defaults", []) if isinstance(content, dict) else ():
+        content: Any = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False) if files else {}
+        for default in content.pop("defaults", []):
             if isinstance(default, str):
                 names += [default] * (default not in names)
             else:
-                keys |= {re.sub("^override |^/|@.*", "", re.sub("^override ", "", str(each))) for each in default}
+                keys |= {re.sub(r"^(override )?/?|@.*", "", str(each)) for each in default}
         keys |= {str(each) for each in content}
     return keys
 

@@ -27,7 +27,7 @@ ANNOTATED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # mod
 PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's classes that need a further package
 
 
-def instantiate(key: str, config: Mapping[str, Any], /, yielding: Collection[str] = (), **offers: Any) -> Any:
+def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] = (), /, **offers: Any) -> Any:
     """Create the object that a config names, from its other keys.
 
     Nested targets are created first. With `_partial_: true` return a `functools.partial` that creates the object.
@@ -59,8 +59,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, yielding: Collection[str
         )
     arguments = {name: _argument(f"{key}.{name}", value, numbers, yielding) for name, value in options.items()}
     if yielding:
-        own = {name for name, value in defaults(target).items() if value is not None}
-        takes = takes - own.intersection(yielding)
+        takes = takes - {name for name, value in defaults(target).items() if value is not None and name in yielding}
     if target.__module__.startswith(ANNOTATED):
         _check_option_types(key, target, arguments)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
@@ -145,13 +144,13 @@ def parameters(target: Any) -> set[str]:
 
 def defaults(target: Any) -> dict[str, Any]:
     """Return the arguments of a class or function that have a default, with it. See `parameters`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for maker in reversed(_makers(target)):  # the class's own constructor comes last
         for parameter in inspect.signature(maker).parameters.values():
-            found.pop(parameter.name, None)
+            values.pop(parameter.name, None)
             if parameter.default is not parameter.empty:
-                found[parameter.name] = parameter.default
-    return {name: found[name] for name in parameters(target) if name in found}
+                values[parameter.name] = parameter.default
+    return {name: values[name] for name in parameters(target) if name in values}
 
 
 def _signature(target: Any) -> tuple[set[str], bool]:

@@ -247,18 +247,18 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
     it (`imagenet`: image_folder), and else those that it abbreviates (`tb`: tensorboard).
     """
 
-    def begin_alike(one: str, other: str) -> int:
+    def common_letters(one: str, other: str) -> int:
         return next((at for at in range(len(one)) if one[: at + 1] != other[: at + 1]), len(one))
 
     stem = name.rstrip("0123456789") if len(name.rstrip("0123456789")) > 3 else name
     containing = [each for each in known if each.startswith(stem) or (len(stem) > 3 and stem in each)]
     close = difflib.get_close_matches(name, known, n=1)
     misspelled = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    most = max((begin_alike(each, name) for each in known), default=0)
-    alike = [each for each in known if begin_alike(each, name) == most >= max(4, min(len(name) / 2, len(each)))]
+    most = max((common_letters(each, name) for each in known), default=0)
+    same_start = [each for each in known if common_letters(each, name) == most >= max(4, min(len(name) / 2, len(each)))]
     letters = ".*".join(map(re.escape, name))
     abbreviated = [each for each in known if len(name) > 1 and re.match(letters, each)]
-    return containing or misspelled or alike or close or abbreviated
+    return containing or misspelled or same_start or close or abbreviated
 
 
 def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:

@@ -36,7 +36,7 @@ from lockstep.run.optimizers import (
     OptimizerCheck,
     refuse_keys_without_effect,
     training_arguments,
-    without_own_defaults,
+    without_defaulted,
 )
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
@@ -97,7 +97,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
     arguments = training_arguments(config, len(splits.train)) | sizes
     arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
-    offered = without_own_defaults(arguments, target, config)
+    offered = without_defaulted(arguments, target, config)
     if "lr" in offered and "lr" in argument_names:
         options = {"lr": offered["lr"], **options}
     yielding = () if SETTERS["lr"] & config.requested else ("lr",)

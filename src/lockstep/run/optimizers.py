@@ -138,23 +138,23 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def without_own_defaults(arguments: Mapping[str, Any], target: Any, config: Config) -> dict[str, Any]:
+def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config) -> dict[str, Any]:
     """Return the arguments of `training_arguments` without those for which the constructor's own defaults hold.
 
     A run always has an `lr`, an optimizer and a schedule, mostly by default. Such a default must not replace one that
     the constructor has, except that a module which takes the run's optimizer takes its `lr` too. `None` is no default.
     """
-    takes, own = parameters(target), {name for name, value in defaults(target).items() if value is not None}
-    holds = {name for name in own & set(SETTERS) if not SETTERS[name] & config.requested}
+    takes, has_default = parameters(target), {name for name, value in defaults(target).items() if value is not None}
+    holds = {name for name in has_default & set(SETTERS) if not SETTERS[name] & config.requested}
     if "lr" not in takes and config.requested & SETTERS["lr"]:  # the given lr acts through the optimizer only
         holds.discard("optimizer")
-    holds |= own_texts(target)
+    holds |= text_defaults(target)
     if "optimizer" in takes - holds:
         holds.discard("lr")
     return {name: value for name, value in arguments.items() if name not in holds}
 
 
-def own_texts(target: Any) -> set[str]:
+def text_defaults(target: Any) -> set[str]:
     """Return which of `optimizer` and `scheduler` are texts in a constructor, so that they are no factories of ours."""
     return {name for name in ("optimizer", "scheduler") if isinstance(defaults(target).get(name), str)}
 
@@ -187,7 +187,7 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
 def settings(config: Config, samples: int) -> dict[str, Any]:
     """Return the settings of the optimizer and the schedule that the module takes, as plain data."""
     target = locate("model._target_", config.model["_target_"])
-    offered = without_own_defaults(training_arguments(config, samples), target, config)
+    offered = without_defaulted(training_arguments(config, samples), target, config)
     takes = parameters(target) - {"steps_per_epoch"}
     taken = {name: value for name, value in offered.items() if name in takes}
     return {name: value.settings if isinstance(value, Factory) else value for name, value in taken.items()}
@@ -202,7 +202,7 @@ def refuse_keys_without_effect(config: Config) -> None:
     target = config.model["_target_"]
     located = locate("model._target_", target)
     takes = parameters(located)
-    ours = takes - set(config.model) - own_texts(located)
+    ours = takes - set(config.model) - text_defaults(located)
     for key in config.overridden:
         group = key.partition(".")[0]
         if group not in CONSTRUCTOR_ARGUMENTS or ours.intersection(CONSTRUCTOR_ARGUMENTS[group]):

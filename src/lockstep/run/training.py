@@ -34,8 +34,8 @@ from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
+from lockstep.run.ignored_arguments import argument_notes, refuse_loader_keys
 from lockstep.run.optimizers import settings
-from lockstep.run.own_arguments import own_argument_notes, refuse_loader_keys
 from lockstep.run.report_lines import StartLines, chance_level_line, end_lines
 from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
@@ -136,7 +136,7 @@ def fit_and_test(
 
 def _notes(config: Config, splits: Splits, module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines for the log at a run's start: what differs from an ordinary run."""
-    notes = [*own_argument_notes(config), *resume_messages(config, splits, checkpoint)]
+    notes = [*argument_notes(config), *resume_messages(config, splits, checkpoint)]
     notes += config.strategy.notes(resumes=bool(checkpoint))
     for extra in config.extras.values():
         notes += extra.notes(config, resumes=bool(checkpoint))

@@ -9,7 +9,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import defaults, locate
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError
-from lockstep.run.optimizers import without_own_defaults
+from lockstep.run.optimizers import without_defaulted
 
 IN_LOADERS = ("batch_size", "num_workers")  # what a LightningDataModule gives its own loaders, which are not used
 # Options of a torch DataLoader that have no key of the run: order, memory and processes follow from the layout.
@@ -30,7 +30,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
 
 
-def own_settings(options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+def differing_settings(options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Return the names of the options that differ from the run's setting of the same name."""
     return [name for name, value in options.items() if name in settings and value not in (None, settings[name])]
 
@@ -39,7 +39,7 @@ def refuse_loader_keys(config: Config) -> None:
     """Refuse `data.batch_size=16` on the command line if a LightningDataModule takes it and the run has another one."""
     if not _is_data_module(config):
         return
-    for name in own_settings(config.data, {key: settings_of(config)[key] for key in IN_LOADERS}):
+    for name in differing_settings(config.data, {key: settings_of(config)[key] for key in IN_LOADERS}):
         if f"data.{name}" in config.overridden:
             value = show(config.data[name])
             raise UserError(
@@ -47,24 +47,24 @@ def refuse_loader_keys(config: Config) -> None:
             )
 
 
-def own_argument_notes(config: Config) -> list[str]:
+def argument_notes(config: Config) -> list[str]:
     """Return lines about the options of the model and the data that look like a setting of the run and are none."""
     settings, notes = settings_of(config), []
     data = config.data if _is_data_module(config) else {}
-    ignored = own_settings(data, {key: settings[key] for key in IN_LOADERS}) + [
+    ignored = differing_settings(data, {key: settings[key] for key in IN_LOADERS}) + [
         name for name in OF_LOADERS if name in data
     ]
     if ignored:
         shown = ", ".join(f"data.{name}={show(data[name])}" for name in ignored)
         notes.append(f"{shown}: of loaders that the run does not use: batch_size= and num_workers= count")
     for group, options in (("data", {k: v for k, v in data.items() if k not in IN_LOADERS}), ("model", config.model)):
-        for name in own_settings(options, settings):
+        for name in differing_settings(options, settings):
             value, run_value = show(options[name]), show(settings[name])
             notes.append(f"{group}.{name}={value} is an argument of its class only: the run has {name}={run_value}")
     target = locate("model._target_", config.model["_target_"])
-    if "lr" not in {*without_own_defaults({"lr": config.lr}, target, config), *config.model}:
-        own = f"lr={show(defaults(target)['lr'])}"
-        notes.append(f"{own} is the default of {config.model['_target_']}: lr= changes it")
+    if "lr" not in {*without_defaulted({"lr": config.lr}, target, config), *config.model}:
+        lr = f"lr={show(defaults(target)['lr'])}"
+        notes.append(f"{lr} is the default of {config.model['_target_']}: lr= changes it")
     return notes
 
 

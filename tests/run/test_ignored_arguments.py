@@ -9,7 +9,7 @@ import pytest
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
 from lockstep.run.api import compose
-from lockstep.run.own_arguments import own_argument_notes, refuse_loader_keys
+from lockstep.run.ignored_arguments import argument_notes, refuse_loader_keys
 
 
 class Images(pl.LightningDataModule):
@@ -34,23 +34,23 @@ def test_the_batch_size_of_a_data_module_is_refused_on_the_command_line_and_name
     for key in ("batch_size", "num_workers"):
         with pytest.raises(UserError, match=rf"^data\.{key}=16 has no effect, .*: give {key}=16$"):
             refuse_loader_keys(config({key: 16}, None, f"data.{key}"))
-    (line,) = own_argument_notes(config({"batch_size": 16, "shuffle": False, "num_workers": None}))
+    (line,) = argument_notes(config({"batch_size": 16, "shuffle": False, "num_workers": None}))
     assert line.startswith("data.batch_size=16, data.shuffle=false: of loaders that the run does not use: batch_size=")
-    assert own_argument_notes(config({"batch_size": 64})) == []
+    assert argument_notes(config({"batch_size": 64})) == []
 
 
 def test_the_same_options_of_an_opener_are_its_own() -> None:
     of_opener = replace(config({}), data={"_target_": "project.data.digits", "batch_size": 16})
     refuse_loader_keys(replace(of_opener, overridden=("data.batch_size",)))
-    assert own_argument_notes(of_opener) == []
+    assert argument_notes(of_opener) == []
 
 
 def test_lengths_and_the_default_lr_of_a_class_are_named() -> None:
     own = {"_target_": f"{__name__}.OwnLr"}
-    assert own_argument_notes(config({"max_epochs": 3}, own | {"max_epochs": 100})) == [
+    assert argument_notes(config({"max_epochs": 3}, own | {"max_epochs": 100})) == [
         "data.max_epochs=3 is an argument of its class only: the run has max_epochs=2",
         "model.max_epochs=100 is an argument of its class only: the run has max_epochs=2",
         f"lr=0.001 is the default of {__name__}.OwnLr: lr= changes it",
     ]
-    assert own_argument_notes(config({}, own, "lr")) == []
-    assert own_argument_notes(config({}, own | {"lr": 0.5, "max_epochs": 2})) == []
+    assert argument_notes(config({}, own, "lr")) == []
+    assert argument_notes(config({}, own | {"lr": 0.5, "max_epochs": 2})) == []
