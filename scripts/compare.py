@@ -42,6 +42,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 from common.showing import markdown
 from comparison import noise, pair
 from comparison.folds import CrossValidation, cross_validations

@@ -19,6 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 from common.keys import differing
 
 SECONDS = 5.0  # between two searches for new runs

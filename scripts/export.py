@@ -25,6 +25,9 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+if __name__ == "__main__":
+    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+
 import lightning.pytorch as pl
 import numpy as np
 import torch

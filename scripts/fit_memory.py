@@ -14,6 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 TRAIN = Path(__file__).resolve().parents[1] / "src" / "train.py"
 SHORT = ("max_steps=2", "++debug.trainer.limit_val_batches=1", "++debug.trainer.limit_test_batches=1")
 LACKING = re.compile(r"out of memory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)

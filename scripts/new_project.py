@@ -36,6 +36,11 @@ LEFT_OUT = ("scripts/lab", "scripts/new_project.py")
 TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # Makefile targets that need files left out
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 import pytest
 
 from lockstep.testing import DataTests, ModuleTests

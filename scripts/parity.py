@@ -33,6 +33,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+if __name__ == "__main__":
+    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+
 from common.training import check_one_machine
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig

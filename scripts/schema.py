@@ -18,6 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 from common.keys import rows
 from pydantic import TypeAdapter
 

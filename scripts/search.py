@@ -22,6 +22,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException

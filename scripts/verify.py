@@ -23,6 +23,9 @@ from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+if __name__ == "__main__":
+    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+
 import torch
 from common.training import check_one_machine
 from pydantic import Field

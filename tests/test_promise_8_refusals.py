@@ -274,7 +274,7 @@ EARLY = [
     ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
     ("batch_size=100 pieces=6 lr=0.2", "batch_size=100.*6 equal pieces.*: use batch_size=96 or 102, or pieces=10"),
     ("outputs=/dev/null/here", "/dev/null/here.*[Nn]ot a directory"),
-    ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, epochs=<value>"),
+    ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, max_epochs=<value>"),
 ]
 LATE = [
     ("data=synthetic data.samples=20", "batch_size=64 is more than the 18 samples of the training set: .*"),

@@ -21,6 +21,11 @@ def main() -> None:
         arguments.pop(0)
     if arguments[0].startswith("-"):  # torchrun -m <module>
         os.execv(python, [python, *sys.argv[1:]])
+    for stream in (0, 1, 2):  # in this order: a new descriptor is the lowest free one
+        try:
+            os.fstat(stream)
+        except OSError:  # it is closed
+            os.open(os.devnull, os.O_RDWR)
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"\0{name}")
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCKSTEP_FORKS", "PYTHON_EXEC")}

@@ -29,6 +29,11 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
 from lockstep.launch.signals import set_parent_death_signal
 
 # What src/train.py imports sooner or later. The first one sets what torch reads when it is imported.

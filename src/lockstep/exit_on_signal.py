@@ -8,6 +8,10 @@ import os
 import signal
 from types import FrameType
 
+from lockstep import standard_streams
+
+standard_streams.protect()  # every program has streams from here on
+
 
 def exit_now(signum: int, frame: FrameType | None) -> None:
     """Handle a signal: exit at once with 130 (SIGINT) or 143. There is nothing to save yet."""

@@ -1,7 +1,10 @@
 """lockstep.launch.parent where nobody trains: workers that end in odd ways."""
 
+import logging
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
+from lockstep.config.instantiate import instantiate
 from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch import logs
@@ -21,6 +25,7 @@ from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
+from lockstep.run.cli import error_line
 from lockstep.run.supervisor import run_in_workers
 from lockstep.run.sweeps import Job, Slot, run_jobs
 
@@ -53,7 +58,7 @@ def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
         launch(fails_in_a_loader, str(tmp_path), layout=ALONE)
     at, last = os.path.relpath(__file__), Torn.__getitem__.__code__.co_firstlineno + 1
     assert str(failed.value) == (
-        f"rank 0 failed: OSError: cannot identify ({at}:{last} in __getitem__; traceback in train.log)"
+        f"rank 0 failed: OSError: cannot identify ({at}:{last} in __getitem__; traceback in {tmp_path}/train.log)"
     )
     assert f"line {last}, in __getitem__" in (tmp_path / "train.log").read_text()
     with pytest.raises(UserError, match=r"^x\.jpg can't be decoded$"):
@@ -126,3 +131,42 @@ def test_the_programs_themselves_are_no_code_of_a_user() -> None:
     assert user_code_location("".join(frames)) == ""
     trace = "".join([*frames, '  File "/project/nets.py", line 3, in net\n'])
     assert user_code_location(trace) == "/project/nets.py:3 in net; "
+    beside = f'  File "{ROOT / "src/nets.py"}", line 5, in net\n'  # a user's module beside train.py
+    assert user_code_location("".join([*frames, beside])) == f"{os.path.relpath(ROOT / 'src/nets.py')}:5 in net; "
+
+
+def test_a_failure_before_the_run_has_a_log_tells_how_to_see_the_traceback() -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        launch(forked_without_log, layout=ALONE)
+    assert str(failed.value).endswith(" in forked_without_log; HYDRA_FULL_ERROR=1 shows the traceback)")
+
+
+def forked_without_log() -> None:
+    logging.root.handlers = []  # pytest's own
+    raise KeyError("x")
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("def make(\n", r"SyntaxError: .* \(.*broken_module\.py:1; HYDRA_FULL_ERROR=1 shows the traceback\)"),
+        ("\nnames\n", r"NameError: .* \(.*broken_module\.py:2 in <module>; HYDRA_FULL.*"),
+        ("def make():\n    {}['key']", r"KeyError: 'key' \(.*broken_module\.py:2 in make; HYDRA_FULL.*"),
+        ("def make():\n    int('seven')", r"x: invalid literal for int.* \(.*broken_module\.py:2 in make\)"),
+        (
+            "def make():\n    len(7)",
+            r"x: make\(\): object of type 'int' has no len\(\) \(.*broken_module\.py:2 in make\)",
+        ),
+        ("def make():\n    open('nothing')", r"nothing: No such file or directory \(.*broken_module\.py:2 in make\)"),
+    ],
+)
+def test_an_error_in_a_users_code_before_the_run_names_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: str
+) -> None:
+    (tmp_path / "broken_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_module", raising=False)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with pytest.raises(Exception) as error:  # noqa: PT011  of any kind
+        instantiate("x", {"_target_": "broken_module.make"})
+    assert re.fullmatch(line, error_line(error.value)), error_line(error.value)

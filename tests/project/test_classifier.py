@@ -87,7 +87,7 @@ def by_epoch(optimizer: Any) -> dict[str, Any]:
     ],
     ids=["longer", "by step", "by epoch", "none"],
 )
-def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, fraction: float) -> None:
+def test_a_resumed_run_follows_its_differing_settings(tmp_path: Path, scheduler: Any, fraction: float) -> None:
     """The optimizer keeps what it has gathered, and the new schedule stands where it would after as many steps."""
     same, new = {"lr": 0.1}, {"lr": 0.4}
 

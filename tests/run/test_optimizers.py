@@ -1,19 +1,26 @@
 """Optimizers and schedules: what decays, closed forms, what yaml and the command line can name, refusals."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, Program, Run, apart, summary_of
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from small_models import resnet18
 from torch import nn
 
+from lockstep.config.arguments import experiment_keys
 from lockstep.config.check import check
+from lockstep.config.instantiate import instantiate, parameters
+from lockstep.config.value_checks import CONF
 from lockstep.errors import UserError
 from lockstep.run.api import compose
-from lockstep.run.optimizers import training_arguments
+from lockstep.run.optimizers import training_arguments, without_defaulted
 from project import optimizers, schedules
 
 SAMPLES = 640  # ten steps an epoch
@@ -294,3 +301,73 @@ def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None
     assert expected["epochs"] == 4, "the first validation, and three that were no better by 1"
     assert control["weights_sha256"] != expected["weights_sha256"]
     assert len(set(rates)) > 1, rates
+
+
+class OwnOptimizer:
+    """Builds its optimizer itself, as most LightningModules do."""
+
+    def __init__(self, lr: float = 1e-3, scheduler: str = "cosine", total_steps: int = 7) -> None: ...
+
+
+class RunsOptimizer:
+    def __init__(self, optimizer: Any, lr: float = 1e-3, scheduler: Any = None) -> None: ...
+
+
+class OptimizerByName:
+    def __init__(self, optimizer: str = "adam", lr: float = 1e-3) -> None: ...
+
+
+class ReplaceableOptimizer:
+    def __init__(self, optimizer: Any = torch.optim.Adam) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "passed"),
+    [
+        (OwnOptimizer, [], {"total_steps"}),
+        (OwnOptimizer, ["lr=0.02"], {"lr", "total_steps"}),  # given, though it is the default too
+        (OwnOptimizer, ["optimizer=adamw"], {"lr", "total_steps"}),
+        (OwnOptimizer, ["lr_scaling=linear"], {"lr", "total_steps"}),
+        (OwnOptimizer, ["experiment=mnist_cnn", "model=mnist_cnn"], {"lr", "total_steps"}),
+        (OwnOptimizer, ["scheduler=cosine"], {"total_steps"}),
+        (RunsOptimizer, [], {"lr", "optimizer", "scheduler"}),
+        (OptimizerByName, [], set()),
+        (OptimizerByName, ["lr=0.1"], {"lr"}),
+        (ReplaceableOptimizer, [], set()),
+        (ReplaceableOptimizer, ["lr=0.1"], {"optimizer"}),
+        (ReplaceableOptimizer, ["optimizer=adamw"], {"optimizer"}),
+    ],
+)
+def test_a_constructors_own_default_yields_to_what_the_user_gives_only(
+    target: type, overrides: list[str], passed: set[str]
+) -> None:
+    raw = dict(compose("max_epochs=2", *overrides))
+    requested = {override.partition("=")[0] for override in overrides}
+    requested |= {"lr", "optimizer"} if "experiment" in requested else set()  # see test_the_keys_of_an_experiment
+    config = replace(check(raw), requested=frozenset(requested))
+    offers = without_defaulted(training_arguments(config, SAMPLES), target, config)
+    assert set(offers) & parameters(target) == passed
+
+
+def test_the_keys_of_an_experiment_count_as_given() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        made = hydra_compose("train", ["experiment=mnist_cnn"], return_hydra_config=True)
+    HydraConfig.instance().set_config(made)
+    try:
+        assert {"lr", "optimizer"} <= experiment_keys()
+    finally:
+        HydraConfig.instance().cfg = None
+    assert experiment_keys() == set()
+
+
+def test_an_lr_of_train_yaml_counts_as_given_and_that_of_an_optimizers_page_does_not() -> None:
+    raw = dict(compose("max_epochs=2"))
+    assert check(raw).requested == set()
+    assert check({**raw, "lr": 0.5}).requested == {"lr"}
+
+
+def test_an_optimizer_inside_a_model_keeps_its_own_default_too() -> None:
+    own = {"_target_": "torch.optim.Adam", "_partial_": True}
+    assert "lr" not in instantiate("optimizer", own, ("lr",), lr=0.02).keywords
+    assert instantiate("optimizer", {**own, "lr": "later:lr"}, ("lr",), lr=0.02).keywords["lr"] == 0.02
+    assert instantiate("optimizer", own, lr=0.02).keywords["lr"] == 0.02

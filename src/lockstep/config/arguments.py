@@ -1,5 +1,6 @@
 """The command line: Hydra's flags, overrides and config folders; the help page; and messages about unknown names."""
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.config.value_checks import CONF, no_such_key_message, options, unknown_name_message
+from lockstep.config.value_checks import (
+    CONF,
+    RENAMED,
+    group_file,
+    no_such_key_message,
+    options,
+    unknown_name_message,
+)
 from lockstep.errors import UserError
 
 MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that names a file's schema to editors
@@ -35,7 +43,8 @@ def check_arguments(arguments: list[str]) -> list[str]:
                 )
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
-            override = argument.lstrip("-") + "=<value>" * ("=" not in argument)
+            name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
+            override = f"{RENAMED.get(name, (name,))[0]}={value or '<value>'}"
             raise UserError(f"{argument}: there is no such flag; an override has no dashes, {override}")
     for override in parse_arguments(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
@@ -92,6 +101,25 @@ def overridden_keys() -> list[str]:
     return [key(override) for override in HydraConfig.get().overrides.task]
 
 
+def experiment_keys() -> set[str]:
+    """Return the top-level keys and the groups that the chosen files of conf/experiment/ set."""
+    config = HydraConfig.get() if HydraConfig.initialized() else None
+    chosen = str(config.runtime.choices.get("experiment") or "") if config else ""
+    folders = [CONF, *(Path(source.path) for source in config.runtime.config_sources)] if config else []
+    keys: set[str] = set()
+    names = re.findall(r"[^\s,'\[\]]+", chosen)
+    for name in names:  # the files that a file names in its `defaults` are appended
+        files = [file for folder in folders if (file := folder / "experiment" / f"{name}.yaml").is_file()]
+        content: Any = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False) if files else {}
+        for default in content.pop("defaults", []):
+            if isinstance(default, str):
+                names += [default] * (default not in names)
+            else:
+                keys |= {re.sub(r"^(override )?/?|@.*", "", str(each)) for each in default}
+        keys |= {str(each) for each in content}
+    return keys
+
+
 def is_sweep(override: str) -> bool:
     """Check whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
@@ -142,7 +170,13 @@ def front_page(file: Path) -> str:
 def no_option_message(group: str, name: str) -> str:
     """Return the message for a group that has no file of this name. It names the files that exist."""
     elsewhere = [f"did you mean {other}={name}?" for other in ("strategy", "extras") if name in options(other)]
-    return f"{group}={name}: {' '.join([*elsewhere, unknown_name_message(name, options(group))])}"
+    known = options(group)
+    if group == "strategy" and not elsewhere and not difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+        return f"strategy={name}: not supported: use ddp on several devices, auto on one; known: {', '.join(known)}"
+    libraries = [each for each in known if group_file(group, each).get("name") == "${.arch}"]  # they have many nets
+    nets = [f"others are in {' or '.join(f'{group}={each}' for each in libraries)} with {group}.arch=<net>"]
+    parts = [*elsewhere, unknown_name_message(name, known)]
+    return f"{group}={name}: {'; '.join([' '.join(parts), *nets[: len(libraries)]])}"
 
 
 def no_name_message(group: str, command_line: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
+from lockstep.config.arguments import experiment_keys
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import check_target, instantiate, targets_in
 from lockstep.config.portable import PORTABLE, missing_instructions
@@ -46,6 +47,7 @@ class Config(RunKeys):
     trains: bool  # false for an evaluation, which has no schedule and needs no equal pieces
     record: dict[str, Any]  # the resolved config for checkpoints, as plain containers; `data_dir` is absolute
     overridden: tuple[str, ...]  # dotted keys that the user has set on the command line
+    requested: frozenset[str]  # top-level keys and groups that the user has set there, or in an experiment
 
     @property
     def epoch_limit(self) -> int | None:
@@ -135,6 +137,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)}
     run_keys |= {"optimizer": optimizer, "precision": precision}
     extras = _extras(keys, trains)
+    lr_of_config = ["lr"] * (optimizer_lr not in (None, keys.lr))  # train.yaml itself sets another one
     config = Config(
         **run_keys,
         data=dict(keys.data),
@@ -145,6 +148,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         # `data_dir` must be valid from any working folder; the learning rate is recorded once, as `lr`
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
         overridden=overridden,
+        requested=frozenset({*(key.partition(".")[0] for key in overridden), *experiment_keys(), *lr_of_config}),
     )
     _refuse(strategy.conflicts(config))
     _refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))

@@ -7,7 +7,7 @@ own config names too, because a checkpoint from elsewhere could otherwise run an
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ ANNOTATED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # mod
 PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's classes that need a further package
 
 
-def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
+def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] = (), /, **offers: Any) -> Any:
     """Create the object that a config names, from its other keys.
 
     Nested targets are created first. With `_partial_: true` return a `functools.partial` that creates the object.
@@ -35,6 +35,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     Args:
         key: the dotted key of the config, for messages.
         config: it has `_target_`, a dotted path.
+        yielding: offers that a target with a default of its own, other than None, does not get.
         offers: further arguments. An offer is passed if the target takes an argument of its name and the config has no
             such key. Numbers and strings are also offered to nested targets, and replace the value `later:<name>`.
 
@@ -56,21 +57,23 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
             f"{', '.join(f'{key}.{name}' for name in unknown)}: {target.__name__} takes no such option; "
             f"leave it out{deletions and f' ({deletions})'}{near and '; ' + near}"
         )
-    arguments = {name: _argument(f"{key}.{name}", value, numbers) for name, value in options.items()}
+    arguments = {name: _argument(f"{key}.{name}", value, numbers, yielding) for name, value in options.items()}
+    if yielding:
+        takes = takes - {name for name, value in defaults(target).items() if value is not None and name in yielding}
     if target.__module__.startswith(ANNOTATED):
         _check_option_types(key, target, arguments)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
     return make if config.get("_partial_") else call(key, make)
 
 
-def _argument(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
+def _argument(key: str, value: Any, numbers: Mapping[str, float | str], yielding: Collection[str]) -> Any:
     """Return the argument for a config's value: with its nested targets created, and its `later:` values replaced."""
     if isinstance(value, Mapping):
         if "_target_" in value:
-            return instantiate(key, value, **numbers)
-        return {name: _argument(f"{key}.{name}", part, numbers) for name, part in value.items()}
+            return instantiate(key, value, yielding, **numbers)
+        return {name: _argument(f"{key}.{name}", part, numbers, yielding) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_argument(key, part, numbers) for part in value]
+        return [_argument(key, part, numbers, yielding) for part in value]
     if not isinstance(value, str) or not value.startswith(LATER):
         return value
     name = value.removeprefix(LATER)
@@ -96,21 +99,23 @@ def call(key: str, make: partial[Any], *args: Any, of_any_kind: bool = True) -> 
     except UserError:
         raise
     except Exception as error:
+        location = user_code_location(traceback.format_exc()).removesuffix("; ")
+        place = f" ({location})" * bool(location)
         # Compare the name of Lightning's exception, because importing its module takes a second.
         if isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException":
             option = str(error).partition("=")[0]
-            raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}") from error
+            raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}{place}") from error
         text = str(error)
         if isinstance(error, TypeError):
             _check_option_types(key, make.func, arguments)
-        elif not of_any_kind or user_code_location(traceback.format_exc()):
+        elif not of_any_kind or location:
             raise
         else:
             text = f"{type(error).__name__}: {text}".partition("\n")[0]
         shown = ", ".join(
             f"{k}={show(v)}" for k, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)
         )
-        raise UserError(f"{key}: {name}({shown}): {text}") from error
+        raise UserError(f"{key}: {name}({shown}): {text}{place}") from error
 
 
 def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> None:
@@ -135,6 +140,17 @@ def parameters(target: Any) -> set[str]:
     A class whose constructor has `**kwargs` also takes the arguments of its base class.
     """
     return _signature(target)[0]
+
+
+def defaults(target: Any) -> dict[str, Any]:
+    """Return the arguments of a class or function that have a default, with it. See `parameters`."""
+    values: dict[str, Any] = {}
+    for maker in reversed(_makers(target)):  # the class's own constructor comes last
+        for parameter in inspect.signature(maker).parameters.values():
+            values.pop(parameter.name, None)
+            if parameter.default is not parameter.empty:
+                values[parameter.name] = parameter.default
+    return {name: values[name] for name in parameters(target) if name in values}
 
 
 def _signature(target: Any) -> tuple[set[str], bool]:

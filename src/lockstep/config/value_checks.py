@@ -147,6 +147,8 @@ RENAMED = {
     "net": ("model",),
     "gpus": ("devices",),
     "num_gpus": ("devices",),
+    "nproc": ("devices",),
+    "nproc_per_node": ("devices",),
     "nodes": ("num_nodes",),
     "workers": ("num_workers",),
     "ckpt_path": ("resume", "init_from", "checkpoint"),
@@ -213,6 +215,8 @@ def _suggestion(key: str, config: Mapping[str, Any]) -> str:
     last = key.rpartition(".")[2]
     renamed = [each for name in (key, last) for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in config]
     same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]
+    if not renamed and not same and len(last) > 1:  # the first letters of its words, as in wd=0.1
+        same = [each for each in _keys(config) if "".join(w[:1] for w in each.rpartition(".")[2].split("_")) == last]
     candidates = renamed or [each for each in same if "." not in each] or same[:3]
     if candidates:
         return f"did you mean {' or '.join(dict.fromkeys(candidates))}?"
@@ -231,9 +235,30 @@ def _keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
 def unknown_name_message(name: str, known: Iterable[str]) -> str:
     """Return `did you mean X? known: ...`. Of more than 12 known names, return only the nearest."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=3)
-    nearest = f"did you mean {near[0]}?" if near else ""
+    near = near_names(name, known)
+    nearest = f"did you mean {' or '.join(near[:4])}?" if near else ""
     return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return the known names that are probably meant: those that contain the name, else a misspelled one.
+
+    A number at the end does not count (`resnet50`: resnet18, resnet9). If there is none, return those that begin like
+    it (`imagenet`: image_folder), and else those that it abbreviates (`tb`: tensorboard).
+    """
+
+    def common_letters(one: str, other: str) -> int:
+        return next((at for at in range(len(one)) if one[: at + 1] != other[: at + 1]), len(one))
+
+    stem = name.rstrip("0123456789") if len(name.rstrip("0123456789")) > 3 else name
+    containing = [each for each in known if each.startswith(stem) or (len(stem) > 3 and stem in each)]
+    close = difflib.get_close_matches(name, known, n=1)
+    misspelled = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    most = max((common_letters(each, name) for each in known), default=0)
+    same_start = [each for each in known if common_letters(each, name) == most >= max(4, min(len(name) / 2, len(each)))]
+    letters = ".*".join(map(re.escape, name))
+    abbreviated = [each for each in known if len(name) > 1 and re.match(letters, each)]
+    return containing or misspelled or same_start or close or abbreviated
 
 
 def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:

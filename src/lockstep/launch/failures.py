@@ -16,12 +16,13 @@ from typing import Any
 
 from lockstep.errors import LostRank, NonFinite, StepRefused, UserError, WorkerFailed
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.logs import log_file_name
+from lockstep.launch.logs import log_file
 from lockstep.launch.rendezvous import group_store
 from lockstep.text import join_names, short_path
 
 VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
 STACK_SECONDS = 3.0  # for a worker that hangs, to write its stack
+PROGRAMS = ("train.py", "evaluate.py", "predict.py")  # in src/
 STORE_SECONDS = 3.0  # how long ranks that are still alive have to exchange keys through the store after a failure
 
 
@@ -31,6 +32,8 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     if isinstance(error, UserError):
         refused = UserError(_first_line(str(error)).removeprefix("UserError: "))
         refused.steps = steps
+        if error.__cause__:  # an error of a library or of the user's code, which HYDRA_FULL_ERROR=1 shows
+            refused.add_note(traceback.format_exc())
         return refused
     if is_lost_rank(error):
         if _is_timeout(error):
@@ -43,10 +46,8 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker called exit with code {error.code}"
-    trace = traceback.format_exc()
-    where = f"{user_code_location(trace)}traceback in {log_file_name(rank)}"
-    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({where})", rank, steps)
-    failed.add_note(trace)
+    failed = WorkerFailed(f"rank {rank} failed: {_first_line(message)} ({place_of(error)})", rank, steps)
+    failed.add_note(traceback.format_exc())
     return failed
 
 
@@ -176,7 +177,7 @@ def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: floa
             log.write(f"the worker hung and was killed; its stack:\n{stack}\n")
     process.kill()
     location = _last_frame(stack)
-    where = location and f"it was {location}; its stack is in {log_file_name(rank)}"
+    where = location and f"it was {location}; its stack is in {short_path(Path(scratch, f'log_{rank}').resolve())}"
     return WorkerFailed(_missing_ranks_message([rank], hang_timeout, where), rank, steps)
 
 
@@ -196,9 +197,19 @@ def _first_line(message: str) -> str:
     return (message.strip().splitlines() or ["no reason given"])[0]
 
 
+def place_of(error: BaseException) -> str:
+    """Return where an error was raised in the user's own code, if it was there, and where its traceback is."""
+    log = log_file()
+    traceback_is = f"traceback in {short_path(log)}" if log else "HYDRA_FULL_ERROR=1 shows the traceback"
+    return user_code_location("".join(traceback.format_exception(error))) + traceback_is
+
+
 def user_code_location(trace: str) -> str:
-    """Return the last frame of a traceback in the user's own code as `<file>:<line> in <function>; `, or ""."""
-    frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+    """Return the last frame of a traceback in the user's own code as `<file>:<line> in <function>; `, or "".
+
+    The last frame of a SyntaxError has no function.
+    """
+    frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+)(?:, in (.+))?$', trace, re.MULTILINE)
     user_frames = [frame for frame in frames if _is_user_code(frame[0])]
     return f"{_format_frame(*user_frames[-1])}; " if user_frames else ""
 
@@ -224,7 +235,7 @@ def _last_frame(stack: str) -> str:
 def _is_user_code(file: str) -> bool:
     """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
     lockstep, source = Path(__file__).parents[1], Path(__file__).parents[2]
-    if Path(file).parent == source:  # train.py, evaluate.py or predict.py, through which every error passes
+    if Path(file).parent == source and Path(file).name in PROGRAMS:  # every error passes through one of them
         return False
     other_code = (str(lockstep), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
     return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
@@ -232,4 +243,4 @@ def _is_user_code(file: str) -> bool:
 
 def _format_frame(file: str, line: str, function: str) -> str:
     """Return a frame as text."""
-    return f"{short_path(file)}:{line} in {function}"
+    return f"{short_path(file)}:{line}" + f" in {function}" * bool(function)

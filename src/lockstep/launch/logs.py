@@ -33,6 +33,12 @@ def log_file_name(rank: int) -> str:
     return f"rank_{rank}.log" if rank else "train.log"
 
 
+def log_file() -> Path | None:
+    """Return this process's log in the run folder; None before `configure_logging`."""
+    files = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
+    return Path(files[0].baseFilename) if files else None
+
+
 def configure_logging(folder: Path, rank: int) -> None:
     """Send this process's messages to its log in the run folder, and Lockstep's own on rank zero to the console too.
 

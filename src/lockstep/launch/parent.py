@@ -26,6 +26,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from lockstep import standard_streams
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch.environment import LAUNCHER_VARIABLE, SCRATCH, environment, export, external_workers
@@ -91,7 +92,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             _wait(workers)
             return _result(workers, received, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
-            if sys.stderr.isatty():
+            if sys.stderr and sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
             raise
         finally:
@@ -240,6 +241,7 @@ class WorkerPlace:
 
 def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
     """Run `work(*args)` in a worker process. Send the parent `(error, result)`; error: None if the work succeeded."""
+    standard_streams.protect()  # of a program that has not done it: one that calls `lockstep.train`
     faulthandler.enable(2)
     # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):

@@ -137,6 +137,6 @@ def exit_process(code: int) -> NoReturn:
         child.terminate()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
+        with suppress(OSError, ValueError, AttributeError):  # the reader has exited, or the stream is closed or None
             stream.flush()
     os._exit(code)

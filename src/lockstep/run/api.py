@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,8 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
     with signal_handler(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
         assert process.stderr is not None
         for line in process.stderr:
-            sys.stderr.write(line)
+            with suppress(OSError, ValueError, AttributeError):  # the reader has exited, or it is closed or None
+                sys.stderr.write(line)
             if line.startswith(("error: ", "interrupted by ")):
                 ending = line.rstrip()
     if process.returncode < 0:

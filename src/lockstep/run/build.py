@@ -1,12 +1,23 @@
 """Build what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.parameter import is_lazy
 
 from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
@@ -16,12 +27,18 @@ from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.data import DataModule, Splits
-from lockstep.data.datasets import TASKS
+from lockstep.data.datasets import TASKS, fetch
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, refuse_keys_without_effect, training_arguments
+from lockstep.run.optimizers import (
+    SETTERS,
+    OptimizerCheck,
+    refuse_keys_without_effect,
+    training_arguments,
+    without_defaulted,
+)
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
@@ -81,7 +98,12 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
     arguments = training_arguments(config, len(splits.train)) | sizes
     arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
-    module = instantiate("model", options, **arguments)  # passes those of the arguments that the module takes
+    offered = without_defaulted(arguments, target, config)
+    if "lr" in offered and "lr" in argument_names:
+        options = {"lr": offered["lr"], **options}
+    yielding = () if SETTERS["lr"] & config.requested else ("lr",)
+    # The networks in `options` may have a `later:lr`, and an optimizer of their own with a default.
+    module = instantiate("model", options, yielding, **{"lr": arguments["lr"], **offered})
     setting = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
         raise _no_lightning_module(config)
@@ -96,12 +118,53 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if not module.automatic_optimization:
         raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
     module.configure_model()  # its layers must exist before their weights are loaded
+    initialise_lazy_layers(setting, module, splits, config.seed)
     if config.precision == "64-true":
         module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
     worker_setup.apply_memory_format(module, config.speed.memory_format)
     if config.trains:  # the optimizer's factory divides the parameters into groups by their names
         arguments["optimizer"].named_parameters = module.named_parameters
     return module
+
+
+def initialise_lazy_layers(setting: str, module: pl.LightningModule, splits: Splits, seed: int) -> None:
+    """Give lazy layers (`torch.nn.LazyLinear`) their sizes by a forward pass of one sample.
+
+    Raises:
+        UserError: The forward pass fails, or does not reach all of them. `setting` is what chooses the module.
+    """
+
+    def lazy_names() -> list[str]:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        return [name for name, each in tensors if is_lazy(each)]
+
+    if not lazy_names():
+        return
+    reason = "its forward does not use them"
+    modes = {each: each.training for each in module.modules()}
+    try:
+        with torch.no_grad(), isolate_rng(include_cuda=False):
+            x = sample_images(splits)
+            pl.seed_everything(seed, workers=False, verbose=False)
+            module.eval()
+            module(x)
+    except Exception as error:
+        reason = f"a forward pass of one sample fails ({type(error).__name__}: {error})".partition("\n")[0]
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+    if left := lazy_names():
+        raise UserError(f"{setting}: the sizes of its lazy layers are unknown, since {reason}: give {left[0]} a size")
+
+
+def sample_images(splits: Splits) -> Any:
+    """Return one sample as a batch of a module's `forward`; images of zeros if the data has none, as in `predict`."""
+    dataset = splits.train if hasattr(splits.train, "__getitem__") and not isinstance(splits.train, range) else None
+    if dataset is None:
+        return torch.zeros(1, splits.spec.channels, splits.spec.image_size, splits.spec.image_size)
+    x = fetch(dataset, np.zeros(1, dtype=np.int64))[0]
+    numbers = isinstance(x, torch.Tensor) and (x.dtype == torch.uint8 or x.is_floating_point())
+    return x.float() if numbers else x
 
 
 def make_data(config: Config, splits: Splits) -> DataModule:
@@ -135,9 +198,9 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     returned = module.configure_callbacks()
     module_callbacks = returned if isinstance(returned, Sequence) else [returned]
     for key, callback in config_callbacks.items():
-        _check_callback(key, callback, config)
+        _check_callback(key, callback, config, module, groups[key] or {})
     for callback in module_callbacks:
-        _check_callback(f"model._target_={config.model['_target_']}", callback, config)
+        _check_callback(f"model._target_={config.model['_target_']}", callback, config, module, {})
     all_callbacks = config_callbacks | {
         f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks
     }
@@ -150,9 +213,33 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     return [*config_callbacks.values(), *checks, SharedFileCheck(folder, all_callbacks)]
 
 
-def _check_callback(setting: str, callback: pl.Callback, config: Config) -> None:
-    """Refuse a callback of Lightning that can't work with the config. `setting` is what chooses the callback."""
+def _has_lr(module: pl.LightningModule) -> bool:
+    """Check whether a module has an attribute that Lightning takes for its learning rate."""
+    return any(hasattr(module, name) or name in module.hparams for name in ("lr", "learning_rate"))
+
+
+def _check_callback(
+    setting: str, callback: pl.Callback, config: Config, module: pl.LightningModule, options: Mapping[str, Any]
+) -> None:
+    """Refuse a callback of Lightning that can't work with the config or the module.
+
+    Args:
+        setting: what chooses the callback.
+        options: the callback's options in the config.
+    """
     kind = type(callback).__name__
+    if isinstance(callback, ProgressBar):
+        raise UserError(f"{setting}: the console has its own progress bar (callbacks.console): leave {kind} out")
+    if isinstance(callback, BatchSizeFinder):
+        raise UserError(
+            f"{setting}: {kind} would change batch_size, and so what is trained: scripts/fit_memory.py finds the "
+            "accumulate_grad_batches with which batch_size fits the memory"
+        )
+    if isinstance(callback, LearningRateFinder) and not (options.get("attr_name") or _has_lr(module)):
+        raise UserError(
+            f"{setting}: {kind} needs a module with an attribute lr that its configure_optimizers reads: "
+            "scripts/search.py finds lr for any other one"
+        )
     if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
         raise UserError(
             f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "

@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ from lockstep.config.value_checks import CONF, ROOT
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
-from lockstep.launch.failures import is_printed_by_another_rank, is_raised_by_all_ranks, user_code_location
+from lockstep.launch.failures import is_printed_by_another_rank, is_raised_by_all_ranks, place_of, user_code_location
 from lockstep.launch.process_group import ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rendezvous import join_external
@@ -80,8 +79,7 @@ def command(program: Program, config_name: str, config_folder: Path = CONF) -> N
     for number in ENDING:  # nothing may interrupt the exit
         signal.signal(number, signal.SIG_IGN)
     if last_line and not is_printed_by_another_rank(last_line):
-        with suppress(OSError):  # the terminal may be closed
-            print(last_line, file=sys.stderr, flush=True)
+        print(last_line, file=sys.stderr, flush=True)
     exit_process(code)
 
 
@@ -103,8 +101,7 @@ def run_command(program: Program, config_name: str, config_folder: Path = CONF) 
         set_signal_handlers()
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), config_folder)
-            with suppress(BrokenPipeError):  # the output may be piped into head
-                print(page, flush=True)
+            print(page)
             return 0, ""
         refuse_unknown_rank()
         if portable.is_requested(sys.argv[1:]):
@@ -248,10 +245,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        place = user_code_location("".join(traceback.format_exception(error))).removesuffix("; ")
+        return f"{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
     if text.startswith("Error merging override") and error.__cause__:
         return f"{text}: {error.__cause__}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
         return text or type(error).__name__
-    location = user_code_location("".join(traceback.format_exception(error)))
-    return f"{type(error).__name__}{f': {text}' * bool(text)} ({location}HYDRA_FULL_ERROR=1 shows the traceback)"
+    return f"{type(error).__name__}{f': {text}' * bool(text)} ({place_of(error)})"

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
-from lockstep.config.instantiate import call, instantiate, locate, parameters
+from lockstep.config.instantiate import call, defaults, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
 from lockstep.run.run_length import run_length
@@ -22,6 +22,13 @@ from lockstep.text import plural
 CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
+}
+# Constructor argument -> keys and groups of train.yaml. If the user sets one of them, the run's value is passed even if
+# the argument has a default.
+SETTERS = {
+    "lr": {"lr", "lr_scaling", "reference_batch_size", "optimizer"},
+    "optimizer": {"optimizer"},
+    "scheduler": {"scheduler"},
 }
 ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
@@ -131,6 +138,27 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 
+def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config) -> dict[str, Any]:
+    """Return the arguments of `training_arguments` without those for which the constructor's own defaults hold.
+
+    A run always has an `lr`, an optimizer and a schedule, mostly by default. Such a default must not replace one that
+    the constructor has, except that a module which takes the run's optimizer takes its `lr` too. `None` is no default.
+    """
+    takes, has_default = parameters(target), {name for name, value in defaults(target).items() if value is not None}
+    holds = {name for name in has_default & set(SETTERS) if not SETTERS[name] & config.requested}
+    if "lr" not in takes and config.requested & SETTERS["lr"]:  # the given lr acts through the optimizer only
+        holds.discard("optimizer")
+    holds |= text_defaults(target)
+    if "optimizer" in takes - holds:
+        holds.discard("lr")
+    return {name: value for name, value in arguments.items() if name not in holds}
+
+
+def text_defaults(target: Any) -> set[str]:
+    """Return which of `optimizer` and `scheduler` are texts in a constructor, so that they are no factories of ours."""
+    return {name for name in ("optimizer", "scheduler") if isinstance(defaults(target).get(name), str)}
+
+
 def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
     """Check that ReduceLROnPlateau has a metric, and that the metric exists whenever the schedule reads it.
 
@@ -158,8 +186,10 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
 
 def settings(config: Config, samples: int) -> dict[str, Any]:
     """Return the settings of the optimizer and the schedule that the module takes, as plain data."""
-    takes = parameters(locate("model._target_", config.model["_target_"])) - {"steps_per_epoch"}
-    taken = {name: value for name, value in training_arguments(config, samples).items() if name in takes}
+    target = locate("model._target_", config.model["_target_"])
+    offered = without_defaulted(training_arguments(config, samples), target, config)
+    takes = parameters(target) - {"steps_per_epoch"}
+    taken = {name: value for name, value in offered.items() if name in takes}
     return {name: value.settings if isinstance(value, Factory) else value for name, value in taken.items()}
 
 
@@ -170,12 +200,12 @@ def refuse_keys_without_effect(config: Config) -> None:
         UserError: The module's constructor has no argument for a key, or the model's yaml file already sets it.
     """
     target = config.model["_target_"]
-    takes = parameters(locate("model._target_", target))
+    located = locate("model._target_", target)
+    takes = parameters(located)
+    ours = takes - set(config.model) - text_defaults(located)
     for key in config.overridden:
         group = key.partition(".")[0]
-        if group not in CONSTRUCTOR_ARGUMENTS or takes.difference(config.model).intersection(
-            CONSTRUCTOR_ARGUMENTS[group]
-        ):
+        if group not in CONSTRUCTOR_ARGUMENTS or ours.intersection(CONSTRUCTOR_ARGUMENTS[group]):
             continue
         if model_arguments := [name for name in CONSTRUCTOR_ARGUMENTS[group] if name in takes]:
             raise UserError(

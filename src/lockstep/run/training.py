@@ -28,14 +28,14 @@ from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import DataModule, Splits
 from lockstep.errors import NonFinite, UserError, WorkerFailed
-from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.failures import is_lost_rank
+from lockstep.launch.failures import is_lost_rank, place_of
 from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
+from lockstep.run.ignored_arguments import argument_notes, refuse_loader_keys
 from lockstep.run.optimizers import settings
 from lockstep.run.report_lines import StartLines, chance_level_line, end_lines
 from lockstep.run.run_length import run_length
@@ -62,6 +62,7 @@ def fit_and_test(
     """
     started = time.perf_counter()
     worker_setup.set_up_worker(config, folder)
+    refuse_loader_keys(config)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
@@ -139,7 +140,7 @@ def fit_and_test(
 
 def _notes(config: Config, splits: Splits, module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines for the log at a run's start: what differs from an ordinary run."""
-    notes = resume_messages(config, splits, checkpoint)
+    notes = [*argument_notes(config), *resume_messages(config, splits, checkpoint)]
     notes += config.strategy.notes(resumes=bool(checkpoint))
     for extra in config.extras.values():
         notes += extra.notes(config, resumes=bool(checkpoint))
@@ -174,8 +175,8 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
         if isinstance(error, UserError):
             return None
         logging.root.error("the run can't continue", exc_info=error)
-        cause, log_file = f"{type(error).__name__}: {error}".splitlines()[0], logs.log_file_name(environment().rank)
-        return UserError(f"{config.resume}: can't continue from it: {cause} (traceback in {log_file})")
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return UserError(f"{config.resume}: can't continue from it: {cause} ({place_of(error)})")
     if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
         with suppress(OSError):  # the disk may be full
             run.finish("failed", f"{type(error).__name__}: {error}")

@@ -1,0 +1,72 @@
+"""Which known name a message proposes for an unknown one."""
+
+import pytest
+
+from lockstep.config.arguments import check_arguments, no_option_message
+from lockstep.config.value_checks import near_names, no_such_key_message, options
+from lockstep.errors import UserError
+
+KNOWN = ["cifar10", "cosine", "image_folder", "image_list", "onecycle", "resnet18", "resnet9", "tensorboard", "wandb"]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("resnet", ["resnet18", "resnet9"]),
+        ("resnet50", ["resnet18", "resnet9"]),
+        ("rsenet9", ["resnet9"]),
+        ("imagenet", ["image_folder", "image_list"]),
+        ("cifar100", ["cifar10"]),
+        ("cosine_annealing", ["cosine"]),
+        ("onecyclelr", ["onecycle"]),
+        ("tb", ["tensorboard"]),
+        ("wb", ["wandb"]),
+        ("t", ["tensorboard"]),
+        ("zebra", []),
+    ],
+)
+def test_near_names(name: str, near: list[str]) -> None:
+    assert near_names(name, KNOWN) == near
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp", "fsdp2", "deepspeed", "deepspeed_stage_2", "ddp_spawn", "ddp_find_unused_parameters_true", "horovod"],
+)
+def test_a_strategy_of_others_is_not_supported(name: str) -> None:
+    message = no_option_message("strategy", name)
+    assert message.startswith(f"strategy={name}: not supported: use ddp on several devices")
+    assert "did you mean" not in message
+    assert no_option_message("strategy", "ddpp").startswith("strategy=ddpp: did you mean ddp?")
+
+
+def test_a_net_that_has_no_file_may_be_one_of_the_libraries() -> None:
+    message = no_option_message("model", "resnet")
+    assert "did you mean resnet18 or resnet9?" in message
+    assert message.endswith("others are in model=timm or model=torchvision with model.arch=<net>")
+    assert "arch" not in no_option_message("optimizer", "adamw8bit")
+    assert "did you mean adamw?" in no_option_message("optimizer", "adamw8bit")
+    assert "resnet18" in options("model")
+
+
+@pytest.mark.parametrize(
+    ("key", "here"),
+    [("gpus", "devices"), ("bs", "batch_size"), ("wd", "optimizer.weight_decay"), ("max_epoch", "max_epochs")],
+)
+def test_keys_that_people_type(key: str, here: str) -> None:
+    config = {"batch_size": 1, "devices": 1, "max_epochs": 2, "optimizer": {"weight_decay": 0.1}}
+    assert no_such_key_message(key, config).startswith(f"{key}: there is no such key; did you mean {here}?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--devices", "2"], "devices=<value>"),
+        (["--gpus=2"], "devices=2"),
+        (["--learning-rate=0.1"], "lr=0.1"),
+        (["--max_epochs=3"], "max_epochs=3"),
+    ],
+)
+def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {says}$"):
+        check_arguments(arguments)
