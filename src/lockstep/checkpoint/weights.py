@@ -286,7 +286,8 @@ def refuse_frozen_unloaded(
         )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        if name not in new or (buffer.ndim == 0 and not buffer.is_floating_point()):  # such as num_batches_tracked
+        # Integers are counters (num_batches_tracked), or tables that the constructor computes (Swin's index of offsets).
+        if name not in new or not buffer.is_floating_point():
             continue
         layer = _parameters_of_layer(name, parameters)
         if not layer or any(parameters[each].requires_grad or _matches(each, unfrozen) for each in layer):
