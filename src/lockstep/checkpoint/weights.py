@@ -286,7 +286,7 @@ def refuse_frozen_unloaded(
         )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        # Integers are counters (num_batches_tracked), or tables that the constructor computes (Swin's index of offsets).
+        # Integers are counters (num_batches_tracked), or tables that the constructor computes (in Swin).
         if name not in new or not buffer.is_floating_point():
             continue
         layer = _parameters_of_layer(name, parameters)
