@@ -25,6 +25,7 @@ from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook, overrides_method
@@ -191,11 +192,13 @@ def make_trainer(
     check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
     gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
     hooks: list[StepHook] = [
+        FirstStepCheck(compiled=config.compile),
         FiniteGradientCheck(
             config.nonfinite,
             one_step_later=layout.accelerator == "gpu",
             can_skip=all(extra.can_skip for extra in config.extras.values()),
-        )
+            compiled=config.compile,
+        ),
     ]
     observers: list[CheckpointObserver] = []
     extra_callbacks: list[pl.Callback] = []
