@@ -126,9 +126,9 @@ class TrainingLogs(_ResultCollection):
         if fx == "training_step" and options.get("sync_dist") and options.get("on_step") and name not in self.noticed:
             self.noticed.add(name)
             LOG.warning(
-                "%s, logged in training_step: sync_dist=True has no effect on the value of a step, which is one piece's, "
-                "since ranks may have unequal numbers of pieces: return the number beside the loss to get its mean "
-                "over all samples",
+                "%s, logged in training_step: sync_dist=True has no effect on the value of a step, which is of one "
+                "piece, since ranks may have unequal numbers of pieces: return the number beside the loss to get "
+                "its mean over all samples",
                 name,
             )
         super().log(fx, name, value, **options)

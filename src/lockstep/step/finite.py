@@ -1,6 +1,7 @@
 """The check for gradients that are not finite. All ranks stop, or skip the step, together."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ class Findings(NamedTuple):
         wrong_values: ids of samples that have values that are not finite.
         wrong_losses: ids of samples whose own loss is not finite.
         searched: how many samples' own losses were computed.
-        growth: the smallest and the latest finite loss of the recent steps, if it explodes.
+        growth: the smallest and the latest loss of the recent steps, if it explodes.
         large_weights: whether a weight is too large, or not finite.
     """
 
@@ -65,7 +66,7 @@ class FiniteGradientCheck(StepHook):
         self.policy = policy
         self.can_skip = can_skip
         self.compiled = compiled
-        self._losses: deque[list[Tensor]] = deque(maxlen=RECENT)  # of recent steps
+        self._losses: deque[tuple[int, list[Tensor]]] = deque(maxlen=RECENT)  # of recent steps, with their numbers
         self._searches = 0
         self.one_step_later = one_step_later and policy == "stop"
         self._buffers: dict[str, Tensor] = {}  # their values before the step
@@ -78,7 +79,7 @@ class FiniteGradientCheck(StepHook):
 
     def before_optimizer_step(self, step: Step) -> None:
         """Check the gradient. If the step is skipped, restore the buffers and mark the step."""
-        self._losses.append(step.losses)
+        self._losses.append((step.number, step.losses))
         if self._skips_step(step):
             restore_buffers(step.module, self._buffers)
             step.batch.skipped = True
@@ -170,8 +171,9 @@ class FiniteGradientCheck(StepHook):
         """Return what each rank finds out about the step; a later rank's samples follow those of an earlier one."""
         pairs = list(zip(step.batch.micro_batches, step.losses, strict=True))
         bad = [micro_batch for micro_batch, loss in pairs if not bool(loss.isfinite())]
-        values = [sample for micro_batch, _ in pairs for sample in samples_with_wrong_values(micro_batch)]
-        # One step later, and after a step of another process group, the weights are not those of the step.
+        suspects = bad or step.batch.micro_batches
+        values = [sample for micro_batch in suspects for sample in samples_with_wrong_values(micro_batch)]
+        # One step later, the weights are not those of the step. A stage can't compute a loss alone.
         search = bad and not values and not self.one_step_later and not step.strategy.staged
         self._searches += 1
         wrong_losses, searched = [], 0
@@ -180,7 +182,7 @@ class FiniteGradientCheck(StepHook):
                 found = samples_with_wrong_loss(step, micro_batch, self.compiled)
                 wrong_losses += found
                 searched += micro_batch.size
-        growth = self._growth()
+        growth = self._growth(step)
         large = not self.one_step_later and any(
             not float(p.detach().abs().max()) < LARGE_WEIGHT
             for p in step.module.parameters()
@@ -189,9 +191,19 @@ class FiniteGradientCheck(StepHook):
         local = Findings(bool(bad), tuple(values), tuple(wrong_losses), searched, growth, large)
         return gather_objects(local) if step.passes.gradients.world_size > 1 else [local]
 
-    def _growth(self) -> tuple[float, float] | None:
-        """Return the smallest and the latest finite loss of the recent steps, if the latest one is much larger."""
-        losses = [abs(float(loss)) for step_losses in self._losses for loss in step_losses if bool(loss.isfinite())]
+    def _growth(self, step: Step) -> tuple[float, float] | None:
+        """Return the smallest and the latest loss until `step`, if the latest one is much larger.
+
+        The loss of an earlier step may be infinite: its gradient may have been finite. That of `step` may be infinite
+        because of one sample.
+        """
+        losses = [
+            abs(float(loss))
+            for number, step_losses in self._losses
+            for loss in step_losses
+            if number < step.number or (number == step.number and bool(loss.isfinite()))
+        ]
+        losses = [loss for loss in losses if not math.isnan(loss)]
         return (min(losses), losses[-1]) if losses and losses[-1] > GROWTH * max(min(losses), 1.0) else None
 
 
@@ -215,7 +227,7 @@ def _samples(ids: Sequence[int]) -> str:
 
 
 def samples_with_wrong_values(micro_batch: MicroBatch) -> list[int]:
-    """Return the ids of the samples of a micro-batch that have an image, a label or another value that is not finite."""
+    """Return the ids of the samples of a micro-batch that have a value (of an image or label) that is not finite."""
     finite = torch.ones(micro_batch.size, dtype=torch.bool)
     for leaf in tree_leaves(micro_batch.batch):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim and len(leaf) == micro_batch.size:
