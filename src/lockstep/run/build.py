@@ -16,6 +16,7 @@ from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.data.datasets import TASKS
+from lockstep.data.labels import first_label, label_checks
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
@@ -86,10 +87,14 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if not isinstance(module, pl.LightningModule):
         raise _no_lightning_module(config)
     if (task := getattr(module, "task", spec.task)) in TASKS and task != spec.task:
+        hint = first_label(splits.train) if (task, spec.task) == ("classification", "regression") else ""
         raise UserError(
             f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
-            "use a model and data of the same task (docs/use/tasks.md)"
+            f"use a model and data of the same task (docs/use/tasks.md){hint}"
         )
+    if config.trains and getattr(module, "task", None) == "classification":
+        for check in label_checks(splits).values():
+            check.check_all()
     for hook, message_end in REFUSED_HOOKS.items():
         if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{setting}: its {hook} {message_end}")
