@@ -5,6 +5,7 @@ and logged values are restored.
 """
 
 import logging
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 LOG = logging.getLogger("lockstep")
 RULES = "(docs/use/module-rules.md)"
 SEEDS = 8  # of the passes that show whether a loss is a sum, since its random numbers change it, too
+SAMPLES = 8  # of the piece, in the repeated passes: they take little time, and what changes between two calls shows
 CALLS = 8  # of a step that draws random numbers of Python or numpy, until its loss differs
 MIN_T = 4.0  # the t statistic of a growth that is no noise
 MIN_RATIO, MAX_RATIO = 1.6, 5.0  # of the growth from two parts to four and the growth from one to two
@@ -34,10 +36,9 @@ MIN_GROWTH = 0.25  # from one part of the piece to two, as a share of the loss; 
 class FirstStepCheck(StepHook):
     """Check before a new run's first step what a module must respect so that its steps can be cut into pieces.
 
-    With exact=true, the loss of a piece must have the same bits when it is computed again. The loss must be a mean, not
-    a sum: of a part of the piece that is repeated twice and four times, a mean stays the same, and a sum grows in
-    proportion. The repeated parts are not larger than the piece (if it has four samples at least), and BatchNorm's
-    statistics of them are the same. Integer buffers must not depend on the number of samples.
+    With exact=true, the loss of a piece's samples must have the same bits when it is computed again. The loss must be a
+    mean, not a sum: of a few samples that are repeated twice and four times, a mean stays the same, and a sum grows in
+    proportion. BatchNorm's statistics of them are the same. Integer buffers must not depend on the number of samples.
 
     A run that continues from a checkpoint is not checked, nor is a process without a sample, nor a network
     whose passes communicate (stages, SyncBatchNorm).
@@ -95,26 +96,34 @@ class _Trial:
         return float(self.step.trial_loss(batch, self.micro_batch, piece))
 
     def check_repeats(self) -> None:
-        """Check that the piece's loss has the same bits again; Python's and numpy's generators have other states.
+        """Check that the loss of the piece's first samples has the same bits again.
+
+        Python's and numpy's generators have another state in each call.
 
         Raises:
             StepRefused: it has not.
         """
         losses: list[float] = []
-        draws = False
+        draws, whole = False, self.micro_batch.size <= SAMPLES
         while len(losses) < (CALLS if draws else 2):
             random.seed(len(losses))
             np.random.seed(len(losses))  # noqa: NPY002  users' modules draw from it
             before = generator_states(self.step.module)
             try:
                 self.tensors.restore(parameters=False)  # parameters that the step itself changes are its state
-                losses.append(float(self.step.trial_loss(self.step.prepared(self.micro_batch), self.micro_batch)))
-            except Exception as error:  # the step itself raises it again, with its own message
-                LOG.debug("the first step is not checked, since it fails: %s", error)
-                return
+                batch = self.step.prepared(self.micro_batch)
+                if not whole:
+                    batch = repeated(batch, self.micro_batch.size, range(SAMPLES))
+                losses.append(float(self.step.trial_loss(batch, self.micro_batch)))
+            except Exception as error:
+                if whole:  # the step itself raises it again, with its own message
+                    LOG.debug("the first step is not checked, since it fails: %s", error)
+                    return
+                losses, whole = [], True
+                continue
             self._integers = integer_buffers(self.step.module)
             draws = draws or generator_states(self.step.module) != before
-            if losses[-1] == losses[0] or losses[0] != losses[0]:
+            if losses[-1] == losses[0] or math.isnan(losses[0]):
                 continue
             because = (
                 "it draws random numbers that are not those of torch's default generator"
@@ -146,8 +155,8 @@ class _Trial:
             StepRefused: the loss is a sum, or an integer buffer depends on the samples.
         """
         size = self.micro_batch.size
-        sizes = {max(1, size // 4), 2} if size > 1 else {1}
-        for part_size in sorted(sizes if size < 8 else {size // 4}):
+        # Parts are small, so that the passes take little time. BatchNorm may need two samples.
+        for part_size in [2] if size >= 8 else [1, 2][:size]:
             # Without a graph, the passes of more samples than the piece has do not need more memory.
             with self._without_dropout(), torch.set_grad_enabled(4 * part_size <= size):
                 try:
