@@ -179,8 +179,7 @@ class FiniteGradientCheck(StepHook):
         wrong_losses, searched = [], 0
         if search and self._searches <= MAX_SEARCHES:
             for micro_batch in bad:
-                found = samples_with_wrong_loss(step, micro_batch, self.compiled)
-                wrong_losses += found
+                wrong_losses += samples_with_wrong_loss(step, micro_batch, self.compiled)
                 searched += micro_batch.size
         growth = self._growth(step)
         large = not self.one_step_later and any(
