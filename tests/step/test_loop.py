@@ -363,7 +363,7 @@ class Broken(Net):
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, later: bool, steps: int, known: int) -> None:
     """On a GPU a step later, since the host does not wait for the device at each step; but not after the last."""
     module = Broken()
-    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite.*, nor is the loss of samples \d+, "):
+    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite.*, nor is the loss of the step's s"):
         fit(tmp_path, module, ours=True, pieces=2, later=later, max_steps=steps)
     assert module.trainer.global_step == known
 
@@ -394,7 +394,7 @@ def scaled(start: float = 2.0**16) -> MixedPrecision:
 @pytest.mark.parametrize("later", [False, True])
 def test_a_loss_scaler_does_not_hide_what_is_not_finite(tmp_path: Path, later: bool) -> None:
     with pytest.raises(
-        NonFinite, match=r"step 2: the gradient is not finite.*, nor is the loss of samples \d+, .*: nonf"
+        NonFinite, match=r"step 2: the gradient is not finite.*, nor is the loss of the step's samples.*: nonf"
     ):
         fit(tmp_path, Broken(), ours=True, pieces=2, later=later, plugins=[scaled()])
     with pytest.raises(

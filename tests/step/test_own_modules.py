@@ -145,14 +145,15 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
             "Sometimes": "no gradient has reached head.weight, head.bias in a step's last piece",
         },
     ),
-    (
-        (*DDP, "pieces=3", "hang_timeout=20"),
-        {
-            "Gathers": "training_step can't gather from other ranks",
-            "Shares": "training_step can't log with sync_dist=True",
-        },
-    ),
+    ((*DDP, "pieces=3", "hang_timeout=20"), {"Gathers": "training_step can't gather from other ranks"}),
+    ((), {"Gathers": "training_step can't gather from other ranks"}),
 ]
+
+
+def test_a_steps_value_with_sync_dist_is_logged_with_a_line(project: Path, tmp_path: Path) -> None:
+    """Ranks have two pieces and one, so it can't be reduced."""
+    run = train(project, tmp_path, "Shares", *DDP, "pieces=3", "max_epochs=1", "hang_timeout=20")
+    assert run.stderr.count("shared, logged in training_step: sync_dist=True has no effect") == 1
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)

@@ -1,18 +1,13 @@
 """Refuse, before the first step, callbacks and schedules that monitor a metric which nothing logs."""
 
 from collections.abc import Mapping
-from copy import copy
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
 
 from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
 from lockstep.errors import UserError
-
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
-PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+from lockstep.step.module_state import SavedAttributes
 
 
 class MonitorCheck(pl.Callback):
@@ -29,18 +24,18 @@ class MonitorCheck(pl.Callback):
     def __init__(self, callbacks: Mapping[str, pl.Callback], monitor_setting: str) -> None:
         self._callbacks = dict(callbacks)
         self._monitor_setting = monitor_setting
-        self._before: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
+        self._before: SavedAttributes | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         trainer.num_sanity_val_steps = int(any(metric.startswith("val") for _, metric, _ in self._monitors(trainer)))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._before = [(layer, _copied_attributes(layer)) for layer in pl_module.modules()]
+        self._before = SavedAttributes(pl_module)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for layer, attributes in self._before:
-            _restore(layer, attributes)
-        self._before = []
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
         logged = set(trainer.callback_metrics)
         if not logged or _reads_sanity_checking(pl_module):  # such a module may log other metrics in this check
             return
@@ -81,45 +76,3 @@ def _reads_sanity_checking(module: pl.LightningModule) -> bool:
     user_classes = kinds[: kinds.index(pl.LightningModule)]
     codes = [getattr(value, "__code__", None) for kind in user_classes for value in vars(kind).values()]
     return any(code is not None and "sanity_checking" in code.co_names for code in codes)
-
-
-def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return a layer's plain attributes and buffers, each with a copy of its content."""
-    plain = {name: value for name, value in vars(layer).items() if name not in MODULE_ATTRIBUTES and _is_plain(value)}
-    return {name: (value, _copied(value)) for name, value in {**plain, **layer._buffers}.items()}
-
-
-def _restore(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Restore a layer's attributes to the same objects with the same content."""
-    for name in [name for name, value in vars(layer).items() if name not in MODULE_ATTRIBUTES and _is_plain(value)]:
-        if name not in attributes:
-            delattr(layer, name)
-    for name, (value, saved) in attributes.items():
-        if isinstance(value, Tensor):
-            if not torch.equal(value, saved):
-                with torch.no_grad():
-                    value.copy_(saved)
-        elif isinstance(value, list):
-            value[:] = saved
-        elif isinstance(value, dict | set):
-            value.clear()
-            value.update(saved)
-        (layer._buffers if name in layer._buffers else vars(layer))[name] = value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN_TYPES) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        duplicate = copy(value)
-        duplicate.update({name: _copied(part) for name, part in value.items()})
-        return duplicate
-    return [_copied(part) for part in value] if isinstance(value, list) else copy(value)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, Splits, innermost_dataset
+from lockstep.data.labels import LabelCheck, in_memory, label_checks
 from lockstep.data.loaders import (
     ChunkDataset,
     ChunkSampler,
@@ -76,6 +77,7 @@ class DataModule(pl.LightningDataModule):
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
+        self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
 
@@ -89,6 +91,10 @@ class DataModule(pl.LightningDataModule):
         assert self.trainer is not None
         # Search once: a search for each batch would take longer than the preparation of the batch.
         self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
+        if getattr(self._module, "task", None) == "classification" and stage != "predict":
+            self._label_checks = {
+                name: check for name, check in label_checks(self.splits).items() if not in_memory(check.dataset)
+            }
         device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
@@ -111,7 +117,8 @@ class DataModule(pl.LightningDataModule):
         return getattr(self._placed or self.splits, split)
 
     def _steps(self) -> StepDataset:
-        return StepDataset(self._dataset_of("train"), self.order, self.rank, self.splits.augment, self.assignment)
+        dataset, check = self._dataset_of("train"), self._label_checks.get("train")
+        return StepDataset(dataset, self.order, self.rank, self.splits.augment, self.assignment, check)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of an epoch's remaining steps."""
@@ -145,7 +152,8 @@ class DataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)
-        return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * min_batches))
+        checked = ChunkDataset(dataset, self._label_checks.get(split))
+        return self._loader(checked, ChunkSampler(self._chunks(dataset) or [(0, 1)] * min_batches))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
         return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)

@@ -181,7 +181,7 @@ class ArrayDataset:
         uses_random_numbers: False: a sample is always the same; see `fetch`.
 
     Raises:
-        ValueError: there are not as many labels as images.
+        ValueError: there are not as many labels as images, or a label [N] is no whole number.
     """
 
     uses_random_numbers = False
@@ -189,6 +189,9 @@ class ArrayDataset:
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels: there must be one label for each image")
+        if labels.ndim == 1 and labels.dtype.kind == "f" and (labels != np.trunc(labels)).any():
+            at = int(np.flatnonzero(labels != np.trunc(labels))[0])
+            raise ValueError(f"sample {at} has the label {labels[at]:g}: it must be a whole number, or floats [N, k]")
         self.images = torch.from_numpy(np.ascontiguousarray(images))
         dtype_of_multi_target = np.float32 if labels.dtype.kind == "f" else labels.dtype
         self.labels = torch.from_numpy(labels.astype(np.int64 if labels.ndim == 1 else dtype_of_multi_target))

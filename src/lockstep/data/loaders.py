@@ -17,6 +17,7 @@ from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
+BatchCheck = Callable[[Any, Any], None]  # gets a collated batch and the ids of its samples
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
 # Bytes of images that one call fetches from a data set in memory: those of as many steps as fit, and of at least one.
 FETCH_BYTES = 1 << 20
@@ -88,13 +89,23 @@ class StepDataset:
         rank: the process's number.
         augment: shifts and flips; it makes their random numbers.
         assignment: assigns the pieces of each step to devices.
+        check: None, or a function that gets each fetched batch and its ids, and raises an error.
     """
 
-    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, assignment: Assignment) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        order: DataOrder,
+        rank: int,
+        augment: Augment,
+        assignment: Assignment,
+        check: BatchCheck | None = None,
+    ) -> None:
         self.dataset = dataset
         self.order = order
         self.augment = augment
         self.assignment = assignment
+        self.check = check
         self.rank = rank
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps
@@ -123,6 +134,8 @@ class StepDataset:
         seed = self.order.seed
         for micro_batch in step_batch.micro_batches:
             micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs_and_repeats)
+            if self.check is not None:
+                self.check(micro_batch.batch, micro_batch.ids)
             numbers = self.augment.random_numbers(seed, micro_batch.epochs_and_repeats, micro_batch.ids)
             micro_batch.augmentation_numbers = numbers
         return step_batch
@@ -207,16 +220,23 @@ class ChunkDataset:
     """An evaluation set whose items are batches of neighbouring samples.
 
     `ChunkSampler` is the DataLoader's `batch_sampler`, so torch calls `__getitems__` with the range of a chunk.
+
+    Args:
+        dataset: the evaluation set, map-style.
+        check: see `StepDataset`.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, check: BatchCheck | None = None) -> None:
+        self.dataset, self.check = dataset, check
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, ids: range) -> Any:
-        return fetch(self.dataset, np.arange(ids.start, ids.stop))
+        batch = fetch(self.dataset, np.arange(ids.start, ids.stop))
+        if self.check is not None:
+            self.check(batch, ids)
+        return batch
 
 
 def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:

@@ -30,7 +30,7 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
     """Return the error that a worker sends to its parent. It is picklable, whatever `error` is."""
     rank, steps = environment().rank, getattr(error, "steps", 0)
     if isinstance(error, UserError):
-        refused = UserError(_first_line(str(error)).removeprefix("UserError: "))
+        refused = UserError(re.sub("^(UserError|StepRefused): ", "", _first_line(str(error))))
         refused.steps = steps
         if error.__cause__:  # an error of a library or of the user's code, which HYDRA_FULL_ERROR=1 shows
             refused.add_note(traceback.format_exc())

@@ -28,6 +28,7 @@ from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.data.datasets import TASKS, fetch
+from lockstep.data.labels import first_label, label_checks
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
@@ -43,6 +44,7 @@ from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook, overrides_method
@@ -108,10 +110,14 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if not isinstance(module, pl.LightningModule):
         raise _no_lightning_module(config)
     if (task := getattr(module, "task", spec.task)) in TASKS and task != spec.task:
+        hint = first_label(splits.train) if (task, spec.task) == ("classification", "regression") else ""
         raise UserError(
             f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
-            "use a model and data of the same task (docs/use/tasks.md)"
+            f"use a model and data of the same task (docs/use/tasks.md){hint}"
         )
+    if config.trains and getattr(module, "task", None) == "classification":
+        for check in label_checks(splits).values():
+            check.check_all()
     for hook, message_end in REFUSED_HOOKS.items():
         if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{setting}: its {hook} {message_end}")
@@ -280,11 +286,13 @@ def make_trainer(
     check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
     gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
     hooks: list[StepHook] = [
+        FirstStepCheck(compiled=config.compile),
         FiniteGradientCheck(
             config.nonfinite,
             one_step_later=layout.accelerator == "gpu",
             can_skip=all(extra.can_skip for extra in config.extras.values()),
-        )
+            compiled=config.compile,
+        ),
     ]
     observers: list[CheckpointObserver] = []
     extra_callbacks: list[pl.Callback] = []

@@ -1,4 +1,4 @@
-"""Reduction of the values that `self.log` gets in an evaluation, so that every sample counts once on any layout.
+"""The values that `self.log` gets. Those of an evaluation are reduced so that every sample counts once on any layout.
 
 This builds on Lightning's private `_ResultCollection`, which stores logged values: on its `log`, and on `value`,
 `cumulated_batch_size` and `_computed` of its entries. tests/test_promise_5_evaluation.py fails when they change.
@@ -104,6 +104,34 @@ class EvaluationLogs(_ResultCollection):
                 about = item.meta.reduce_fx.__name__, by_batch, sync_dist, dtype, options
                 logs[key] = Logged(item.meta.fx, item.meta.name, float(item.value), weight, *about)
         return logs
+
+
+class TrainingLogs(_ResultCollection):
+    """Store the logged values of training. A line names those whose `sync_dist=True` has no effect.
+
+    Args:
+        noticed: names of values that a line has named already.
+
+    Attributes:
+        noticed: the argument.
+    """
+
+    def __init__(self, noticed: set[str] | None = None) -> None:
+        super().__init__(training=True)
+        self.noticed = set() if noticed is None else noticed
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
+        # Of a step's value, the strategy's `reduce` reduces nothing inside a micro-batch.
+        if fx == "training_step" and options.get("sync_dist") and options.get("on_step") and name not in self.noticed:
+            self.noticed.add(name)
+            LOG.warning(
+                "%s, logged in training_step: sync_dist=True has no effect on the value of a step, which is of one "
+                "piece, since ranks may have unequal numbers of pieces: return the number beside the loss to get "
+                "its mean over all samples",
+                name,
+            )
+        super().log(fx, name, value, **options)
 
 
 def reduced(logged: Sequence[tuple[int, Logged]]) -> tuple[float, bool]:

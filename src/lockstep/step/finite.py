@@ -1,19 +1,49 @@
 """The check for gradients that are not finite. All ranks stop, or skip the step, together."""
 
 import logging
-from typing import Any
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import NonFinite
 from lockstep.launch.process_group import gather_objects
+from lockstep.step.batch import MicroBatch
 from lockstep.step.passes import Step, StepHook
+from lockstep.step.trial import repeated, trial_passes
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
 LEAST_SCALE = 2.0**-14  # loss scale below which a gradient that is not finite is no overflow
+RECENT = 20  # steps whose losses are kept, to see a loss that grows
+GROWTH = 100  # times the smallest recent loss: a loss that has grown so much explodes
+LARGE_WEIGHT = 1e5
+MAX_SEARCHES = 3  # of the samples of skipped steps, which take a pass for each sample
+
+
+class Findings(NamedTuple):
+    """What one rank finds out about a step whose gradient is not finite.
+
+    Attributes:
+        wrong_loss: whether the loss of one of its pieces is not finite.
+        wrong_values: ids of samples that have values that are not finite.
+        wrong_losses: ids of samples whose own loss is not finite.
+        searched: how many samples' own losses were computed.
+        growth: the smallest and the latest loss of the recent steps, if it explodes.
+        large_weights: whether a weight is too large, or not finite.
+    """
+
+    wrong_loss: bool = False
+    wrong_values: tuple[int, ...] = ()
+    wrong_losses: tuple[int, ...] = ()
+    searched: int = 0
+    growth: tuple[float, float] | None = None
+    large_weights: bool = False
 
 
 class FiniteGradientCheck(StepHook):
@@ -27,11 +57,17 @@ class FiniteGradientCheck(StepHook):
         policy: `stop` raises `NonFinite`; `skip` leaves weights, buffers and optimizer unchanged and continues.
         one_step_later: whether `stop` may get the result one step later; for GPUs.
         can_skip: whether the run could use `skip`. An error message then suggests it.
+        compiled: whether torch compiles the networks. The search for a sample runs them uncompiled.
     """
 
-    def __init__(self, policy: str, one_step_later: bool = False, can_skip: bool = True) -> None:
+    def __init__(
+        self, policy: str, one_step_later: bool = False, can_skip: bool = True, compiled: bool = False
+    ) -> None:
         self.policy = policy
         self.can_skip = can_skip
+        self.compiled = compiled
+        self._losses: deque[tuple[int, list[Tensor]]] = deque(maxlen=RECENT)  # of recent steps, with their numbers
+        self._searches = 0
         self.one_step_later = one_step_later and policy == "stop"
         self._buffers: dict[str, Tensor] = {}  # their values before the step
         self._pending: Any = None  # a step's result, the event after which it can be read, and the step
@@ -43,6 +79,7 @@ class FiniteGradientCheck(StepHook):
 
     def before_optimizer_step(self, step: Step) -> None:
         """Check the gradient. If the step is skipped, restore the buffers and mark the step."""
+        self._losses.append((step.number, step.losses))
         if self._skips_step(step):
             restore_buffers(step.module, self._buffers)
             step.batch.skipped = True
@@ -110,25 +147,118 @@ class FiniteGradientCheck(StepHook):
         Raises:
             NonFinite: with `stop`; or the loss scale is so small that the scaler can't help.
         """
-        samples, scaler = self._bad_samples(step), _scaler(step)
-        wrong = f"step {step.number + 1}: the gradient is not finite{at}, {samples or 'though every loss is finite'}"
-        if scaler is not None and not samples:
+        findings, scaler = self._findings(step), _scaler(step)
+        wrong = f"step {step.number + 1}: the gradient is not finite{at}, {cause(findings)}"
+        if scaler is not None and not any(each.wrong_loss for each in findings):
             if scaler.get_scale() < LEAST_SCALE:
                 raise NonFinite(f"{wrong} and the loss scale is {scaler.get_scale():.1g}: use precision=bf16-mixed")
             return False
         if self.policy == "stop":
-            advice = ": nonfinite=skip skips such steps" * self.can_skip
-            raise NonFinite(f"{wrong}{advice}")
+            raise NonFinite(wrong + self._advice(findings))
         LOG.warning("%s: the step is skipped", wrong)
         return True
 
-    def _bad_samples(self, step: Step) -> str:
-        """Return text that names the samples, on all ranks, of pieces whose loss is not finite; empty if none."""
-        pairs = zip(step.batch.micro_batches, step.losses, strict=True)
-        ids = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
-        if step.passes.gradients.world_size > 1:
-            ids = [sample for part in gather_objects(ids) for sample in part]
-        return f"nor is the loss of samples {join_names(ids, 8)} of the training set" if ids else ""
+    def _advice(self, findings: Sequence[Findings]) -> str:
+        """Return what would be right, for the error message; empty if nothing is known."""
+        skip = "nonfinite=skip skips such steps" * self.can_skip
+        if any(each.wrong_values for each in findings):
+            return ": correct the data" + f"; {skip}" * bool(skip)
+        if any(each.growth or each.large_weights for each in findings):
+            return ": use a smaller learning rate"
+        return f": {skip}" * bool(skip)
+
+    def _findings(self, step: Step) -> list[Findings]:
+        """Return what each rank finds out about the step; a later rank's samples follow those of an earlier one."""
+        pairs = list(zip(step.batch.micro_batches, step.losses, strict=True))
+        bad = [micro_batch for micro_batch, loss in pairs if not bool(loss.isfinite())]
+        suspects = bad or step.batch.micro_batches
+        values = [sample for micro_batch in suspects for sample in samples_with_wrong_values(micro_batch)]
+        # One step later, the weights are not those of the step. A stage can't compute a loss alone.
+        search = bad and not values and not self.one_step_later and not step.strategy.staged
+        self._searches += 1
+        wrong_losses, searched = [], 0
+        if search and self._searches <= MAX_SEARCHES:
+            for micro_batch in bad:
+                wrong_losses += samples_with_wrong_loss(step, micro_batch, self.compiled)
+                searched += micro_batch.size
+        growth = self._growth(step)
+        large = not self.one_step_later and any(
+            not float(p.detach().abs().max()) < LARGE_WEIGHT
+            for p in step.module.parameters()
+            if p.numel() and step.strategy.holds(p)
+        )
+        local = Findings(bool(bad), tuple(values), tuple(wrong_losses), searched, growth, large)
+        return gather_objects(local) if step.passes.gradients.world_size > 1 else [local]
+
+    def _growth(self, step: Step) -> tuple[float, float] | None:
+        """Return the smallest and the latest loss until `step`, if the latest one is much larger.
+
+        The loss of an earlier step may be infinite: its gradient may have been finite. That of `step` may be infinite
+        because of one sample.
+        """
+        losses = [
+            abs(float(loss))
+            for number, step_losses in self._losses
+            for loss in step_losses
+            if number < step.number or (number == step.number and bool(loss.isfinite()))
+        ]
+        losses = [loss for loss in losses if not math.isnan(loss)]
+        return (min(losses), losses[-1]) if losses and losses[-1] > GROWTH * max(min(losses), 1.0) else None
+
+
+def cause(findings: Sequence[Findings]) -> str:
+    """Return text about a gradient that is not finite: it names samples only if they are the cause."""
+    values = [sample for each in findings for sample in each.wrong_values]
+    losses = [sample for each in findings for sample in each.wrong_losses]
+    growth = next((each.growth for each in findings if each.growth), None)
+    grown = f", after the loss has grown from {growth[0]:.3g} to {growth[1]:.3g}" if growth else ""
+    if values:
+        return f"since {_samples(values)} {'have' if len(values) > 1 else 'has'} values that are not finite"
+    if losses and len(losses) < sum(each.searched for each in findings):
+        return f"nor is the loss of {_samples(losses)}{grown}"
+    if any(each.wrong_loss for each in findings):
+        return f"nor is the loss of the step's samples{grown}"
+    return f"though every loss is finite{grown}"
+
+
+def _samples(ids: Sequence[int]) -> str:
+    return f"sample{'s' * (len(ids) > 1)} {join_names(ids, 8)} of the training set"
+
+
+def samples_with_wrong_values(micro_batch: MicroBatch) -> list[int]:
+    """Return the ids of the samples of a micro-batch that have a value (of an image or label) that is not finite."""
+    finite = torch.ones(micro_batch.size, dtype=torch.bool)
+    for leaf in tree_leaves(micro_batch.batch):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim and len(leaf) == micro_batch.size:
+            finite &= leaf.isfinite().flatten(1).all(1).cpu() if leaf.ndim > 1 else leaf.isfinite().cpu()
+    return [int(sample) for sample in micro_batch.ids[~finite.numpy()]]
+
+
+def samples_with_wrong_loss(step: Step, micro_batch: MicroBatch, compiled: bool) -> list[int]:
+    """Return the ids of the samples of a micro-batch whose own loss is not finite; all of them if this is unknown.
+
+    Each loss is computed in evaluation mode, from the weights before the step, so that BatchNorm does not spread it. If
+    the step has made running statistics not finite, it is computed in training mode, of a batch that has the sample
+    twice.
+    """
+    module, wrong = step.module, []
+    modes = [(layer, layer.training) for layer in module.modules()]
+    usable = all(bool(buffer.isfinite().all()) for buffer in module.buffers())
+    try:
+        with trial_passes(step, compiled), torch.no_grad():
+            module.train(not usable)
+            batch = step.prepared(micro_batch)
+            for row, sample in enumerate(micro_batch.ids):
+                one = repeated(batch, micro_batch.size, range(row, row + 1), 1 if usable else 2)
+                if not bool(step.trial_loss(one, micro_batch).isfinite()):
+                    wrong.append(int(sample))
+    except Exception as error:  # a module may need larger batches
+        LOG.debug("the sample whose loss is not finite is unknown: %s", error)
+        return [int(sample) for sample in micro_batch.ids]
+    finally:
+        for layer, training in modes:
+            layer.training = training
+    return wrong
 
 
 def copy_buffers(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -4,9 +4,12 @@ Every class or method names the behaviour and how to see it. tests/step/test_loo
 tests/test_promise_5_evaluation.py fail when the private names used here change.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -15,7 +18,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
-from lockstep.step.evaluation_logs import EvaluationLogs
+from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 
 
 class NoSignals(_SignalConnector):
@@ -174,6 +177,18 @@ def remove_logged(trainer: pl.Trainer) -> None:
         if not result.has_reset:  # the others belong to an earlier evaluation
             result.reset()
             result.has_reset = False  # otherwise Lightning skips its reduction, for which other ranks wait
+
+
+@contextmanager
+def without_logging(trainer: Any) -> Iterator[None]:
+    """Return a context in which what training logs, by `self.log` or by a logger, leaves no trace."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    results, loggers, current = loop._results, trainer.loggers, connector._current_fx
+    loop._results, trainer.loggers = TrainingLogs(noticed=results.noticed), [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        loop._results, trainer.loggers, connector._current_fx = results, loggers, current
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:

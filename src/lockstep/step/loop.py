@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.step.batch import data_of
-from lockstep.step.evaluation_logs import EvaluationLogs
+from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
 from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
@@ -46,6 +46,7 @@ class StepTrainer(pl.Trainer):
         self.fit_loop = StepFitLoop(self, default_loop.min_epochs, default_loop.max_epochs)
         limits = default_loop.min_steps, default_loop.max_steps
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
+        self.fit_loop.epoch_loop._results = TrainingLogs()
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
 

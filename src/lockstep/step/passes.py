@@ -1,7 +1,7 @@
 """One optimizer step: its forward and backward passes, and the hooks at fixed places between them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -223,7 +223,7 @@ class Step:
     def forward(self, index: int) -> None:
         """Run the forward pass of micro-batch `index`. Keep its graph until `backward`."""
         micro_batch, strategy = self.batch.micro_batches[index], self.strategy
-        batch = self._prepared(micro_batch)
+        batch = self.prepared(micro_batch)
         loss, outputs = self._training_step(batch, micro_batch)
         self._pending[index] = batch, loss
         if strategy.has_last_stage:
@@ -243,8 +243,20 @@ class Step:
 
         Its loss and the other numbers of `training_step` are not recorded.
         """
-        loss, _ = self._training_step(self._prepared(micro_batch), micro_batch)
+        loss, _ = self._training_step(self.prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
+
+    def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Tensor:
+        """Return the loss of a prepared batch of a micro-batch, without its graph. It is not recorded.
+
+        Args:
+            batch: the batch; it may have another size than the micro-batch.
+            micro_batch: its device computes the batch.
+            piece: the random numbers are those of the piece with this number; None: of the micro-batch's.
+        """
+        if piece is not None:
+            micro_batch = replace(micro_batch, piece=piece)
+        return self._training_step(batch, micro_batch)[1]["loss"]
 
     def means(self) -> Outputs:
         """Return the numbers of `training_step`, each the mean over this process's samples.
@@ -276,7 +288,7 @@ class Step:
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self.passes.backward(loss if weight == 1 else loss * weight)
 
-    def _prepared(self, micro_batch: MicroBatch) -> Any:
+    def prepared(self, micro_batch: MicroBatch) -> Any:
         """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
         data, module = self.data, self.module
         batch = data.prepare(micro_batch)

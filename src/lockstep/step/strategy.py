@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Layout
+from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class PieceStrategy(Strategy):
     has_last_stage = True
     hooks: Sequence["StepHook"] = ()
     substitute: Any = None
+    _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
 
     @property
     def lightning_module(self) -> Any:
@@ -74,8 +76,32 @@ class PieceStrategy(Strategy):
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
-        seed_device(seed, self.root_device)
-        yield
+        with self._without_collectives():
+            seed_device(seed, self.root_device)
+            yield
+
+    @contextmanager
+    def _without_collectives(self) -> Iterator[None]:
+        """Return a context in which `all_gather` is refused."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor from all ranks, outside of a micro-batch's forward pass.
+
+        Raises:
+            StepRefused: a micro-batch's forward pass runs. It is refused on one device too, since other layouts can't.
+        """
+        if self._inside:
+            raise StepRefused(
+                "training_step can't gather from other ranks, since ranks may have unequal numbers of pieces: return "
+                "the number beside the loss, and the run logs its mean over all samples"
+            )
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[safe-super]  # a mixin
+        return gathered
 
     def use_reducer(self, wanted: bool) -> bool:
         """Choose whether the last passes of the next step sum its gradients over all processes. Only ddp can.

@@ -1,7 +1,7 @@
 """`strategy=ddp`: Lightning's DDPStrategy, adapted to steps in pieces."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._reducer_sends = False  # whether DDP's reducer sends this step's gradients, in the last passes
         self._reducer_active = False  # whether these passes run now
         self._grads_at_start: list[Any] = []  # address and version of each gradient when the reducer was started
-        self._inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
 
@@ -111,16 +110,6 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             remedy = "use them in every training_step, or freeze them by requires_grad_(False)"
             raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece: {remedy}")
 
-    @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
-        """Return the context of a micro-batch's forward pass. It refuses collectives."""
-        self._inside = True
-        try:
-            with super().micro_batch(micro_batch, seed):
-                yield
-        finally:
-            self._inside = False
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step`: through DDP if its reducer is active, else on the plain module.
 
@@ -132,27 +121,18 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         return super().training_step(*args, **kwargs)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a value over ranks, with means of integers in float64.
+        """Reduce a value over ranks, with means of integers in float64. Inside a micro-batch, return it unchanged.
+
+        There, ranks may have unequal numbers of pieces. `TrainingLogs` names the values that are not reduced.
 
         Lightning truncates the mean of integers: that of 18 samples on 4 ranks would be 4, not 4.5. The means of
         `self.log(..., sync_dist=True)` are divided by it, so they would be too large (Lightning #21859).
         """
-        self._refuse_inside("log with sync_dist=True")
+        if self._inside:
+            return tensor
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from all ranks, outside of a micro-batch's forward pass."""
-        self._refuse_inside("gather from other ranks")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _refuse_inside(self, what: str) -> None:
-        """Raise UserError inside a micro-batch's forward pass."""
-        if self._inside:
-            why = "since other ranks may have fewer pieces"
-            instead = "return the number beside the loss, and the run logs its mean over all samples"
-            raise UserError(f"strategy=ddp: training_step can't {what}, {why}: {instead}")
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:

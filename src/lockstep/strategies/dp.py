@@ -64,7 +64,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         self._current = micro_batch.device
         device = self.current_device
         seed_device(seed, device)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with self._without_collectives(), on_device:
             yield
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:

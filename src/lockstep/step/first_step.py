@@ -1,0 +1,240 @@
+"""Trial passes before a run's first step: they find a `training_step` that no layout could compute alike.
+
+The passes use this process's first piece. They leave no trace: weights, buffers, Python attributes, random generators
+and logged values are restored.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import StepRefused
+from lockstep.step.batch import MicroBatch
+from lockstep.step.module_state import SavedTensors, generator_states
+from lockstep.step.passes import Step, StepHook
+from lockstep.step.trial import repeated, trial_passes
+from lockstep.text import join_names
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+LOG = logging.getLogger("lockstep")
+RULES = "(docs/use/module-rules.md)"
+SEEDS = 8  # of the passes that show whether a loss is a sum, since its random numbers change it, too
+SAMPLES = 8  # of the piece, in the repeated passes: they take little time, and what changes between two calls shows
+CALLS = 8  # of a step that draws random numbers of Python or numpy, until its loss differs
+MIN_T = 4.0  # the t statistic of a growth that is no noise
+MIN_RATIO, MAX_RATIO = 1.6, 5.0  # of the growth from two parts to four and the growth from one to two
+MIN_GROWTH = 0.25  # from one part of the piece to two, as a share of the loss; below it, the loss may be noise
+
+
+class FirstStepCheck(StepHook):
+    """Check before a new run's first step what a module must respect so that its steps can be cut into pieces.
+
+    With exact=true, the loss of a piece's samples must have the same bits when it is computed again. The loss must be a
+    mean, not a sum: of a few samples that are repeated twice and four times, a mean stays the same, and a sum grows in
+    proportion. BatchNorm's statistics of them are the same. Integer buffers must not depend on the number of samples.
+
+    A run that continues from a checkpoint is not checked, nor is a process without a sample, nor a network
+    whose passes communicate (stages, SyncBatchNorm).
+
+    Args:
+        compiled: whether torch compiles the networks. These passes run them uncompiled.
+    """
+
+    def __init__(self, compiled: bool = False) -> None:
+        self.compiled = compiled
+        self._done = False
+
+    def before_step(self, step: Step) -> None:
+        """Run the trial passes before step 0.
+
+        Raises:
+            StepRefused: the module breaks one of the rules.
+        """
+        if self._done or step.number or not step.batch.micro_batches:
+            return
+        self._done = True
+        several = step.passes.gradients.world_size > 1
+        if step.strategy.staged or (several and any(isinstance(m, nn.SyncBatchNorm) for m in step.module.modules())):
+            LOG.debug("the first step is not checked, since a pass needs other processes")
+            return
+        micro_batch = step.batch.micro_batches[0]
+        with trial_passes(step, self.compiled) as tensors:
+            trial = _Trial(step, micro_batch, tensors)
+            if step.data.layout.exact:
+                trial.check_repeats()
+            trial.check_parts()
+
+
+class _Trial:
+    """The trial passes of one piece.
+
+    Args:
+        step: the step.
+        micro_batch: the piece.
+        tensors: see `trial_passes`.
+    """
+
+    def __init__(self, step: Step, micro_batch: MicroBatch, tensors: SavedTensors) -> None:
+        self.step, self.micro_batch, self.tensors = step, micro_batch, tensors
+        self._integers: dict[str, Tensor] = {}  # after the whole piece; see `integer_buffers`
+
+    def loss(self, batch: Any, piece: int | None = None) -> float:
+        """Return the loss of a prepared batch, from the weights and buffers before the step.
+
+        Args:
+            batch: the batch.
+            piece: its random numbers are those of the piece with this number; None: of the micro-batch's piece.
+        """
+        self.tensors.restore()
+        return float(self.step.trial_loss(batch, self.micro_batch, piece))
+
+    def check_repeats(self) -> None:
+        """Check that the loss of the piece's first samples has the same bits again.
+
+        Python's and numpy's generators have another state in each call.
+
+        Raises:
+            StepRefused: it has not.
+        """
+        losses: list[float] = []
+        draws, whole = False, self.micro_batch.size <= SAMPLES
+        while len(losses) < (CALLS if draws else 2):
+            random.seed(len(losses))
+            np.random.seed(len(losses))  # noqa: NPY002  users' modules draw from it
+            before = generator_states(self.step.module)
+            try:
+                self.tensors.restore(parameters=False)  # parameters that the step itself changes are its state
+                batch = self.step.prepared(self.micro_batch)
+                if not whole:
+                    batch = repeated(batch, self.micro_batch.size, range(SAMPLES))
+                losses.append(float(self.step.trial_loss(batch, self.micro_batch)))
+            except Exception as error:
+                if whole:  # the step itself raises it again, with its own message
+                    LOG.debug("the first step is not checked, since it fails: %s", error)
+                    return
+                losses, whole = [], True
+                continue
+            self._integers = integer_buffers(self.step.module)
+            draws = draws or generator_states(self.step.module) != before
+            if losses[-1] == losses[0] or math.isnan(losses[0]):
+                continue
+            because = (
+                "it draws random numbers that are not those of torch's default generator"
+                if draws
+                else "it depends on a state that it changes itself, which pieces on other devices would not see"
+            )
+            raise StepRefused(
+                f"exact=true: training_step gives another loss for the same samples when it is called again, since "
+                f"{because}: draw from torch's default generator, which is seeded for every piece, and keep no state "
+                f"beside parameters and buffers {RULES}"
+            )
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        """Return a context in which dropout layers do nothing, since they would hide the growth of a loss."""
+        layers = [layer for layer in self.step.module.modules() if isinstance(layer, DROPOUT) and layer.training]
+        for layer in layers:
+            layer.training = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = True
+
+    def check_parts(self) -> None:
+        """Check the loss and the integer buffers of a part of the piece that is repeated once, twice and four times.
+
+        Raises:
+            StepRefused: the loss is a sum, or an integer buffer depends on the samples.
+        """
+        size = self.micro_batch.size
+        # Parts are small, so that the passes take little time. BatchNorm may need two samples.
+        for part_size in [2] if size >= 8 else [1, 2][:size]:
+            # Without a graph, the passes of more samples than the piece has do not need more memory.
+            with self._without_dropout(), torch.set_grad_enabled(4 * part_size <= size):
+                try:
+                    batch = self.step.prepared(self.micro_batch)
+                    batches = [repeated(batch, size, range(part_size), times) for times in (1, 2, 4)]
+                    losses, integers = [], []
+                    for each in batches:
+                        losses.append(self.loss(each))
+                        integers.append(integer_buffers(self.step.module))
+                    is_sum = may_grow(losses) and grows(
+                        [[self.loss(each, piece) for each in batches] for piece in range(SEEDS)]
+                    )
+                except Exception as error:  # BatchNorm needs two samples, for example
+                    LOG.debug("parts of the first piece are not checked: %s", error)
+                    continue
+            if is_sum:
+                raise StepRefused(
+                    f"training_step returns a loss that grows with the number of samples ({losses[0]:.4g} for "
+                    f"{part_size}, {losses[1]:.4g} for {2 * part_size}): it must be the mean over the samples, as "
+                    f"reduction='mean' gives it, not a sum {RULES}"
+                )
+            self._check_integers(integers)
+            return
+
+    def _check_integers(self, integers: list[dict[str, Tensor]]) -> None:
+        """Check that integer buffers are the same after other numbers of samples."""
+        first, *others = [*integers, self._integers]
+        differ = [
+            name
+            for name, value in first.items()
+            if any(name in other and not _same(value, other[name]) for other in others)
+        ]
+        if not differ:
+            return
+        owner, _, buffer = differ[0].rpartition(".")
+        layer = self.step.module.get_submodule(owner)
+        more = f" (and {join_names(differ[1:], 3)})" * (len(differ) > 1)
+        wrong = (
+            f"the buffer {buffer} of {owner or 'the module'} ({type(layer).__name__}){more} depends on the samples "
+            "of a piece, so pieces on other devices would have other values"
+        )
+        right = f"an integer buffer must change alike for every piece; count in on_train_batch_end, per step {RULES}"
+        if self.step.data.layout.exact:
+            raise StepRefused(f"exact=true: {wrong}: {right}")
+        if self.step.trainer.is_global_zero:
+            LOG.warning("%s: %s", wrong, right)
+
+
+def may_grow(losses: list[float]) -> bool:
+    """Check whether `grows` may be true; it is false for most modules, which then need only one pass of each size."""
+    one, two, four = losses
+    return abs(two - one) > MIN_GROWTH / 2 * abs(one) and (four - two) * (two - one) > 0
+
+
+def grows(losses: list[list[float]]) -> bool:
+    """Check whether losses of 1, 2 and 4 equal parts grow with them, in proportion or faster, beside a constant.
+
+    Args:
+        losses: for each seed the three losses. The growth must be clear beside the noise between seeds.
+    """
+    one, two, four = np.array(losses).T
+    first, second = two - one, four - two
+    if not np.isfinite(losses).all() or abs(first.mean()) <= MIN_GROWTH * abs(one.mean()):
+        return False
+    if any(abs(growth.mean()) * len(losses) ** 0.5 < MIN_T * growth.std(ddof=1) for growth in (first, second)):
+        return False
+    # 2 for a sum over the samples, 4 for a sum over pairs of them
+    return bool(MIN_RATIO <= second.mean() / first.mean() <= MAX_RATIO)
+
+
+def integer_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's buffers that are integers, by name."""
+    return {
+        name: buffer.clone()
+        for name, buffer in module.named_buffers()
+        if not (buffer.is_floating_point() or buffer.is_complex())
+    }
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and torch.equal(value, other)

@@ -1,0 +1,144 @@
+"""The message about a gradient that is not finite names the sample that is the cause, or a smaller learning rate."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from plain import QUIET
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.data import DataModule, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.errors import NonFinite
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.gradients import GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.strategies import Auto
+
+BROKEN = 7  # id of a sample
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr: float = 0.1, wide: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lr = lr
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, wide), nn.BatchNorm1d(wide), nn.Linear(wide, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def message(folder: Path, module: pl.LightningModule, x: Tensor, y: Tensor, later: bool = False) -> str:
+    splits = Splits(TensorDataset(x, y), None, None, Spec(1, 4, ("a", "b", "c")), "none", Augment())
+    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=16, pieces=2)
+    strategy = Auto().make_lightning_strategy(layout)
+    options = QUIET | {"default_root_dir": folder, "max_epochs": 20, "logger": False}
+    trainer = StepTrainer(GradientSum(strategy, 1), [FiniteGradientCheck("stop", later)], 3, **options)
+    with pytest.raises(NonFinite) as caught:
+        trainer.fit(module, datamodule=DataModule(splits, layout, seed=3, num_workers=0))
+    return str(caught.value)
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(48, 1, 4, 4, generator=generator), torch.randint(0, 3, (48,), generator=generator)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_sample_with_values_that_are_not_finite_is_named_alone(tmp_path: Path, later: bool) -> None:
+    """BatchNorm makes the loss of the whole piece not finite."""
+    x, y = samples()
+    x[BROKEN, 0, 3, 3] = float("nan")
+    said = f"since sample {BROKEN} of the training set has values that are not finite: correct the data; nonfinite=skip"
+    assert said in message(tmp_path, Net(), x, y, later)
+
+
+def test_a_target_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    class Regression(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.mse_loss(self.net(batch[0])[:, 0], batch[1])
+
+    x, y = samples()
+    targets = y.float()
+    targets[[BROKEN, BROKEN + 1]] = float("inf")
+    said = message(tmp_path, Regression(), x, targets)
+    assert re.search(r"since sample[s,0-9 ]+ of the training set ha\w+ values that are not finite", said)
+    assert {*re.findall(r"\d+", said.partition("sample")[2].partition(" of the")[0])} <= {"7", "8"}
+
+
+class Logarithm(Net):
+    """The loss of one sample, whose values are finite, is not finite; `inner` makes BatchNorm spread it."""
+
+    inner = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        size = (x - x.min() + 1).log() if self.inner else x
+        size = torch.where((x > 50).flatten(1).any(1)[:, None, None, None], (x - 99).log(), size)
+        logits = self.net(size if self.inner else x)
+        return F.cross_entropy(logits, y) + (size.flatten(1).sum(1) * logits[:, 0]).mean()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_sample_whose_own_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool) -> None:
+    x, y = samples()
+    x[BROKEN] = 60.0  # its logarithm is that of a negative number
+    module = Logarithm()
+    module.inner = inner
+    said = message(tmp_path, module, x, y)
+    assert f"nor is the loss of sample {BROKEN} of the training set: nonfinite=skip" in said
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_no_innocent_sample_is_named(tmp_path: Path, later: bool) -> None:
+    class Broken(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.trainer.global_step == 2 else loss
+
+    said = message(tmp_path, Broken(), *samples(), later)
+    assert said.endswith("nor is the loss of the step's samples: nonfinite=skip skips such steps")
+
+
+class Explodes(Net):
+    """Its loss grows step by step, without bound."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(lr)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Linear(6, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0])[:, 0], batch[1].float())
+
+
+@pytest.mark.parametrize("lr", [10.0, 1e10, 1e30])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_loss_that_explodes_needs_a_smaller_learning_rate(tmp_path: Path, lr: float, later: bool) -> None:
+    said = message(tmp_path, Explodes(lr), *samples(), later)
+    if lr < 1e30:
+        assert "after the loss has grown from" in said
+        assert said.endswith(": use a smaller learning rate")
+    elif not later:  # in one step, so only the weights show it
+        assert said.endswith("the step's samples: use a smaller learning rate")
+    assert "samples " not in said.replace("samples: ", "")
+
+
+def test_a_classifier_at_a_learning_rate_of_1e10(tmp_path: Path) -> None:
+    """The issue's case: the loss need not become inf, but the gradient does."""
+
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__(lr=1e10)
+            self.net = nn.Sequential(nn.Flatten(), *[nn.Linear(16, 16) for _ in range(6)], nn.Linear(16, 3))
+
+    assert message(tmp_path, Deep(), *samples()).endswith(": use a smaller learning rate")

@@ -1,0 +1,376 @@
+"""The trial passes before the first step: what they find, what they leave alone, and that they leave no trace."""
+
+import logging
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from plain import QUIET
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.data import ArrayDataset, DataModule, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.errors import StepRefused
+from lockstep.step.first_step import FirstStepCheck, grows
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.step.trial import CannotRepeat, repeated
+from lockstep.strategies import DP, Auto
+
+SAMPLES, BATCH = 32, 16
+
+
+class Net(pl.LightningModule):
+    """A net whose loss of a piece is `piece_loss`, the mean here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+        self.generator = np.random.default_rng(0)
+        self.calls = 0
+        self.set_up()
+
+    def set_up(self) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        return self.piece_loss(self(batch[0]), batch[1])
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    folder: Path,
+    module: pl.LightningModule,
+    *,
+    pieces: int = 2,
+    exact: bool = False,
+    check: bool = True,
+    dp: bool = False,
+) -> StepTrainer:
+    random_numbers = np.random.default_rng(1)
+    images = random_numbers.integers(0, 256, (SAMPLES, 1, 4, 4), dtype=np.uint8)
+    data = ArrayDataset(images, random_numbers.integers(0, 3, SAMPLES))
+    splits = Splits(data, None, None, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
+    kind, devices = ("dp", 2) if dp else ("single", 1)
+    layout = resolve(
+        strategy=kind, accelerator="cpu", devices=devices, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
+    )
+    strategy = (DP if dp else Auto)().make_lightning_strategy(layout)
+    gradients = (ExactGradientSum if exact and pieces > 1 else GradientSum)(strategy, 1)
+    options = QUIET | {"default_root_dir": folder, "max_steps": 2, "logger": False}
+    trainer = StepTrainer(gradients, [FirstStepCheck()] if check else [], 3, **options)
+    trainer.fit(module, datamodule=DataModule(splits, layout, seed=3, num_workers=0))
+    return trainer
+
+
+# --- a sum instead of a mean ---
+
+
+class Sum(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="sum")
+
+
+class NegativeSumWithPenalty(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        penalty = sum((p**2).sum() for p in self.parameters())
+        return -5 * logits.softmax(1).gather(1, y[:, None]).sum() + penalty
+
+
+class SumOverPairs(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (logits[:, None] - logits[None] - 1).square().sum()
+
+
+@pytest.mark.parametrize("kind", [Sum, NegativeSumWithPenalty, SumOverPairs])
+@pytest.mark.parametrize(("pieces", "dp"), [(1, False), (2, False), (8, False), (2, True)])
+def test_a_sum_is_refused_on_every_layout(tmp_path: Path, kind: Any, pieces: int, dp: bool) -> None:
+    """With one piece, with pieces of two samples, and on copies of the module."""
+    with pytest.raises(StepRefused, match="training_step returns a loss that grows with the number of samples"):
+        fit(tmp_path, kind(), pieces=pieces, dp=dp)
+
+
+def test_a_sum_of_pieces_of_one_sample_is_refused(tmp_path: Path) -> None:
+    module = Sum()
+    module.net[2] = nn.GroupNorm(2, 6)
+    with pytest.raises(StepRefused, match="grows with the number of samples"):
+        fit(tmp_path, module, pieces=16)
+
+
+class Contrastive(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(logits, dim=1)
+        similar = z @ (z + 0.1 * torch.randn_like(z)).T / 0.1
+        return F.cross_entropy(similar, torch.arange(len(z)))
+
+
+class NearZero(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (torch.randn_like(logits) * logits).mean() * 1e-3
+
+
+class Penalised(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return 1e-3 * sum((p**2).sum() for p in self.parameters()) - logits.softmax(1).gather(1, y[:, None]).mean()
+
+
+class Variances(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return (1 - logits.std(0)).relu().mean() + logits.T.cov().square().sum()
+
+
+class GradientPenalty(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return F.cross_entropy(self(x), batch[1]) + gradient.square().flatten(1).sum(1).mean()
+
+
+class MixedUp(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        order = torch.randperm(len(x))
+        share = torch.rand(())
+        return {
+            "x": share * x + (1 - share) * x[order],
+            "y": (y, y[order], share),
+            "names": ["a"] * len(x),
+            "more": None,
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, (y, other, share) = self(batch["x"]), batch["y"]
+        assert len(batch["names"]) == len(logits)
+        return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, other)
+
+
+class Opaque(Net):
+    """Its batch has a part that can't be cut, so only the repetition is checked."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (*batch, torch.ones(5))
+
+
+MEANS = [Net, Contrastive, NearZero, Penalised, Variances, GradientPenalty, MixedUp, Opaque]
+
+
+@pytest.mark.parametrize("kind", MEANS)
+@pytest.mark.parametrize("pieces", [1, 8])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_mean_passes_and_nothing_is_left_of_the_trial(tmp_path: Path, kind: Any, pieces: int, exact: bool) -> None:
+    checked, unchecked = kind(), kind()
+    fit(tmp_path, checked, pieces=pieces, exact=exact)
+    fit(tmp_path, unchecked, pieces=pieces, exact=exact, check=False)
+    same_state(checked, unchecked)
+
+
+def same_state(one: Net, other: Net) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+    assert one.calls == other.calls
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_noise_is_no_sum(seed: int) -> None:
+    random_numbers = np.random.default_rng(seed)
+    assert not grows(random_numbers.normal(size=(8, 3)).tolist())
+
+
+# --- state that a layout would not share ---
+
+
+class DrawsFromNumpy(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits + float(np.random.rand()) * logits, y)  # noqa: NPY002
+
+
+class FlipsSometimes(Net):
+    """By one bit of Python's generator, so a single repetition need not show it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].flip(-1) if random.random() < 0.2 else batch[0]
+        return F.cross_entropy(self(x), batch[1])
+
+
+class OwnGenerator(Net):
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits * self.generator.uniform(), y)
+
+
+class DrawsInPreparation(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * random.random(), batch[1]
+
+
+class MovingScale(Net):
+    """It divides by a moving mean of its losses, in a Python attribute."""
+
+    mean = 1.0
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, y)
+        self.mean = 0.9 * self.mean + 0.1 * float(loss)
+        return loss / self.mean
+
+
+class Teacher(Net):
+    """It moves a second network towards the first one in every call."""
+
+    def set_up(self) -> None:
+        self.teacher = nn.Linear(16, 3).requires_grad_(False)
+        self.student = nn.Linear(16, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        x = batch[0].flatten(1)
+        return F.mse_loss(self.student(x), self.teacher(x)) + F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Remembers(Net):
+    """It compares with the samples of earlier calls."""
+
+    def set_up(self) -> None:
+        self.earlier: deque[Tensor] = deque(maxlen=8)
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, y) + sum(logits.mean() * each.mean() for each in self.earlier)
+        self.earlier.append(logits.detach())
+        return loss
+
+
+DRAWS, STATE = "draws random numbers that are not those of torch", "depends on a state that it changes itself"
+HIDDEN = {DrawsFromNumpy: DRAWS, FlipsSometimes: DRAWS, OwnGenerator: DRAWS, DrawsInPreparation: DRAWS}
+HIDDEN |= dict.fromkeys((MovingScale, Teacher, Remembers), STATE)
+
+
+@pytest.mark.parametrize(("kind", "why"), HIDDEN.items())
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_what_changes_between_two_calls_is_refused_with_exact(tmp_path: Path, kind: Any, why: str, pieces: int) -> None:
+    with pytest.raises(StepRefused, match=rf"^exact=true: training_step gives another loss .* since it {why}"):
+        fit(tmp_path, kind(), pieces=pieces, exact=True)
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_without_exact_it_trains_as_without_the_trial(tmp_path: Path, kind: Any) -> None:
+    states = []
+    for check in (True, False):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        module = kind()
+        fit(tmp_path, module, check=check)
+        states.append(module)
+    same_state(*states)
+
+
+# --- buffers of integers ---
+
+
+class Queue(nn.Module):
+    queue: Tensor
+    pointer: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(64, 3))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = int(self.pointer)
+        self.queue[at : at + len(x)] = x.detach()
+        self.pointer[0] = (at + len(x)) % 64
+        return x
+
+
+class WithQueue(Net):
+    memory: Queue
+
+    def set_up(self) -> None:
+        self.memory = Queue()
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.memory(logits), y)
+
+
+def test_a_queue_is_refused_with_exact_and_named_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    says = r"the buffer pointer of memory \(Queue\) depends on the samples of a piece"
+    for pieces in (1, 4):
+        with pytest.raises(StepRefused, match=rf"^exact=true: {says}"):
+            fit(tmp_path, WithQueue(), pieces=pieces, exact=True)
+    assert "pointer" not in caplog.text
+    module = WithQueue()
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        fit(tmp_path, module, pieces=2)
+    assert "the buffer pointer of memory (Queue) depends" in caplog.text
+    assert int(module.memory.pointer) == 32
+
+
+# --- no trace ---
+
+
+class Traces(Net):
+    def set_up(self) -> None:
+        self.accuracy = MulticlassAccuracy(3)
+        self.losses: list[float] = []
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, y)
+        self.accuracy.update(logits, y)
+        self.losses.append(float(loss))
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_logged_values_metrics_and_attributes_are_those_of_the_steps(tmp_path: Path) -> None:
+    checked, unchecked = Traces(), Traces()
+    values = [
+        fit(tmp_path, module, check=check).callback_metrics for module, check in ((checked, True), (unchecked, False))
+    ]
+    assert values[0] == values[1]
+    assert checked.losses == unchecked.losses
+    assert len(checked.losses) == 4
+
+
+def test_generators_are_those_of_a_run_without_the_trial(tmp_path: Path) -> None:
+    drawn = []
+    for check in (True, False):
+        random.seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        fit(tmp_path, Net(), exact=True, check=check)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
+    assert drawn[0] == drawn[1]
+
+
+# --- parts of a batch ---
+
+
+def test_the_samples_of_a_batch_are_repeated() -> None:
+    x, share = torch.arange(8.0).view(4, 2), torch.tensor(0.3)
+    batch = {"x": x, "y": (x[:, 0], None), "names": ["a", "b", "c", "d"], "share": share, "size": 7}
+    doubled = repeated(batch, 4, range(2), 2)
+    assert torch.equal(doubled["x"], torch.cat([x[:2], x[:2]]))
+    assert torch.equal(doubled["y"][0], torch.tensor([0.0, 2.0, 0.0, 2.0]))
+    assert (doubled["names"], doubled["share"], doubled["size"]) == (["a", "b", "a", "b"], share, 7)
+    for unknown in (torch.ones(5), object(), [torch.ones(3)] * 4):
+        with pytest.raises(CannotRepeat):
+            repeated((x, unknown), 4, range(2), 2)
