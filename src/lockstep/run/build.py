@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
@@ -14,6 +19,7 @@ from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
+from lockstep.config.metrics import Known, direction_of_name, directions_of_module, known_of_model, with_mode
 from lockstep.data import DataModule, Splits
 from lockstep.data.datasets import TASKS
 from lockstep.errors import UserError
@@ -125,7 +131,13 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "headline": headline(config, splits, folder),
         "started": environment().started,
     }
-    groups = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
+    of_module = directions_of_module(module)
+    known = known_of_model(config.model, lambda metric: direction_of_name(metric) or of_module(metric))
+    groups = {
+        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, known)
+        for name, options in config.callbacks.items()
+        if options
+    }
     # `instantiate` passes those of the arguments that a callback's class takes.
     config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
     for key, callback in config_callbacks.items():
@@ -148,9 +160,17 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     return [*config_callbacks.values(), OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
 
 
+def _with_mode(key: str, options: dict[str, Any], known: Known) -> dict[str, Any]:
+    """Return a callback's options with the `mode` of its `monitor`, if its class takes one."""
+    takes_mode = "mode" in parameters(locate(f"{key}._target_", str(options.get("_target_"))))
+    return with_mode(key, options, known, required=True) if takes_mode else options
+
+
 def _check_callback(setting: str, callback: pl.Callback, config: Config) -> None:
     """Refuse a callback of Lightning that can't work with the config. `setting` is what chooses the callback."""
     kind = type(callback).__name__
+    if isinstance(callback, EarlyStopping) and callback.patience < 0:
+        raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
     if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
         raise UserError(
             f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "
