@@ -147,7 +147,7 @@ def resolve_mode(key: str, metric: str, mode: Any, mode_key: str, known: Known =
 
 def contradiction(given: str, metric: str, right: str, remedy: str) -> UserError:
     """Return the error about a mode that contradicts its metric. `remedy` says what would be right."""
-    return UserError(f"{given}: of {metric}, {best_value(right)}: {remedy}")
+    return UserError(f"{given}: {'larger' if right == 'max' else 'smaller'} values of {metric} are better: {remedy}")
 
 
 def known_of_model(model: Mapping[str, Any], otherwise: Known = direction_of_name) -> Known:
