@@ -3,7 +3,8 @@
     python scripts/dashboard.py outputs
 
 The HParams page has the keys that differ between the runs that exist when it starts; for a single run it has the few
-keys that matter most. It shows the first five, and lists the others to tick. Further arguments go to TensorBoard, such as `--port 6007`. Later runs appear by themselves.
+keys that matter most. It shows the first five, and lists the others to tick.
+Further arguments go to TensorBoard, such as `--port 6007`. Later runs appear by themselves.
 """
 
 import argparse

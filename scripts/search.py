@@ -4,9 +4,9 @@
 
 The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
 arguments go to every trial. The search has keys of its own: trials=20, metric= (by default that of a sweep, which is
-the model's `monitor`, or val/acc), mode= (max or min; by default it follows from the metric), and folder=. With the folder of an earlier search, the
-same command continues that search; several such commands at once share the work. The folder has one run folder and one
-<number>.log per trial, Optuna's study.db, and experiment/best.yaml.
+the model's `monitor`, or val/acc), mode= (max or min; by default it follows from the metric), and folder=. With the
+folder of an earlier search, the same command continues that search; several such commands at once share the work. The
+folder has one run folder and one <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
 A trial runs the code of src/train.py in a fork of this process, as the jobs of a sweep do (lockstep/run/sweeps.py).
 """
@@ -181,7 +181,8 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
         else:
             OmegaConf.update(values, key, value)
     with replacing(search.folder / "experiment" / "best.yaml") as file:
-        header = f"# @package _global_\n# trial {best.number}, the best of {search.trials}: {metric} {best.value:.4g} ({best_value(search.mode)})\n"
+        score = f"{metric} {best.value:.4g} ({best_value(search.mode)})"
+        header = f"# @package _global_\n# trial {best.number}, the best of {search.trials}: {score}\n"
         content = OmegaConf.create({"defaults": [*experiments, *groups, "_self_"]})
         file.write((header + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
@@ -259,11 +260,16 @@ def main(arguments: list[str]) -> int:
         raise UserError("nothing to search: give a range, such as 'lr=tag(log,interval(0.001,0.3))'")
     for override in space:
         if chooses_samples(override):
-            raise UserError(f"{override}: its values are scored on different samples, so none is the best: sweep it (-m)")
+            raise UserError(
+                f"{override}: its values are scored on different samples, so none is the best: sweep it (-m)"
+            )
     composed = compose(*(str(each.input_line) for each in fixed))
     sweep = composed["sweep"] if not settings["metric"] else {"mode": None}  # a sweep's mode is of a sweep's metric
     metric, mode = settings["metric"] or str(sweep["metric"]), settings["mode"] or sweep["mode"]
-    settings |= {"metric": metric, "mode": resolve_mode("metric", metric, mode, "mode", known_of_model(composed["model"]))}
+    settings |= {
+        "metric": metric,
+        "mode": resolve_mode("metric", metric, mode, "mode", known_of_model(composed["model"])),
+    }
     outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(settings["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()

@@ -225,7 +225,7 @@ def test_runs_have_short_names_and_columns_of_what_differs(tmp_path: Path) -> No
 
 def test_what_differs_is_ticked_by_importance() -> None:
     """TensorBoard ticks five keys: those that are marked, by alphabet."""
-    one = {"accumulate_grad_batches": 1, "checkpoint_every": 1, "data.augment.crop": 1, "data.augment.flip": 1}
+    one: dict[str, Any] = dict.fromkeys(("accumulate_grad_batches", "checkpoint_every", "data.augment.crop"), 1)
     one |= {"lr": 0.1, "model.name": "a", "devices": 1, "model.dropout": 0.1, "z": 1, "same": 1}
     other = {key: value if key == "same" else f"other {value}" for key, value in one.items()}
     found = dashboard.columns([one, other], "z=1 model.dropout=0.2 - cnn")

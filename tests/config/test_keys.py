@@ -76,7 +76,8 @@ OTHER: dict[str, Any] = {
     "shards: data.image": "jpg",
     "shards: data.label": "kind",
 }
-# Another mode than the metric's is refused, see test_metrics.py. Without a list there are no images; an index that lies elsewhere is the same one; the others are in
+# Another mode than the metric's is refused, see test_metrics.py.
+# Without a list there are no images; an index that lies elsewhere is the same one; the others are in
 # tests/run/test_optimizers.py and tests/project/test_tasks.py.
 BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr", "model.monitor"}
 BESIDE |= {"scheduler.mode", "callbacks.early_stopping.mode"}

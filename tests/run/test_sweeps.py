@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ENDLESS, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
@@ -47,7 +48,9 @@ def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
     assert re.search(r": seed=1 \| val/acc [\d.]+ \| about \d+ s left$", lines[0])
     assert re.search(r": seed=2 \| val/acc [\d.]+ \| best [\d.]+ \(job [02], larger is better\)$", lines[2])
     folder = killed.jobs[0].parent
-    assert re.search(rf"\nbest val/acc \(larger is better\): [\d.]+ in {folder}/[02]\n3 runs in {folder} \|", killed.stderr)
+    assert re.search(
+        rf"\nbest val/acc \(larger is better\): [\d.]+ in {folder}/[02]\n3 runs in {folder} \|", killed.stderr
+    )
     assert f"sweep.resume={killed.jobs[0].parent}\n" in killed.stderr, "as it can be pasted from any directory"
     assert killed.stderr.endswith("error: 1 job of the sweep failed\n")
 
@@ -199,7 +202,7 @@ def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
         arguments([f"sweep.resume={tmp_path}"])
 
 
-def a_sweep(folder: Path, *jobs: tuple[dict[str, object], float]) -> list[str]:
+def a_sweep(folder: Path, *jobs: tuple[dict[str, Any], float]) -> list[str]:
     """Returns the last lines of a sweep whose jobs have this data and other keys, and this val/loss."""
     for number, (config, loss) in enumerate(jobs):
         hydra = folder / str(number) / ".hydra"
@@ -233,6 +236,7 @@ def test_no_best_of_different_samples(tmp_path: Path, varied: str) -> None:
 
 
 def test_folds_have_a_mean_and_no_best(tmp_path: Path) -> None:
+    folds: list[tuple[dict[str, Any], float]]
     folds = [({"data.folds": 3, "data.fold": fold}, loss) for fold, loss in enumerate((1.0, 2.0, 3.0))]
     (mean, _) = a_sweep(tmp_path / "folds", *folds)
     assert mean == "val/loss (smaller is better) over 3 folds: mean 2, standard deviation 1"

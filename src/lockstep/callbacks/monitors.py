@@ -1,4 +1,4 @@
-"""Refuse, before the first step, callbacks and schedules that monitor a metric which nothing logs, or by a wrong mode."""
+"""Refuse, before the first step, callbacks and schedules whose metric nothing logs, or whose mode contradicts it."""
 
 from collections.abc import Mapping
 from copy import copy

@@ -183,9 +183,12 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mo
     near = [*difflib.get_close_matches(metric, same_stage, n=1), *same_stage]
     if not near:
         return message
-    mode = direction_of_name(near[0])
-    given = f" {key.removesuffix('monitor')}mode={mode or 'max or min'}" * has_mode
-    return f"{message}; give {key}={near[0]}{given}" + f" ({best_value(mode)})" * (has_mode and mode is not None)
+    message += f"; give {key}={near[0]}"
+    if has_mode:
+        mode = direction_of_name(near[0])
+        message += f" {key.removesuffix('monitor')}mode={mode or 'max or min'}"
+        message += f" ({best_value(mode)})" if mode else ""
+    return message
 
 
 class ResumeState(Callback):

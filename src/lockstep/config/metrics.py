@@ -12,51 +12,56 @@ from lockstep.errors import UserError
 MODES = ("max", "min")
 Known = Callable[[str], str | None]  # the best value of a metric: `max`, `min`, or None if that is not known
 
+
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Words of a metric's name that say which value is the best.
-SMALLEST = frozenset(
-    "loss losses err errs error errors mistakes misclassification perplexity ppl bpd bpp nll ce bce xent crossentropy "
-    "mse rmse mae msle rmsle mape smape huber brier ece kl kld divergence distance distances distortion l1 l2 hausdorff "
-    "hd chamfer emd wasserstein mmd fid kid lpips wer cer eer epe hinge deviance regret cost".split()
-)
-LARGEST = frozenset(
-    "acc accuracy accuracies balancedaccuracy auc auroc rocauc roc auprc prauc aupr f1 f1score f2 fbeta fscore "
-    "precision prec recall sensitivity specificity iou miou giou diou ciou jaccard dice ap map kappa qwk mcc matthews "
-    "r2 r2score psnr ssim bleu rouge ndcg mrr correct".split()
-)
+SMALLEST = _set("""
+    loss losses err errs error errors mistakes misclassification perplexity ppl bpd bpp nll ce bce xent crossentropy
+    mse rmse mae msle rmsle mape smape huber brier ece kl kld divergence distance distances distortion l1 l2 hausdorff
+    hd chamfer emd wasserstein mmd fid kid lpips wer cer eer epe hinge deviance regret cost
+""")
+LARGEST = _set("""
+    acc accuracy accuracies balancedaccuracy auc auroc rocauc roc auprc prauc aupr f1 f1score f2 fbeta fscore
+    precision prec recall sensitivity specificity iou miou giou diou ciou jaccard dice ap map kappa qwk mcc matthews
+    r2 r2score psnr ssim bleu rouge ndcg mrr correct
+""")
 # Words that may turn a metric round, or make another quantity of it: the direction is then not known.
-OTHER = frozenset(
-    "neg negative negated minus inverse inv reciprocal non not no anti un false miss missed std var variance gap diff "
-    "difference delta drop change improvement decrease increase gain reduction ratio weight scale corr correlation time "
-    "seconds count num number lr grad norm".split()
-)
-LOSSES = frozenset("loss losses err error errors distance divergence".split())  # at a name's end: `dice_loss`
-STAGES = frozenset("train training val valid validation test eval step epoch dataloader idx".split())
+OTHER = _set("""
+    neg negative negated minus inverse inv reciprocal non not no anti un false miss missed std var variance gap diff
+    difference delta drop change improvement decrease increase gain reduction ratio weight scale corr correlation time
+    seconds count num number lr grad norm
+""")
+LOSSES = _set("loss losses err error errors distance divergence")  # at a name's end: `dice_loss`
+STAGES = _set("train training val valid validation test eval step epoch dataloader idx")
 
 
 def words(metric: str) -> list[str]:
     """Return the words of a metric's name: `val/top5_err` has val, top5, err, and `valLoss` has val, loss."""
-    found = []
+    parts: list[str] = []
     for token in re.split(r"[^A-Za-z0-9]+", metric):
         whole = token.lower()
         if whole in SMALLEST | LARGEST:
-            found.append(whole)
+            parts.append(whole)
         else:
-            parts = re.findall(r"[A-Z]+\d*(?![a-z])|[A-Z]?[a-z]+\d*|\d+", token.replace("IoU", "Iou"))
-            found += [part.lower() for part in parts]
-    return found
+            in_case = re.findall(r"[A-Z]+\d*(?![a-z])|[A-Z]?[a-z]+\d*|\d+", token.replace("IoU", "Iou"))
+            parts += [part.lower() for part in in_case]
+    return parts
 
 
 def direction_of_name(metric: str) -> str | None:
     """Return `max` or `min` by the words of a metric's name, or None if they say neither or both."""
-    found = [word for word in words(metric) if word not in STAGES]
-    if {"log", "likelihood"} <= set(found):
-        return "min" if {"neg", "negative"} & set(found) else "max"
-    if OTHER & set(found):
+    named_words = [word for word in words(metric) if word not in STAGES]
+    if {"log", "likelihood"} <= set(named_words):
+        return "min" if {"neg", "negative"} & set(named_words) else "max"
+    if OTHER & set(named_words):
         return None
-    said = [mode for word in found if (mode := _direction_of_word(word))]
-    if len(set(said)) == 2:  # a score turned into a loss is one, as in `dice_loss`
-        return "min" if found[-1].rstrip("0123456789") in LOSSES else None
-    return said[0] if said else None
+    modes = [mode for word in named_words if (mode := _direction_of_word(word))]
+    if len(set(modes)) == 2:  # a score turned into a loss is one, as in `dice_loss`
+        return "min" if named_words[-1].rstrip("0123456789") in LOSSES else None
+    return modes[0] if modes else None
 
 
 def _direction_of_word(word: str) -> str | None:
@@ -93,8 +98,8 @@ def directions_of_module(module: Any) -> Known:
 
     def known(metric: str) -> str | None:
         wanted = _without_stages(metric)
-        found = {mode for name, labels, mode in named if name == wanted or (labels and wanted.startswith(name))}
-        return found.pop() if len(found) == 1 else None
+        modes = {mode for name, labels, mode in named if name == wanted or (labels and wanted.startswith(name))}
+        return modes.pop() if len(modes) == 1 else None
 
     return known
 
@@ -145,9 +150,9 @@ def resolve_mode(key: str, metric: str, mode: Any, mode_key: str, known: Known =
     return str(mode or right)
 
 
-def contradiction(given: str, metric: str, right: str, remedy: str) -> UserError:
+def contradiction(setting: str, metric: str, right: str, remedy: str) -> UserError:
     """Return the error about a mode that contradicts its metric. `remedy` says what would be right."""
-    return UserError(f"{given}: {'larger' if right == 'max' else 'smaller'} values of {metric} are better: {remedy}")
+    return UserError(f"{setting}: {'larger' if right == 'max' else 'smaller'} values of {metric} are better: {remedy}")
 
 
 def known_of_model(model: Mapping[str, Any], otherwise: Known = direction_of_name) -> Known:

@@ -151,7 +151,8 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
     monitor, interval = str(lightning_keys.get("monitor", "")), lightning_keys.get("interval", "epoch")
     if not monitor:
         raise UserError(
-            "scheduler: ReduceLROnPlateau needs a metric: give +scheduler.monitor=val/loss (smaller is better), for example"
+            "scheduler: ReduceLROnPlateau needs a metric: "
+            "give +scheduler.monitor=val/loss, say, of which the smallest value is the best"
         )
     if monitor.startswith("train/") and interval == "step":
         raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end only: use scheduler.interval=epoch")

@@ -51,10 +51,9 @@ from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
 
-
 # Keys of `data` that do not decide which samples a run is scored on.
 NOT_OF_THE_SAMPLES = frozenset(
-    "augment transforms mix mix_alpha sampling image_size channels batch_size num_workers".split()
+    ["augment", "transforms", "mix", "mix_alpha", "sampling", "image_size", "channels", "batch_size", "num_workers"]
 )
 
 
@@ -215,9 +214,9 @@ def chooses_samples(override_key: str) -> bool:
 
 def _folds(runs: Sequence[Path]) -> set[str]:
     """Return the folds of runs that differ in nothing but the fold and the seed; empty for others."""
-    given = [_recorded(run, "overrides.yaml") or [] for run in runs]
-    others = {tuple(each for each in one if key(each) not in ("data.fold", "seed")) for one in given}
-    folds = {each for one in given for each in one if key(each) == "data.fold"}
+    overrides = [_recorded(run, "overrides.yaml") or [] for run in runs]
+    others = {tuple(each for each in one if key(each) not in ("data.fold", "seed")) for one in overrides}
+    folds = {each for one in overrides for each in one if key(each) == "data.fold"}
     return folds if len(others) == 1 else set()
 
 

@@ -109,7 +109,7 @@ class Dashboard(Callback):
     def _name(self) -> str:
         return str(self._monitor).rpartition("/")[2]
 
-    def _mode(self, trainer: Trainer) -> str | None:
+    def _mode(self, trainer: Any) -> str | None:
         """Return `max` or `min` of the model's metric, from a callback that follows it too; None without one."""
         followers = [each for each in trainer.callbacks if getattr(each, "monitor", None) == self._monitor]
         return next((each.mode for each in followers if hasattr(each, "mode")), None)
