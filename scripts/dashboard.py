@@ -146,11 +146,11 @@ def columns(runs: Sequence[dict[str, Any]], titles: str = "") -> list[str]:
     Args:
         titles: the names of the runs, which have what was given on the command line.
     """
-    given = [word.lstrip("+").partition("=")[0] for word in titles.split() if "=" in word]
-    given += [f"{key}.name" for key in given]  # `model=resnet18`
+    overridden = [word.lstrip("+").partition("=")[0] for word in titles.split() if "=" in word]
+    overridden += [f"{key}.name" for key in overridden]  # `model=resnet18`
 
     def importance(key: str) -> tuple[int, bool, str]:
-        return FIRST.index(key) if key in FIRST else len(FIRST), key not in given, key
+        return FIRST.index(key) if key in FIRST else len(FIRST), key not in overridden, key
 
     return sorted(differing(runs), key=importance) or [key for key in FEW if any(key in run for run in runs)]
 
