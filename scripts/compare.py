@@ -63,7 +63,9 @@ from comparison.runs import (
     scores_by_key,
 )
 
+from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
+from lockstep.run.sweeps import chooses_samples
 from lockstep.text import plural
 
 CAPTION = (
@@ -143,13 +145,14 @@ def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> No
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
 
-def sort_key(group: Group, metric: str, mode: str) -> tuple[float, float]:
+def sort_key(group: Group, metric: str, mode: str | None) -> tuple[float, float]:
     """Return the sort key: larger is better.
 
     It is `metric` in validation, then the validation loss, for ties and for runs without the metric. Runs without
-    either come last.
+    either come last. A metric of which it is not known which value is the best (`mode` is None) does not count.
     """
     value, loss = (group.mean(f"metrics.val/{name}") for name in (metric, "loss"))
+    value = value if mode else None
     sign = 1 if mode == "max" else -1
     return -math.inf if value is None else sign * value, -math.inf if loss is None else -loss
 
@@ -175,13 +178,20 @@ def shell_path(parent: Path, names: Sequence[str]) -> str:
     return f"{parent}/{names[0] if len(names) == 1 else '{' + ','.join(names) + '}'}"
 
 
-def best_note(groups: Sequence[Group], root: Path, metric: str, mode: str) -> str:
-    """Return a line with the folders of the best runs. It is empty if there is only one group or no validation."""
+def best_note(groups: Sequence[Group], root: Path, metric: str, mode: str | None) -> str:
+    """Return a line with the folders of the best runs, or why there are none.
+
+    It is empty if there is only one group or no validation.
+    """
     first = groups[0]
-    if len(groups) == 1 or max(sort_key(first, metric, mode)) == -math.inf:
+    by_metric, by_loss = sort_key(first, metric, mode)
+    if len(groups) == 1 or max(by_metric, by_loss) == -math.inf:
         return ""
+    if any(chooses_samples(key) for key in first.differing_values):
+        return "rows were scored on different samples, so none of them is the best"
+    name, better = ("loss", "min") if by_metric == -math.inf else (metric, mode)
     folders = [shell_path(*each) for each in runs_by_parent(first.completed, root).items()]
-    return f"best by validation: {', '.join(map(os.path.relpath, folders))}"
+    return f"best by val/{name} ({best_value(str(better))}): {', '.join(map(os.path.relpath, folders))}"
 
 
 def same_steps_notes(groups: Sequence[Group], root: Path) -> list[str]:

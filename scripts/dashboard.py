@@ -3,7 +3,8 @@
     python scripts/dashboard.py outputs
 
 The HParams page has the keys that differ between the runs that exist when it starts; for a single run it has the few
-keys that matter most. Further arguments go to TensorBoard, such as `--port 6007`. Later runs appear by themselves.
+keys that matter most. It shows the first five, and lists the others to tick.
+Further arguments go to TensorBoard, such as `--port 6007`. Later runs appear by themselves.
 """
 
 import argparse
@@ -30,6 +31,12 @@ SECONDS = 5.0  # between two searches for new runs
 HARMLESS = "TensorFlow installation not found"  # TensorBoard prints it first; nothing shown here needs TensorFlow
 COMPARED = ("val/loss", "test/loss", "workers/samples_per_second")  # on the HParams page, after the models' own metric
 FEW = ("batch_size", "lr", "strategy.name")  # its keys if the runs do not differ; with more, metrics are off screen
+# The keys that it shows first, if they differ; then those that were given on the command line.
+FIRST = (
+    *("lr", "model.name", "data.name", "optimizer.name", "scheduler.name", "strategy.name", "devices", "num_nodes"),
+    *("batch_size", "pieces", "max_epochs", "max_steps", "data.fold", "seed"),
+)
+TICKED = 5  # keys that the page shows at once; it ticks that many, those marked as differing first, then by alphabet
 TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d+")  # names of run folders
 MINUTE, SECOND = 16, 19  # length of the name up to the minute and up to the second
 
@@ -101,7 +108,8 @@ class Links:
                 (target / file.name).symlink_to(file)
         if not self._columns and (hyper_parameters := [*filter(None, map(session, sorted(self._names)))]):
             self._columns = True
-            write_columns(hyper_parameters, self._folder / min(self._names.values()))
+            titles = " ".join(self._names.values())
+            write_columns(hyper_parameters, self._folder / min(self._names.values()), titles)
 
     def _name(self, folder: Path) -> str:
         """Return the name of a run: its title, its `name` and a job's number in a sweep.
@@ -135,9 +143,21 @@ def session(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def columns(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the keys in which runs differ. If they differ in none, return the few that matter most."""
-    return sorted(differing(runs)) or [key for key in FEW if any(key in run for run in runs)]
+def columns(runs: Sequence[dict[str, Any]], titles: str = "") -> list[str]:
+    """Return the keys in which runs differ, the most important first.
+
+    If they differ in none, return the few that matter most.
+
+    Args:
+        titles: the names of the runs, which have what was given on the command line.
+    """
+    overridden = [word.lstrip("+").partition("=")[0] for word in titles.split() if "=" in word]
+    overridden += [f"{key}.name" for key in overridden]  # `model=resnet18`
+
+    def importance(key: str) -> tuple[int, bool, str]:
+        return FIRST.index(key) if key in FIRST else len(FIRST), key not in overridden, key
+
+    return sorted(differing(runs), key=importance) or [key for key in FEW if any(key in run for run in runs)]
 
 
 def metrics(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -147,8 +167,8 @@ def metrics(runs: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys([*monitors, *tests, *COMPARED]))
 
 
-def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write an event file with the columns of the HParams page.
+def write_columns(runs: Sequence[dict[str, Any]], folder: Path, titles: str) -> None:
+    """Write an event file with the columns of the HParams page. The first ones are marked, so that it ticks them.
 
     It goes into the folder of an existing run, because TensorBoard would show a folder of its own as a run.
     """
@@ -158,10 +178,10 @@ def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     infos = []
-    for key in columns(runs):
+    for number, key in enumerate(columns(runs, titles)):
         numbers = all(isinstance(run.get(key, 0.0), float | int) for run in runs)
         kind = api_pb2.DATA_TYPE_FLOAT64 if numbers else api_pb2.DATA_TYPE_STRING
-        infos.append(api_pb2.HParamInfo(name=key, type=kind))
+        infos.append(api_pb2.HParamInfo(name=key, type=kind, differs=number < TICKED))
     compared = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics(runs)]
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=compared)
     about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(experiment=experiment))

@@ -3,10 +3,10 @@
     python scripts/search.py trials=20 model=mnist_cnn 'lr=tag(log,interval(0.001,0.3))' batch_size=32,64,128
 
 The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
-arguments go to every trial. The search has keys of its own: trials=20, metric= and mode= (by default those of a sweep,
-which are the model's `monitor` and `mode`, or val/acc and max), and folder=. With the folder of an earlier search, the
-same command continues that search; several such commands at once share the work. The folder has one run folder and one
-<number>.log per trial, Optuna's study.db, and experiment/best.yaml.
+arguments go to every trial. The search has keys of its own: trials=20, metric= (by default that of a sweep, which is
+the model's `monitor`, or val/acc), mode= (max or min; by default it follows from the metric), and folder=. With the
+folder of an earlier search, the same command continues that search; several such commands at once share the work. The
+folder has one run folder and one <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
 A trial runs the code of src/train.py in a fork of this process, as the jobs of a sweep do (lockstep/run/sweeps.py).
 """
@@ -41,6 +41,7 @@ except ImportError:
 
 from lockstep import compose
 from lockstep.config.arguments import quote_path
+from lockstep.config.metrics import best_value, known_of_model, resolve_mode
 from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
@@ -48,7 +49,7 @@ from lockstep.launch.process_lifetime import disable_garbage_collector, exit_pro
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
 from lockstep.run.summary import write_conclusion
-from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
+from lockstep.run.sweeps import Job, Progress, Slot, chooses_samples, run_jobs
 from train import train
 
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
@@ -71,7 +72,7 @@ class Search:
     """
 
     def __init__(self, folder: Path, mode: str, space: Mapping[str, Any], trials: int) -> None:
-        self.folder, self.space, self.trials = folder, dict(space), trials
+        self.folder, self.mode, self.space, self.trials = folder, mode, dict(space), trials
         folder.mkdir(parents=True, exist_ok=True)
         # Close each connection after use: SQLite does not allow an open one across a fork.
         engine_options = {"connect_args": {"timeout": 60}, "poolclass": NullPool}
@@ -82,6 +83,9 @@ class Search:
                 direction="maximize" if mode == "max" else "minimize",
                 load_if_exists=True,
             )
+        searched = "max" if self.study.direction is optuna.study.StudyDirection.MAXIMIZE else "min"
+        if searched != mode:
+            raise UserError(f"folder={folder}: its search has mode={searched}, not {mode}: give another folder")
 
     def next_trial(self) -> tuple[Any, IO[bytes]] | None:
         """Return an interrupted or a new trial, and its lock. Return None if all trials are finished or running."""
@@ -182,7 +186,8 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
         else:
             OmegaConf.update(values, key, value)
     with replacing(search.folder / "experiment" / "best.yaml") as file:
-        header = f"# @package _global_\n# trial {best.number}, the best of {search.trials}: {metric} {best.value:.4g}\n"
+        score = f"{metric} {best.value:.4g} ({best_value(search.mode)})"
+        header = f"# @package _global_\n# trial {best.number}, the best of {search.trials}: {score}\n"
         content = OmegaConf.create({"defaults": [*experiments, *groups, "_self_"]})
         file.write((header + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
@@ -258,14 +263,23 @@ def main(arguments: list[str]) -> int:
     space = {each.get_key_element(): distribution(each) for each in parsed if each.is_sweep_override()}
     if not space:
         raise UserError("nothing to search: give a range, such as 'lr=tag(log,interval(0.001,0.3))'")
-    if not (settings["metric"] and settings["mode"]):
-        sweep = compose(*(str(each.input_line) for each in fixed))["sweep"]
-        settings |= {name: settings[name] or str(sweep[name]) for name in ("metric", "mode")}
+    for override in space:
+        if chooses_samples(override):
+            raise UserError(
+                f"{override}: its values are scored on different samples, so none is the best: sweep it (-m)"
+            )
+    composed = compose(*(str(each.input_line) for each in fixed))
+    sweep = composed["sweep"] if not settings["metric"] else {"mode": None}  # a sweep's mode is of a sweep's metric
+    metric, mode = settings["metric"] or str(sweep["metric"]), settings["mode"] or sweep["mode"]
+    settings |= {
+        "metric": metric,
+        "mode": resolve_mode("metric", metric, mode, "mode", known_of_model(composed["model"])),
+    }
     outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(settings["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
     search = Search(folder, settings["mode"], space, int(settings["trials"]))
-    progress = Progress(search.trials, settings["metric"], settings["mode"])
+    progress = Progress(search.trials, settings["metric"], settings["mode"], folder)
     refused = 0
     while trial_and_lock := search.next_trial():
         trial, lock = trial_and_lock
@@ -284,7 +298,7 @@ def main(arguments: list[str]) -> int:
         progress.done = len(search.finished_trials()) - 1  # `report` adds this trial
         progress.report(job, summary)
         refused += summary.get("refused", False)
-        if refused == MAX_REFUSED and not progress.best:
+        if refused == MAX_REFUSED and not progress.values:
             raise UserError(f"the first {MAX_REFUSED} trials were refused: {summary['error']}")
     if all(trial.value is None for trial in search.finished_trials()):
         print(f"error: no trial completed: see {os.path.relpath(folder)}/<number>.log", file=sys.stderr)

@@ -75,8 +75,9 @@ ONECYCLE = (
     "scheduler.final=0.0",
 )
 PLATEAU = (
-    *("scheduler=plateau", "scheduler.interval=epoch", "scheduler.monitor=val/loss", "scheduler.mode=max"),
-    *("scheduler.factor=0.5", "scheduler.patience=0"),  # mode=max: a loss that falls counts as a bad one
+    *("scheduler=plateau", "scheduler.interval=epoch", "scheduler.monitor=val/loss", "scheduler.mode=min"),
+    *("scheduler.factor=0.5", "scheduler.patience=0"),
+    *("+scheduler.threshold=1e9", "+scheduler.threshold_mode=abs"),  # so no loss that falls counts as a better one
 )
 DDP_2, DDP_3, DP_2, PIPELINE_2 = (
     ("strategy=ddp", "devices=2"),

@@ -93,7 +93,8 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
 
 def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tmp_path: Path) -> None:
     """Also of ranks with unequal parts, or with none; what no reduction makes right is named on the console, once."""
-    few = ("data.val_fraction=0.03", "hang_timeout=60", "callbacks.checkpoint.monitor=val/plain")  # three samples
+    best = ("callbacks.checkpoint.monitor=val/plain", "callbacks.checkpoint.mode=max")
+    few = ("data.val_fraction=0.03", "hang_timeout=60", *best)  # three samples
     runs = jobs(project, tmp_path / "several", "Logs", *few, f"strategy={SEVERAL}", "devices=2")
     swept = train(project, tmp_path / "ranks", "Logs", *few, "devices=1,3,4", "-m")
     one, *others = [summary_of(job)["metrics"] for job in swept.jobs]

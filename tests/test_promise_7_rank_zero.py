@@ -105,14 +105,14 @@ def test_emulated_bf16_is_said(
 
 def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program) -> None:
     """More of them: tests/callbacks/test_monitors.py."""
-    run = run_train(*SHORT, "scheduler=plateau", "scheduler.monitor=val/x", ok=False)
+    run = run_train(*SHORT, "scheduler=plateau", "scheduler.monitor=val/x", "scheduler.mode=min", ok=False)
     assert run.returncode == 2, str(run)
     assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
     assert not run.folders, "it is known before the first step"
 
 
 def test_a_run_that_is_refused_late_keeps_what_it_has_trained(run_train: Program, tmp_path: Path) -> None:
-    stopping = "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: train/x}"
+    stopping = "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: train/x, mode: min}"
     run = run_train(*SHORT, f"++{stopping}", ok=False)
     assert (run.returncode, run.summary["status"]) == (2, "failed"), str(run)
     again = run_train(f"resume={run.folder}", "callbacks.stopping.monitor=train/loss")

@@ -14,6 +14,7 @@ from common.keys import differing
 from comparison.pair import ABSENT, flat, read, recorded_config, show
 from numpy.typing import NDArray
 
+from lockstep.config.metrics import direction_of_name
 from lockstep.errors import UserError
 from lockstep.text import plural
 
@@ -146,12 +147,15 @@ class Group:
         }
 
 
-def followed_metric(groups: Sequence[Group]) -> tuple[str, str]:
-    """Return the metric that all models name as `monitor`, without `val/`, and its `mode`; else `acc` and `max`."""
+def followed_metric(groups: Sequence[Group]) -> tuple[str, str | None]:
+    """Return the metric that all models name as `monitor`, without `val/`, else `acc`; and which value is the best.
+
+    That is `max` or `min`, or None if it is not known.
+    """
     configs = [run.config for group in groups for run in group.runs]
-    named = {(config.get("model.monitor", "val/acc"), config.get("model.mode", "max")) for config in configs}
+    named = {(config.get("model.monitor", "val/acc"), config.get("model.mode")) for config in configs}
     monitor, mode = named.pop() if len(named) == 1 else ("val/acc", "max")
-    return monitor.removeprefix("val/"), mode
+    return monitor.removeprefix("val/"), direction_of_name(monitor) or mode
 
 
 def is_run(folder: Path) -> bool:

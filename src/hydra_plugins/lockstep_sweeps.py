@@ -20,7 +20,7 @@ class CheckedSweeper(BasicSweeper):
         from lockstep.launch.environment import environment
         from lockstep.run.cli import BAD_INPUT
         from lockstep.run.run_folder import FolderBusy, lock_folder, remove_refused_folder
-        from lockstep.run.sweeps import check_jobs, report_failed_jobs
+        from lockstep.run.sweeps import check_jobs, report_jobs
 
         assert self.config is not None
         assert self.hydra_context is not None
@@ -29,7 +29,7 @@ class CheckedSweeper(BasicSweeper):
         try:
             with lock_folder(folder, environment().rank == 0):
                 arguments = check_jobs(self.config, self.hydra_context, arguments)
-                with report_failed_jobs(folder):
+                with report_jobs(folder, self.config):
                     return super().sweep(arguments)
         except BAD_INPUT as refused:
             if environment().rank == 0 and not isinstance(refused, FolderBusy):

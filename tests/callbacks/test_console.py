@@ -53,9 +53,39 @@ def test_a_long_epoch_says_how_far_it_is(tmp_path: Path, said: Callable[[], list
     trainer_with(tmp_path, Meter(), Console(bar=False, line_seconds=0)).fit(Counting(), **loaders())
     lines = said()
     assert len(lines) == STEPS + 1
-    assert lines[0].startswith("epoch 1/1  step 1/6  train/loss 1.0000  train/acc 0.2500")
+    assert lines[0].startswith("epoch 1/1  step 1/6  train/loss 1.0000  train/acc 0.2500 (step 1)")
     assert re.fullmatch(r"epoch 1/1  step 3/6  [\d,]+ samples/s", lines[2]), "an old measurement is not shown again"
-    assert lines[5].startswith("epoch 1/1  step 6/6  train/loss 4  train/acc 0.2500")
+    assert lines[5].startswith("epoch 1/1  step 6/6  train/loss 4  train/acc 0.2500 (steps 2-6)")
+
+
+def test_a_line_names_the_steps_that_its_means_are_of(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    """The line comes later than the measurement. The loss of `Counting` at step n is n."""
+
+    class Late(Console):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step in (5, 8):
+                super().on_train_batch_end(trainer, *args)
+
+    trainer_with(tmp_path, Meter(log_every=4), Late(bar=False, line_seconds=0), epochs=2).fit(Counting(), **loaders())
+    lines = said()
+    assert lines[0].startswith("epoch 1/2  step 5/12  train/loss 3  train/acc 0.2500 (steps 2-4)")
+    assert lines[1].startswith("epoch 1/2  step 6  train/loss 3.5000")
+    assert lines[2].startswith("epoch 2/2  step 8/12  train/loss 7.5000  train/acc 0.2500 (steps 7-8)")
+
+
+def test_an_epochs_line_has_no_validation_of_an_earlier_step(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    class Sometimes(Plain):
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch != 1:
+                self.log("train/rare", float(self.current_epoch))
+
+    options: dict[str, Any] = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    trainer_with(tmp_path, Console(bar=False), epochs=3, **options).fit(Sometimes(), **loaders())
+    shown = [(line.split("  ")[1], "val/acc" in line, "train/rare" in line) for line in said()]
+    assert shown == [
+        *[("step 5", True, False), ("step 6", False, True), ("step 10", True, False), ("step 12", False, False)],
+        *[("step 15", True, False), ("step 18", False, True)],
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 5}], ids=["whole epochs", "cut short"])
@@ -110,7 +140,7 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
     assert "12/12" in text
     assert "acc 0.2500" in text
     for step in (2, 5, 8, 11):  # between two measurements, which are at steps 1, 6, 7 and 12
-        assert f"loss {step}  acc" in text
+        assert f"loss {step}  acc 0.2500 (step {step})" in text
     assert re.search(r"\b\d+ s left", text)
     for epoch in ("epoch 1/2  step 6", "epoch 2/2  step 12"):
         assert text.count(epoch) == 1

@@ -219,7 +219,19 @@ def test_runs_have_short_names_and_columns_of_what_differs(tmp_path: Path) -> No
     (written,) = (tmp_path / "shown").glob("*/*.columns")
     content = EventAccumulator(str(written)).Reload().summary_metadata[hparams.EXPERIMENT_TAG].plugin_data.content
     infos = hparams.parse_experiment_plugin_data(content).hparam_infos
-    assert [info.name for info in infos] == ["extra", "lr", "strategy.name"], "dp has no compression"
+    assert [info.name for info in infos] == ["lr", "strategy.name", "extra"], "dp has no compression"
+    assert all(info.differs for info in infos), "TensorBoard ticks them"
+
+
+def test_what_differs_is_ticked_by_importance() -> None:
+    """TensorBoard ticks five keys: those that are marked, by alphabet."""
+    one: dict[str, Any] = dict.fromkeys(("accumulate_grad_batches", "checkpoint_every", "data.augment.crop"), 1)
+    one |= {"lr": 0.1, "model.name": "a", "devices": 1, "model.dropout": 0.1, "z": 1, "same": 1}
+    other = {key: value if key == "same" else f"other {value}" for key, value in one.items()}
+    found = dashboard.columns([one, other], "z=1 model.dropout=0.2 - cnn")
+    assert found[:5] == ["lr", "model.name", "devices", "model.dropout", "z"]
+    assert sorted(found) == sorted(set(one) - {"same"})
+    assert dashboard.columns([{"lr": 0.1, "batch_size": 8}]) == ["batch_size", "lr"]
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------

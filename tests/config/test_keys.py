@@ -59,13 +59,10 @@ OTHER: dict[str, Any] = {
     "optimizer.betas": [0.8, 0.9],
     "scheduler.interval": "epoch",
     "scheduler.monitor": "val/acc",
-    "scheduler.mode": "max",
     "scheduler.cycle_steps": 7,
     "scheduler.milestones": [3],
     "callbacks.checkpoint.monitor": "val/loss",
-    "callbacks.checkpoint.mode": "min",
     "callbacks.early_stopping.monitor": "val/loss",
-    "callbacks.early_stopping.mode": "min",
     "data.mean": [0.1, 0.2, 0.3],
     "data.std": [0.3, 0.2, 0.1],
     "data.channels": 1,
@@ -79,9 +76,11 @@ OTHER: dict[str, Any] = {
     "shards: data.image": "jpg",
     "shards: data.label": "kind",
 }
+# Another mode than the metric's is refused, see test_metrics.py.
 # Without a list there are no images; an index that lies elsewhere is the same one; the others are in
 # tests/run/test_optimizers.py and tests/project/test_tasks.py.
-BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr", "model.monitor", "model.mode"}
+BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr", "model.monitor"}
+BESIDE |= {"scheduler.mode", "callbacks.early_stopping.mode"}
 BESIDE |= {f"data.{name}" for name in ("labels", "values", "mask", "classes", "unlabelled")}
 
 

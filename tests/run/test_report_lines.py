@@ -49,7 +49,7 @@ def test_a_run_says_what_it_is_and_what_it_leaves(run_train: Program) -> None:
     assert line.endswith("): the usual cause is the learning rate, lr 1e-30")
     assert said[-4:] == [
         f"completed: {folder}",
-        f"best.ckpt: val/acc {metrics['val/acc']:.4f} at step {step}",
+        f"best.ckpt: largest val/acc {metrics['val/acc']:.4f} at step {step}",
         f"  to look at the curves: python scripts/dashboard.py {run.outputs}",
         f"to predict: python src/predict.py checkpoint={folder} images=<folder>",
     ]

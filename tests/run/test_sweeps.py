@@ -1,9 +1,11 @@
 """Sweeps that finish: whatever happens to a job, the others go on, and what is missing can be run later."""
 
+import json
 import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ENDLESS, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
@@ -11,7 +13,7 @@ from conftest import ENDLESS, TINY, Process, Program, Run, checkpoint_of, ended,
 from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
-from lockstep.run.sweeps import Slot, slots
+from lockstep.run.sweeps import Progress, Slot, result_lines, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
 
@@ -43,7 +45,12 @@ def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
         "[2 of 3] job 1 failed",
         "[3 of 3] job 2 completed",
     ]
-    assert re.search(r": seed=1 \| val/acc [\d.]+ \| best [\d.]+ \(job 0\) \| about \d+ s left$", lines[0])
+    assert re.search(r": seed=1 \| val/acc [\d.]+ \| about \d+ s left$", lines[0])
+    assert re.search(r": seed=2 \| val/acc [\d.]+ \| best [\d.]+ \(job [02], larger is better\)$", lines[2])
+    folder = killed.jobs[0].parent
+    assert re.search(
+        rf"\nbest val/acc \(larger is better\): [\d.]+ in {folder}/[02]\n3 runs in {folder} \|", killed.stderr
+    )
     assert f"sweep.resume={killed.jobs[0].parent}\n" in killed.stderr, "as it can be pasted from any directory"
     assert killed.stderr.endswith("error: 1 job of the sweep failed\n")
 
@@ -70,7 +77,8 @@ def test_what_is_missing_is_run(killed: Run) -> None:
     assert "[3 of 3] job 1 completed" in run.stderr
     again = Program(killed.outputs)(f"sweep.resume={killed.jobs[0].parent}")
     assert "job" not in again.stderr, "nothing was missing any more"
-    assert "the sweep is complete, 3 of 3 | best " in again.stderr
+    assert "the sweep is complete, 3 of 3\n" in again.stderr
+    assert f"scripts/compare.py {killed.jobs[0].parent}\n" in again.stderr
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP: the terminal is closed
@@ -192,3 +200,49 @@ def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])
+
+
+def a_sweep(folder: Path, *jobs: tuple[dict[str, Any], float]) -> list[str]:
+    """Returns the last lines of a sweep whose jobs have this data and other keys, and this val/loss."""
+    for number, (config, loss) in enumerate(jobs):
+        hydra = folder / str(number) / ".hydra"
+        hydra.mkdir(parents=True)
+        data = {key: value for key, value in config.items() if key.startswith("data.")}
+        content = {"data": {key[5:]: value for key, value in data.items()}, "data_dir": config.get("data_dir", "d")}
+        (hydra / "config.yaml").write_text(json.dumps(content))
+        (hydra / "overrides.yaml").write_text(json.dumps([f"{key}={value}" for key, value in config.items()]))
+        summary = {"status": "completed", "metrics": {"val/loss": loss}}
+        (hydra.parent / "summary.json").write_text(json.dumps(summary))
+    return result_lines(folder, "val/loss", "min")
+
+
+@pytest.mark.parametrize("varied", ["lr", "data.image_size", "data.augment", "seed"])
+def test_a_sweep_ends_with_its_best_run_its_folder_and_how_to_compare(tmp_path: Path, varied: str) -> None:
+    best, where = a_sweep(tmp_path, ({varied: 1}, 2.0), ({varied: 2}, 0.5), ({varied: 3}, 1.0))
+    assert best == f"best val/loss (smaller is better): 0.5 in {tmp_path / '1'}"
+    assert where.startswith(f"3 runs in {tmp_path} | to compare: python ")
+    assert where.endswith(f"scripts/compare.py {tmp_path}")
+
+
+@pytest.mark.parametrize("varied", ["data.name", "data.split_seed", "data.val_fraction", "data.samples", "data_dir"])
+def test_no_best_of_different_samples(tmp_path: Path, varied: str) -> None:
+    lines = a_sweep(tmp_path, ({varied: 1}, 2.0), ({varied: 2}, 0.5))
+    assert lines[0] == "the runs were scored on different samples, so none of them is the best"
+    assert len(lines) == 2
+    progress = Progress(2, "val/loss", "min", tmp_path)
+    for number in (0, 1):
+        progress.add(number, summary_of(tmp_path / str(number)))
+    assert progress.best is None
+
+
+def test_folds_have_a_mean_and_no_best(tmp_path: Path) -> None:
+    folds: list[tuple[dict[str, Any], float]]
+    folds = [({"data.folds": 3, "data.fold": fold}, loss) for fold, loss in enumerate((1.0, 2.0, 3.0))]
+    (mean, _) = a_sweep(tmp_path / "folds", *folds)
+    assert mean == "val/loss (smaller is better) over 3 folds: mean 2, standard deviation 1"
+    also = [({**each, "lr": lr}, loss) for lr in (0.1, 0.2) for each, loss in folds]
+    assert a_sweep(tmp_path / "and lr", *also)[0].startswith("the runs were scored on different samples")
+
+
+def test_one_run_is_no_best(tmp_path: Path) -> None:
+    assert len(a_sweep(tmp_path, ({"lr": 1}, 2.0))) == 1

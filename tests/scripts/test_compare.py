@@ -162,7 +162,7 @@ def test_validation_chooses_and_test_is_shown(tmp_path: Path) -> None:
         *[("1", 0.8, 0.6), ("0", 0.7, 0.9)],
         *[("3", None, None), ("2", None, None)],
     ]
-    assert f"best by validation: {os.path.relpath(tmp_path / '1')}\n" in done.stdout, done.stderr
+    assert f"best by val/acc (larger is better): {os.path.relpath(tmp_path / '1')}\n" in done.stdout, done.stderr
     assert "took the same steps" not in done.stdout, "their lr differs"
 
 

@@ -86,7 +86,7 @@ def test_a_second_process_joins(tmp_path: Path) -> None:
 
 def test_a_search_follows_the_metric_of_the_model(tmp_path: Path) -> None:
     given = (*TINY, "lr=0.1,0.01", "max_epochs=1", "trials=2", f"folder={tmp_path / 's'}")
-    search(tmp_path)(*given, "+model.monitor=val/loss", "+model.mode=min")
+    search(tmp_path)(*given, "+model.monitor=val/loss")
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 's' / 'study.db'}")
     losses = [summary_of(tmp_path / "s" / str(number))["metrics"]["val/loss"] for number in range(2)]
     assert [trial.value for trial in study.trials] == losses
@@ -115,6 +115,12 @@ def test_a_trial_that_is_refused_is_not_the_end(tmp_path: Path) -> None:
 
 def test_nothing_to_search_is_refused(tmp_path: Path) -> None:
     assert "nothing to search" in refused(search(tmp_path)("lr=0.1", ok=False))
+    for setting in ("data.fold=0,1", "data=digits,synthetic"):
+        assert "none is the best" in refused(search(tmp_path)(setting, ok=False))
+    assert "metric=val/rec: whether larger" in refused(search(tmp_path)("lr=0.1,0.2", "metric=val/rec", ok=False))
+    assert "mode=max: smaller values of val/loss" in refused(
+        search(tmp_path)("lr=0.1,0.2", "metric=val/loss", "mode=max", ok=False)
+    )
     assert "trials=many" in refused(search(tmp_path)("trials=many", "lr=0.1,0.2", ok=False))
 
 

@@ -29,8 +29,9 @@ class Console(Callback):
     """Logs a line per epoch, a line per validation inside an epoch, and the test's result.
 
     The lines go through the logger `lockstep`, to the console and to train.log. On a terminal, a bar below them shows
-    the numbers that `training_step` returned on rank zero a moment ago. They are no means, and the host does not wait
-    for a GPU to get them. Elsewhere, a long epoch logs its progress from time to time.
+    the numbers that `training_step` returned on rank zero a moment ago, and the step that they are of. They are no
+    means, and the host does not wait for a GPU to get them. Elsewhere, a long epoch logs its progress from time to
+    time, with the latest means of `Meter` and the steps that they are of.
 
     Args:
         bar: whether to draw the bar; None: when standard error is a terminal.
@@ -53,9 +54,10 @@ class Console(Callback):
         self._meter: Meter | None = None
         self._shown: dict[str, float] = {}  # the measurement of the last line inside an epoch
         self._bar: Any = None
-        self._numbers = ""  # those of the latest step, as text
-        self._arriving: Arriving | None = None  # numbers of an earlier step, on their way from the device
+        self._numbers = ""  # those of a step, as text
+        self._arriving: tuple[int, Arriving] | None = None  # a step, and its numbers on their way from the device
         self._drawing = contextlib.ExitStack()  # open while the bar is drawn; log lines then go above the bar
+        self._old: dict[str, Any] = {}  # metrics that a line at an earlier step has shown
         self._ended = ""  # the beginning of an epoch's line, until the line is logged
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,13 +81,16 @@ class Console(Callback):
         if not self._bar:
             latest = self._meter.latest if self._meter else {}
             train = "" if latest is self._shown else _metrics(latest, "train/")  # a measurement is shown once
+            if train and self._meter:
+                train += f" ({_steps(*self._meter.measured_steps)})"
             self._shown = latest
             LOG.info(_line(f"{_step(trainer)}/{trainer.estimated_stepping_batches}", train, self._speed()))
             return
         if self._arriving is None and batch.num_local_samples and not batch.skipped:
-            self._arriving = Arriving(outputs)
-        if self._arriving and self._arriving.done:
-            self._numbers, self._arriving = _metrics(self._arriving.numbers), None
+            self._arriving = trainer.global_step, Arriving(outputs)
+        if self._arriving and self._arriving[1].done:
+            step, arrived = self._arriving
+            self._numbers, self._arriving = f"{_metrics(arrived.numbers)} ({_steps(step, step)})", None
         self._bar.n = trainer.global_step
         self._bar.set_description_str(_epoch(trainer), refresh=False)
         self._bar.set_postfix_str(_line(self._numbers, self._speed()))
@@ -93,7 +98,8 @@ class Console(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking or trainer.is_last_batch or is_last_step(trainer):
             return  # at an epoch's end the epoch's line has these metrics
-        LOG.info(_line(_step(trainer), _metrics(trainer.callback_metrics, "val")))
+        LOG.info(_line(_step(trainer), _metrics(self._new_metrics(trainer), "val")))
+        self._old = dict(trainer.callback_metrics)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -122,8 +128,14 @@ class Console(Callback):
     def _log_epoch(self, trainer: Trainer) -> None:
         if self._ended:
             lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}"
-            LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
+            LOG.info(_line(self._ended, _metrics(self._new_metrics(trainer)), self._speed(), lr))
+            self._old = dict(trainer.callback_metrics)
             self._ended, self._next = "", time.monotonic() + self._pause
+            self._shown = self._meter.latest if self._meter else {}  # its steps are among those of this line
+
+    def _new_metrics(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the metrics that were logged since the last such line. Lightning keeps others: they are older."""
+        return {name: value for name, value in trainer.callback_metrics.items() if self._old.get(name) is not value}
 
     def _speed(self) -> str:
         speed = self._meter.samples_per_second if self._meter else None
@@ -175,6 +187,10 @@ def _epoch(trainer: Trainer) -> str:
 
 def _step(trainer: Trainer) -> str:
     return f"{_epoch(trainer)}  step {trainer.global_step}"
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {last}" if first == last else f"steps {first}-{last}"
 
 
 def _metrics(values: Mapping[str, Any], begin: str = "") -> str:

@@ -78,6 +78,7 @@ class Meter(Callback):
             name that the first `training_step` returned, are means over the samples since the previous measurement.
             `workers/samples_per_second` and `workers/step_seconds` are speeds, `workers/data_wait` is the slowest
             rank's waiting time in a step, in seconds, and `workers/peak_gib` is the largest memory of a rank.
+        measured_steps: the first and the last step of these means; (0, 0) before the first measurement.
         just_measured: whether the step that has just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
@@ -87,12 +88,14 @@ class Meter(Callback):
 
     def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
+        self.measured_steps = (0, 0)
         self.just_measured = False
         self.samples_seen = 0
         self.seconds_to_first_step: float | None = None
         self._log_every = log_every
         self._started = time.time() if started is None else started
         self._next = 1  # optimizer step to be measured next
+        self._first = 1  # the step after the previous measurement
         self._before = (0.0, 0, 0)  # the previous measurement: clock, samples seen, steps
         # The time on the clock of `Speed` when the loop last asked its loader for a batch, or when validation began.
         self._wait_began = 0.0
@@ -116,7 +119,7 @@ class Meter(Callback):
     # --- hooks ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._next = trainer.global_step + 1
+        self._next = self._first = trainer.global_step + 1
         self._wait_began = self._speed.now()
         self._before = (self._wait_began, self.samples_seen, self._speed.steps)
 
@@ -212,6 +215,7 @@ class Meter(Callback):
             "workers/data_wait": max(waits),
             "workers/peak_gib": max(memory),
         }
+        self.measured_steps, self._first = (self._first, trainer.global_step), trainer.global_step + 1
         self._waited, self._since = 0.0, {}
         self._next = (trainer.global_step // self._log_every + 1) * self._log_every
 

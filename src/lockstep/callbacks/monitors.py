@@ -1,4 +1,4 @@
-"""Refuse, before the first step, callbacks and schedules that monitor a metric which nothing logs."""
+"""Refuse, before the first step, callbacks and schedules whose metric nothing logs, or whose mode contradicts it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,16 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
+from lockstep.config.metrics import (
+    MODES,
+    Known,
+    contradiction,
+    direction_of_name,
+    direction_of_object,
+    directions_of_module,
+)
 from lockstep.errors import UserError
+from lockstep.step.lightning_quirks import logged_objects
 from lockstep.step.module_state import SavedAttributes
 
 
@@ -27,6 +36,8 @@ class MonitorCheck(pl.Callback):
         self._before: SavedAttributes | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        of_module = directions_of_module(pl_module)
+        self._check_modes(trainer, lambda metric: direction_of_name(metric) or of_module(metric))
         trainer.num_sanity_val_steps = int(any(metric.startswith("val") for _, metric, _ in self._monitors(trainer)))
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -36,12 +47,14 @@ class MonitorCheck(pl.Callback):
         if self._before is not None:
             self._before.restore()
             self._before = None
+        objects = logged_objects(trainer)
+        self._check_modes(trainer, lambda metric: direction_of_object(objects[metric]) if metric in objects else None)
         logged = set(trainer.callback_metrics)
         if not logged or _reads_sanity_checking(pl_module):  # such a module may log other metrics in this check
             return
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
-                raise UserError(unlogged_metric_message(key, metric, logged, mode))
+                raise UserError(unlogged_metric_message(key, metric, logged, mode is not None))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Replace Lightning's error about a missing metric, for example one that training should log."""
@@ -55,18 +68,32 @@ class MonitorCheck(pl.Callback):
         logged = set(trainer.callback_metrics)
         for key, metric, mode in self._monitors(trainer):
             if metric not in logged:
-                raise UserError(unlogged_metric_message(key, metric, logged, mode)) from exception
+                raise UserError(unlogged_metric_message(key, metric, logged, mode is not None)) from exception
         raise UserError(str(exception)) from exception
 
-    def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
-        """Return what is monitored as (key, metric, mode). Metrics that may be missing are left out."""
-        owners: list[tuple[str, Any]] = [(f"{name}.monitor", each) for name, each in self._callbacks.items()]
-        owners += [(self._monitor_setting, each) for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    def _check_modes(self, trainer: Any, known: Known) -> None:
+        """Refuse a mode that contradicts its metric."""
+        for key, metric, mode in self._monitors(trainer, strict=False):
+            right = known(metric)
+            if right is None or mode not in MODES or mode == right:
+                continue
+            remedy = f"give {key.replace('monitor', 'mode')}={right}"
+            if key.startswith("configure_"):
+                remedy = f"use mode={right}"
+            if direction_of_name(metric) not in (None, right):  # then the name of the metric misleads
+                remedy = "log it under a name that does not say the opposite"
+            raise contradiction(f"{key}={metric} with mode={mode}", metric, right, remedy)
+
+    def _monitors(self, trainer: Any, strict: bool = True) -> list[tuple[str, str, str | None]]:
+        """Return what is monitored as (key, metric, mode). If `strict`, metrics that may be missing are left out."""
+        owners: list[tuple[str, Any, Any]] = [(f"{name}.monitor", each, each) for name, each in self._callbacks.items()]
+        plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        owners += [(self._monitor_setting, each, each.scheduler) for each in plateaus]
         monitors = []
-        for key, owner in owners:
+        for key, owner, compares in owners:
             metric = getattr(owner, "monitor", None)
-            if isinstance(metric, str) and getattr(owner, "strict", True):
-                monitors.append((key, metric, getattr(owner, "mode", None)))
+            if isinstance(metric, str) and (getattr(owner, "strict", True) or not strict):
+                monitors.append((key, metric, getattr(compares, "mode", None)))
         return monitors
 
 

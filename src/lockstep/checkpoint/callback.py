@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import step_of, weights_in_use
+from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file
 from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
@@ -37,11 +38,11 @@ class Checkpoint(LightningCheckpoint):
         folder: the run folder; the files go to its `checkpoints/`.
         every: optimizer steps between checkpoints; None: only at an epoch's end.
         monitor: the logged metric that selects the best checkpoint; None: no best checkpoint.
-        mode: `max` or `min`.
+        mode: `max` or `min`; None: it follows from the metric's name.
 
     Attributes:
         monitor: the argument.
-        mode: the argument.
+        mode: `max` or `min`; None without a metric.
         best_score: the monitored metric of the best checkpoint; None without one.
         saved: the step after which `last.ckpt` was last written; -1: never.
     """
@@ -53,10 +54,10 @@ class Checkpoint(LightningCheckpoint):
         folder: str | Path,
         every: int | None = None,
         monitor: str | None = "val/acc",
-        mode: str = "max",
+        mode: str | None = None,
     ) -> None:
-        if mode not in ("max", "min"):
-            raise UserError(f"callbacks.checkpoint.mode={mode}: must be max or min")
+        if monitor is not None:
+            mode = resolve_mode("callbacks.checkpoint.monitor", monitor, mode, "callbacks.checkpoint.mode")
         self.best_score: float | None = None
         self.saved = -1
         self._last, self._best = paths.last(Path(folder)), paths.best(Path(folder))
@@ -73,7 +74,8 @@ class Checkpoint(LightningCheckpoint):
         """The best score and its step, as in `val/acc 0.9912 at step 420`; empty without a best checkpoint."""
         if self.best_score is None or not self._best.exists():
             return ""
-        return f"{self.monitor} {self.best_score:.4f} at step {self._best_step}"
+        best = "largest" if self.mode == "max" else "smallest"
+        return f"{best} {self.monitor} {self.best_score:.4f} at step {self._best_step}"
 
     @property
     def best_path(self) -> Path | None:
@@ -127,7 +129,7 @@ class Checkpoint(LightningCheckpoint):
         self._save_if_due(trainer, due=True)  # save before the check below, so that a refused run can be resumed
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self.monitor is not None and expected and self.monitor not in names:
-            raise UserError(unlogged_metric_message("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
+            raise UserError(unlogged_metric_message("callbacks.checkpoint.monitor", self.monitor, names, has_mode=True))
 
     def state_dict(self) -> dict[str, Any]:
         best = {"best_score": self.best_score, "best_step": self._best_step}
@@ -173,12 +175,12 @@ def _writes(trainer: Any) -> bool:
     return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "keeps_copies", False))
 
 
-def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:
+def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mode: bool = False) -> str:
     """Return the message for a metric that nothing logs: which metrics are logged, and what to give instead.
 
     Args:
         key: the config key that names the metric.
-        mode: `max` or `min`, if the key has a `mode` beside it.
+        has_mode: whether the key has a `mode` beside it.
     """
     names = sorted(logged)
     message = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
@@ -186,8 +188,12 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: 
     near = [*difflib.get_close_matches(metric, same_stage, n=1), *same_stage]
     if not near:
         return message
-    worse = mode == "max" and any(word in near[0] for word in ("loss", "err"))
-    return f"{message}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse
+    message += f"; give {key}={near[0]}"
+    if has_mode:
+        mode = direction_of_name(near[0])
+        message += f" {key.removesuffix('monitor')}mode={mode or 'max or min'}"
+        message += f" ({best_value(mode)})" if mode else ""
+    return message
 
 
 class ResumeState(Callback):

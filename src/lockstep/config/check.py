@@ -19,6 +19,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import check_target, instantiate, targets_in
+from lockstep.config.metrics import known_of_model, with_mode
 from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
@@ -136,6 +137,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     _check_shares(layout, trains)
     run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)}
     run_keys |= {"optimizer": optimizer, "precision": precision}
+    modes = _with_modes(keys) if trains else {}
+    run_keys |= modes
     extras = _extras(keys, trains)
     lr_of_config = ["lr"] * (optimizer_lr not in (None, keys.lr))  # train.yaml itself sets another one
     config = Config(
@@ -146,7 +149,12 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         layout=layout,
         trains=trains,
         # `data_dir` must be valid from any working folder; the learning rate is recorded once, as `lr`
-        record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
+        record={
+            **raw,
+            "data_dir": keys.data_dir,
+            **({"optimizer": optimizer} if "optimizer" in raw else {}),
+            **{key: value for key, value in modes.items() if key in raw},
+        },
         overridden=overridden,
         requested=frozenset({*(key.partition(".")[0] for key in overridden), *experiment_keys(), *lr_of_config}),
     )
@@ -172,6 +180,22 @@ def _refuse_not_finite(group: str, options: Mapping[str, Any]) -> None:
         numbers = value if isinstance(value, list | tuple) else [value]
         if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
             raise UserError(f"{group}.{name}={show(value)}: must be finite")
+
+
+def _with_modes(keys: Keys) -> dict[str, Any]:
+    """Return callbacks and the schedule with each `mode` that follows from the name of the metric.
+
+    Modes that follow from the module only are found when it exists, see `lockstep.run.build`.
+
+    Raises:
+        UserError: A mode contradicts its metric.
+    """
+    known = known_of_model(keys.model)
+    callbacks = {
+        name: with_mode(f"callbacks.{name}", options, known, required=False) if options else options
+        for name, options in keys.callbacks.items()
+    }
+    return {"callbacks": callbacks, "scheduler": with_mode("scheduler", keys.scheduler, known, required=False)}
 
 
 def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:

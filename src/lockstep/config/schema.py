@@ -184,7 +184,7 @@ class Sweep:
     jobs: PositiveInt = 1  # number of runs at the same time
     resume: Text | None = None
     metric: Text = "val/acc"
-    mode: Literal["max", "min"] = "max"
+    mode: Literal["max", "min"] | None = None  # None: it follows from the metric
 
 
 # Two classes are derived from this one: `Keys` checks the values, and `Config` (config/check.py) gets the checked ones.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ProgressBar,
@@ -26,6 +27,7 @@ from lockstep.checkpoint.run_checks import SharedFileCheck
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
+from lockstep.config.metrics import Known, direction_of_name, directions_of_module, known_of_model, with_mode
 from lockstep.data import DataModule, Splits
 from lockstep.data.datasets import TASKS, fetch
 from lockstep.data.labels import first_label, label_checks
@@ -195,7 +197,13 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "headline": headline(config, splits, folder),
         "started": environment().started,
     }
-    groups = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
+    of_module = directions_of_module(module)
+    known = known_of_model(config.model, lambda metric: direction_of_name(metric) or of_module(metric))
+    groups = {
+        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, known)
+        for name, options in config.callbacks.items()
+        if options
+    }
     # `instantiate` passes those of the arguments that a callback's class takes.
     config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
     for key, callback in config_callbacks.items():
@@ -224,6 +232,12 @@ def _has_lr(module: pl.LightningModule) -> bool:
     return any(hasattr(module, name) or name in module.hparams for name in ("lr", "learning_rate"))
 
 
+def _with_mode(key: str, options: dict[str, Any], known: Known) -> dict[str, Any]:
+    """Return a callback's options with the `mode` of its `monitor`, if its class takes one."""
+    takes_mode = "mode" in parameters(locate(f"{key}._target_", str(options.get("_target_"))))
+    return with_mode(key, options, known, required=True) if takes_mode else options
+
+
 def _check_callback(
     setting: str, callback: pl.Callback, config: Config, module: pl.LightningModule, options: Mapping[str, Any]
 ) -> None:
@@ -246,6 +260,8 @@ def _check_callback(
             f"{setting}: {kind} needs a module with an attribute lr that its configure_optimizers reads: "
             "scripts/search.py finds lr for any other one"
         )
+    if isinstance(callback, EarlyStopping) and callback.patience < 0:
+        raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
     if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
         raise UserError(
             f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "

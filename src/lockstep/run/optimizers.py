@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
 from lockstep.config.instantiate import call, defaults, instantiate, locate, parameters
+from lockstep.config.metrics import known_of_model, with_mode
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
 from lockstep.run.run_length import run_length
@@ -130,10 +131,16 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     scheduler = None
     if config.scheduler:
         lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
-        schedule = {name: value for name, value in config.scheduler.items() if name not in lightning_keys}
+        takes_mode = "mode" in parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
+        whole = with_mode("scheduler", config.scheduler, known_of_model(config.model), required=takes_mode)
+        schedule = {name: value for name, value in whole.items() if name not in lightning_keys}
+        if schedule.get("mode", "") is None:  # there is no metric, which is refused below
+            del schedule["mode"]
         make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
         scheduler = SchedulerFactory("scheduler", make, groups, lightning_keys)
-        if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
+        if isinstance(made := call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
+            if made.patience < 0:
+                raise UserError(f"scheduler.patience={made.patience}: must be at least 0")
             _check_plateau_metric(lightning_keys, config.val_every, length.steps_per_epoch)
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -171,7 +178,10 @@ def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | No
     """
     monitor, interval = str(lightning_keys.get("monitor", "")), lightning_keys.get("interval", "epoch")
     if not monitor:
-        raise UserError("scheduler: ReduceLROnPlateau needs a metric: give +scheduler.monitor=val/loss, for example")
+        raise UserError(
+            "scheduler: ReduceLROnPlateau needs a metric: "
+            "give +scheduler.monitor=val/loss, say, of which the smallest value is the best"
+        )
     if monitor.startswith("train/") and interval == "step":
         raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end only: use scheduler.interval=epoch")
     steps_between_reads = lightning_keys.get("frequency", 1) * (epoch if interval == "epoch" else 1)

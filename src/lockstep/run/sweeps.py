@@ -5,19 +5,23 @@ several at a time, and gives each its GPUs and cores. Each job has its own proce
 `hydra_plugins/lockstep_sweeps.py` registers sweeper and launcher.
 """
 
+import math
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, cast
 
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
@@ -26,8 +30,9 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import as_plain, check
+from lockstep.config.metrics import best_value, known_of_model, resolve_mode
 from lockstep.config.schema import Sweep
-from lockstep.config.value_checks import checker
+from lockstep.config.value_checks import ROOT, checker
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch.environment import environment, export, external_workers
 from lockstep.launch.machine import gpu_count
@@ -45,6 +50,11 @@ from lockstep.launch.signals import (
 from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
+
+# Keys of `data` that do not decide which samples a run is scored on.
+NOT_OF_THE_SAMPLES = frozenset(
+    ["augment", "transforms", "mix", "mix_alpha", "sampling", "image_size", "channels", "batch_size", "num_workers"]
+)
 
 
 @dataclass
@@ -94,6 +104,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
         raise UserError(f"hydra.sweeper.max_batch_size={batch}: give sweep.jobs=, the number of jobs at the same time")
     if config.hydra.job.config_name != "train":
         return list(arguments)
+    sweep_settings(config)  # raises if its metric has no known direction
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
     listed = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
     at_once = max(1, int(OmegaConf.select(config, "sweep.jobs") or 1))
@@ -109,21 +120,111 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
     return [*arguments, *([f"threads={min(threads)}"] if len(threads) > 1 and 0 not in threads else [])]
 
 
+def sweep_settings(config: DictConfig) -> Sweep:
+    """Return the checked group `sweep`, with a `mode` of max or min.
+
+    Raises:
+        UserError: A key is bad, the mode contradicts the metric, or does not follow from it.
+    """
+    sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
+    model: Any = OmegaConf.to_container(config.model, resolve=False) if config.get("model") else {}
+    mode = resolve_mode("sweep.metric", sweep.metric, sweep.mode, "sweep.mode", known_of_model(model))
+    return replace(sweep, mode=cast(Any, mode))
+
+
 @contextmanager
-def report_failed_jobs(folder: Path) -> Iterator[None]:
-    """Let a launcher run jobs inside the `with` block. If some fail, print how to continue and raise SweepFailed."""
+def report_jobs(folder: Path, config: DictConfig) -> Iterator[None]:
+    """Let a launcher run jobs inside the `with` block, and print the results of the sweep.
+
+    If some jobs fail, print how to continue, too, and raise SweepFailed.
+    """
     reason = ""
     try:
         yield
-    except (UserError, SweepFailed):
+    except UserError:
+        raise
+    except SweepFailed:
+        print_results(folder, config)
         raise
     except Exception as error:
         reason = f": {(str(error).splitlines() or [type(error).__name__])[0]}"
     statuses = [summary_of(job.parent).get("status") for job in folder.glob("*/summary.json")]
     failed = sum(status != "completed" for status in statuses)
+    print_results(folder, config)
     if (reason or failed) and environment().rank == 0:
         print(to_continue(folder), file=sys.stderr)
         raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
+
+
+def print_results(folder: Path, config: DictConfig) -> None:
+    """Print what the runs of a sweep have scored, its folder, and the command that compares them."""
+    if environment().rank == 0 and config.hydra.job.config_name == "train" and folder.exists():
+        sweep = sweep_settings(config)
+        print("\n".join(result_lines(folder, sweep.metric, str(sweep.mode))), file=sys.stderr)
+
+
+def result_lines(folder: Path, metric: str, mode: str) -> list[str]:
+    """Return the lines at the end of a sweep.
+
+    The best run is named if all were scored on the same samples. Runs that differ in nothing but the fold, or the fold
+    and the seed, have a mean instead.
+
+    Args:
+        folder: the folder of the sweep.
+        metric: the metric that is compared.
+        mode: max or min.
+    """
+    runs = sorted((path.parent for path in folder.glob("*/summary.json")), key=lambda run: (len(run.name), run.name))
+    scores = {run: _score(summary_of(run), metric) for run in runs}
+    scored = {run: score for run, score in scores.items() if score is not None}
+    lines, about = [], f"{metric} ({best_value(mode)})"
+    if len(scored) > 1 and len({scored_samples(run) for run in scored}) == 1:
+        best = (max if mode == "max" else min)(scored, key=lambda run: scored[run])
+        lines = [f"best {about}: {scored[best]:.4g} in {short_path(best)}"]
+    elif len(scored) > 1 and (folds := _folds(list(scored))):
+        values = list(scored.values())
+        runs_of = plural(len(folds), "fold") + f", {len(values)} runs" * (len(values) != len(folds))
+        lines = [f"{about} over {runs_of}: mean {fmean(values):.4g}, standard deviation {stdev(values):.4g}"]
+    elif len(scored) > 1:
+        lines = ["the runs were scored on different samples, so none of them is the best"]
+    program = shlex.join(["python", short_path(ROOT / "scripts" / "compare.py"), short_path(folder)])
+    return [*lines, f"{plural(len(runs), 'run')} in {short_path(folder)} | to compare: {program}"]
+
+
+def _score(summary: Mapping[str, Any], metric: str) -> float | None:
+    """Return the metric of a completed run; None without one, or if it is not finite."""
+    value = (summary.get("metrics") or {}).get(metric)
+    return value if summary.get("status") == "completed" and value is not None and math.isfinite(value) else None
+
+
+def scored_samples(run: Path) -> str:
+    """Return a text that is the same for runs that were scored on the same samples, from the run's config."""
+    config = _recorded(run, "config.yaml") or {}
+    data = {key: value for key, value in (config.get("data") or {}).items() if key not in NOT_OF_THE_SAMPLES}
+    return repr(sorted({**data, "data_dir": config.get("data_dir")}.items()))
+
+
+def chooses_samples(override_key: str) -> bool:
+    """Check whether the values of a key are scored on different samples."""
+    group, _, option = override_key.partition(".")
+    return override_key in ("data", "data_dir") or (
+        group == "data" and option.partition(".")[0] not in NOT_OF_THE_SAMPLES
+    )
+
+
+def _folds(runs: Sequence[Path]) -> set[str]:
+    """Return the folds of runs that differ in nothing but the fold and the seed; empty for others."""
+    overrides = [_recorded(run, "overrides.yaml") or [] for run in runs]
+    others = {tuple(each for each in one if key(each) not in ("data.fold", "seed")) for one in overrides}
+    folds = {each for one in overrides for each in one if key(each) == "data.fold"}
+    return folds if len(others) == 1 else set()
+
+
+def _recorded(run: Path, name: str) -> Any:
+    try:
+        return yaml.safe_load((run / ".hydra" / name).read_text())
+    except (OSError, yaml.YAMLError):
+        return None
 
 
 # --- the default launcher ---
@@ -140,17 +241,16 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         SweepFailed: Some jobs failed. The others have completed.
         Interrupted: A signal ended the sweep. Its jobs have saved and ended.
     """
-    sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
+    sweep = sweep_settings(config)
     slots = _slots(sweep.jobs, config)
-    progress = Progress(len(jobs), sweep.metric, sweep.mode, len(slots))
+    folder = Path(config.hydra.sweep.dir)
+    progress = Progress(len(jobs), sweep.metric, str(sweep.mode), folder, len(slots))
     done = broadcast_from_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
     remaining = [job for job in jobs if job.number not in done]
     for number, summary in done.items():
         progress.add(number, summary)
     if not remaining and environment().rank == 0:
-        folders = {job.number: job.folder for job in jobs}
-        best = f" | best {progress.best[0]:.4g}: {folders[progress.best[1]]}" if progress.best else ""
-        print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
+        print(f"the sweep is complete, {progress.done} of {progress.total}", file=sys.stderr)
 
     def run_or_continue(job: Job) -> None:
         if not paths.last(job.folder).exists():
@@ -162,7 +262,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         run_jobs(remaining, run_or_continue, progress.report, slots)
     finally:
         if (progress.done < progress.total or progress.failed) and environment().rank == 0:
-            print(to_continue(Path(config.hydra.sweep.dir)), file=sys.stderr)
+            print(to_continue(folder), file=sys.stderr)
     if progress.failed:
         raise SweepFailed(f"{plural(progress.failed, 'job')} of the sweep failed")
 
@@ -325,21 +425,28 @@ class Progress:
     total: int  # jobs of the whole sweep
     metric: str  # name in a summary's `metrics` by which the best is chosen
     mode: str  # max or min
+    folder: Path  # of the job's folders
     at_once: int = 1  # jobs that run at the same time
     done: int = 0  # jobs that have ended, also before `sweep.resume=`
     failed: int = 0  # jobs that did not complete since this command began
-    best: tuple[float, int] | None = None  # value, job number
+    values: dict[int, float] = field(default_factory=dict)  # the metric of each completed job, by its number
     seconds: list[float] = field(default_factory=list)  # duration of each job that ended since this command began
 
     def add(self, number: int, summary: dict[str, Any]) -> float | None:
         """Count a job that has ended, and return its metric. Only a completed run can be the best."""
         self.done += 1
-        value = (summary.get("metrics") or {}).get(self.metric)
-        if value is not None and summary.get("status") == "completed":
-            sign = 1 if self.mode == "max" else -1
-            if self.best is None or sign * value > sign * self.best[0]:
-                self.best = (value, number)
+        if (score := _score(summary, self.metric)) is not None:
+            self.values[number] = score
+        value: float | None = (summary.get("metrics") or {}).get(self.metric)
         return value
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The best value and its job. None if fewer than two have one, or if they were scored on different samples."""
+        if len(self.values) < 2 or len({scored_samples(self.folder / str(number)) for number in self.values}) > 1:
+            return None
+        best = (max if self.mode == "max" else min)(self.values.values())
+        return next((value, number) for number, value in self.values.items() if value == best)
 
     def report(self, job: Job, summary: dict[str, Any]) -> None:
         """Count a job that has just ended, and print its result and the time that is left."""
@@ -353,8 +460,8 @@ class Progress:
         elif status == "completed" and "metrics" in summary:
             logged = ", ".join(name for name in summary["metrics"] if name.startswith("val/"))
             parts.append(f"no {self.metric} to compare: validation logged {logged or 'nothing'}")
-        if self.best:
-            parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")
+        if best := self.best:
+            parts.append(f"best {best[0]:.4g} (job {best[1]}, {best_value(self.mode)})")
         if left := self.total - self.done:
             mean = sum(self.seconds) / len(self.seconds)
             parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")

@@ -15,6 +15,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torchmetrics import Metric
 
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
@@ -189,6 +190,12 @@ def without_logging(trainer: Any) -> Iterator[None]:
         yield
     finally:
         loop._results, trainer.loggers, connector._current_fx = results, loggers, current
+
+
+def logged_objects(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the torchmetrics objects that the running evaluation has logged, by the names of the metrics."""
+    values = {result.meta.name: result.value for result in (trainer._results or {}).values()}
+    return {name: value for name, value in values.items() if isinstance(value, Metric)}
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:

@@ -39,7 +39,7 @@ class Dashboard(Callback):
         self._config = config
         self._headline = headline
         model = config.get("model") or {}
-        self._monitor, self._mode = model.get("monitor", "val/acc"), model.get("mode", "max")
+        self._monitor = model.get("monitor", "val/acc")
         self._next_picture = time.monotonic() + PICTURE_SECONDS
         self._curves: dict[str, list[tuple[int, float]]] = {}  # points (step, value) by tag since the run began
         self._fits = False
@@ -109,6 +109,11 @@ class Dashboard(Callback):
     def _name(self) -> str:
         return str(self._monitor).rpartition("/")[2]
 
+    def _mode(self, trainer: Any) -> str | None:
+        """Return `max` or `min` of the model's metric, from a callback that follows it too; None without one."""
+        followers = [each for each in trainer.callbacks if getattr(each, "monitor", None) == self._monitor]
+        return next((each.mode for each in followers if hasattr(each, "mode")), None)
+
     def _add_points(self, step: int, metrics: Mapping[str, float], split: str) -> None:
         for tag in {f"{split}loss", f"{split}{self._name}"}:
             if tag in metrics:
@@ -122,8 +127,8 @@ class Dashboard(Callback):
             return
         with exclude_from_timing(trainer):
             title = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
-            if points := self._curves.get(self._monitor):
-                sign = 1 if self._mode == "max" else -1
+            if (points := self._curves.get(self._monitor)) and (mode := self._mode(trainer)):
+                sign = 1 if mode == "max" else -1
                 _, step, best = max((sign * value, step, value) for step, value in points)
                 title += f"\nbest {self._monitor} {best:.4f} (step {step})"
             if (tested := f"test/{self._name}") in trainer.callback_metrics:

@@ -1,0 +1,223 @@
+"""Which value of a metric is the best: by its name, by the module, by the user, and where two of them contradict."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import composed
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from plain import Plain, loaders, trainer_with
+from torch import nn
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricCollection, MinMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
+from torchmetrics.wrappers import ClasswiseWrapper, Running
+
+from lockstep.callbacks import Checkpoint
+from lockstep.callbacks.monitors import MonitorCheck
+from lockstep.checkpoint.callback import unlogged_metric_message
+from lockstep.config.check import check
+from lockstep.config.metrics import direction_of_name, directions_of_module, known_of_model, resolve_mode
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
+from lockstep.run.build import make_callbacks
+from lockstep.run.optimizers import training_arguments
+
+SMALLEST = """
+    val/loss val_loss valLoss val/loss_epoch val/top5_err val/error_rate val/kl val/nll val/perplexity val/mse val_rmse
+    val/mean_absolute_error val/FID val/dice_loss val/MSELoss val/ce_loss val/loss_min val/brier_score val/lpips
+    val/negative_log_likelihood val/cosine_distance loss val/loss/dataloader_idx_0 val/l1 val/recon_loss
+"""
+LARGEST = """
+    val/acc val_acc acc@1 val/accuracy val/top5_acc val/auroc val/roc_auc val/f1 ValF1Score val/MulticlassF1Score
+    val/precision val/recall val/IoU val/mIoU val/mAP val/map50 val/dice val/dice_coef val/cohen_kappa val/r2
+    val/acc_best val/log_likelihood multiclassaccuracy_0
+"""
+UNKNOWN = (
+    "val/rec val/score val/top1 val/neg_loss val/one_minus_iou val/acc_gap val/loss_acc val/loss_ratio val/quality"
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "mode"), [(SMALLEST, "min"), (LARGEST, "max"), (UNKNOWN, None)], ids=["min", "max", "unknown"]
+)
+def test_names(names: str, mode: str | None) -> None:
+    assert {name: direction_of_name(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
+
+
+class Measured(nn.Module):
+    """Metrics under names that do not say which value is the best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_quality, self.val_deviance2, self.mean = MulticlassAccuracy(3), MeanSquaredError(), MeanMetric()
+        kinds: Any = {"q": MeanSquaredError(), "Zed": MulticlassF1Score(3)}
+        self.all = MetricCollection(kinds, prefix="val/", postfix="_m")
+        self.scores = nn.ModuleDict({"deep": MulticlassF1Score(3)})
+        self.by_class = ClasswiseWrapper(MulticlassRecall(3, average=None), labels=["a", "b", "c"])
+        self.highest, self.lowest, self.running = MaxMetric(), MinMetric(), Running(MeanSquaredError())
+        self.val_twice, self.test_twice = MulticlassAccuracy(3), MeanSquaredError()
+
+
+def test_the_torchmetrics_objects_of_a_module() -> None:
+    known = directions_of_module(Measured())
+    largest = "val/quality val_quality test/quality val/Zed_m val/deep val/multiclassrecall_b by_class_a val/highest"
+    smallest = "val/q_m val/lowest val/running val/deviance2"
+    unknown = "val/mean val/twice val/other val"
+    expected = [(largest, "max"), (smallest, "min"), (unknown, None)]
+    for names, mode in expected:
+        assert {name: known(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
+
+
+def test_a_mode_is_given_follows_or_is_refused() -> None:
+    def mode(metric: str, given: str | None) -> str:
+        return resolve_mode("x.monitor", metric, given, "x.mode")
+
+    assert (mode("val/loss", None), mode("val/loss", "min"), mode("val/rec", "max")) == ("min", "min", "max")
+    for metric, given, message in (
+        ("val/loss", "max", "x.mode=max: smaller values of val/loss are better: give x.mode=min"),
+        ("val/acc", "min", "x.mode=min: larger values of val/acc are better: give x.mode=max"),
+        ("val/rec", None, "x.monitor=val/rec: whether larger or smaller .* give x.mode=max or x.mode=min"),
+        ("val/acc", "best", "x.mode=best: must be max or min"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            mode(metric, given)
+
+
+def test_the_model_may_say_it_of_its_own_metric() -> None:
+    known = known_of_model({"monitor": "val/rec", "mode": "min"})
+    assert (known("val/rec"), known("val/acc"), known("val/other")) == ("min", "max", None)
+    with pytest.raises(UserError, match=r"model\.mode=max: smaller values of val/mae"):
+        known_of_model({"monitor": "val/mae", "mode": "max"})
+    assert known_of_model({"monitor": "train/loss", "mode": "bilinear"})("val/acc") == "max", "arguments of the module"
+
+
+LOSS = "callbacks.checkpoint.monitor=val/loss"
+STOPPING = ("callbacks=early_stopping", "callbacks.early_stopping.monitor=val/loss")
+
+
+def test_one_key_is_enough_and_the_record_has_both() -> None:
+    config = check(composed(LOSS, *STOPPING, "scheduler=plateau", "scheduler.monitor=val/acc"))
+    assert config.callbacks["checkpoint"]["mode"] == config.callbacks["early_stopping"]["mode"] == "min"  # type: ignore[index]
+    assert config.record["callbacks"] == config.callbacks
+    assert config.scheduler["mode"] == config.record["scheduler"]["mode"] == "max"  # type: ignore[typeddict-item]
+    schedule = training_arguments(config, 600)["scheduler"](torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+    assert schedule["scheduler"].mode == "max"
+    default = check(composed()).record["callbacks"]["checkpoint"]
+    assert (default["monitor"], default["mode"]) == ("val/acc", "max"), "as runs have recorded it before"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ((LOSS, "callbacks.checkpoint.mode=max"), "callbacks.checkpoint.mode=max: smaller"),
+        ((*STOPPING, "callbacks.early_stopping.mode=max"), "callbacks.early_stopping.mode=max: smaller"),
+        (("scheduler=plateau", "scheduler.mode=max"), "scheduler.mode=max: smaller"),
+        (("scheduler=plateau", "scheduler.monitor=val/acc", "scheduler.mode=min"), "scheduler.mode=min: larger"),
+        (("+model.monitor=val/err", "+model.mode=max"), "model.mode=max: smaller"),
+        (
+            ("+callbacks.own={_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc, mode: min}",),
+            "callbacks.own.mode=min: larger",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_when_the_config_is_checked(overrides: tuple[str, ...], key: str) -> None:
+    with pytest.raises(UserError, match=f"^{key} values of "):
+        check(composed(*overrides))
+
+
+def callbacks_of(tmp_path: Path, module: pl.LightningModule, *overrides: str) -> list[pl.Callback]:
+    raw = composed("data=synthetic", "logger=none", *overrides)
+    return make_callbacks(check(raw), open_data(raw["data"], "data"), tmp_path, module)
+
+
+class Scored(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.val_quality, self.val_rec = MulticlassAccuracy(2), MeanSquaredError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_quality.update(self.layer(batch.x), batch.y)
+        self.log("val/quality", self.val_quality, batch_size=1)
+        self.val_rec.update(self.layer(batch.x)[:, 0], batch.y)
+        self.log_dict({"val/renamed": self.val_quality, "val/acc": self.val_rec}, batch_size=1)
+
+
+def test_callbacks_follow_the_modules_objects(tmp_path: Path) -> None:
+    stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/quality}"
+    saving = "+callbacks.save={_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: val/acc}"
+    made = callbacks_of(tmp_path, Scored(), "callbacks.checkpoint.monitor=val/rec", stopping, saving)
+    modes = {type(each): each.mode for each in made if isinstance(each, Checkpoint | EarlyStopping | ModelCheckpoint)}
+    assert modes == {Checkpoint: "min", EarlyStopping: "max", ModelCheckpoint: "max"}, "not Lightning's own default"
+    unknown = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}"
+    with pytest.raises(UserError, match=r"^callbacks\.stop\.monitor=val/x: .* give \+callbacks\.stop\.mode=max or"):
+        callbacks_of(tmp_path, Scored(), unknown)
+    with pytest.raises(UserError, match=r"callbacks\.checkpoint\.mode=max: smaller values of val/rec"):
+        callbacks_of(tmp_path, Scored(), "callbacks.checkpoint.monitor=val/rec", "callbacks.checkpoint.mode=max")
+
+
+@pytest.mark.parametrize("patience", ["callbacks.early_stopping.patience=-1", "scheduler.patience=-1"])
+def test_a_negative_patience_is_refused(tmp_path: Path, patience: str) -> None:
+    overrides = ("callbacks=early_stopping", "scheduler=plateau", patience)
+    build: partial[Any] = partial(callbacks_of, tmp_path, Plain(), *overrides)
+    if patience.startswith("scheduler"):
+        build = partial(training_arguments, check(composed(*overrides)), 600)
+    with pytest.raises(UserError, match=f"^{patience}: must be at least 0"):
+        build()
+
+
+class Falls(Scored):
+    """A user's schedule, with torch's default mode, min."""
+
+    def __init__(self, monitor: str) -> None:
+        super().__init__()
+        self.monitor = monitor
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor}}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("module", "monitor", "mode", "message"),
+    [
+        (
+            Falls("val/quality"),
+            "val/quality",
+            "max",
+            "configure_optimizers: the monitor of its lr_scheduler=val/quality",
+        ),
+        (Scored(), "val/quality", "min", "stop.monitor=val/quality with mode=min: larger .* give stop.mode=max"),
+        (Scored(), "val/renamed", "min", "stop.monitor=val/renamed with mode=min: larger .* give stop.mode=max"),
+        (Scored(), "val/acc", "max", "stop.monitor=val/acc with mode=max: smaller .*: log it under a name that"),
+        (Scored(), "val/quality", "max", None),
+    ],
+    ids=["schedule", "attribute", "logged object", "misleading name", "control"],
+)
+def test_what_is_made_in_code_is_checked_before_the_first_step(
+    tmp_path: Path, module: pl.LightningModule, monitor: str, mode: str, message: str | None
+) -> None:
+    """The names are those of attributes, or the module logs the object itself under another name."""
+    stop = EarlyStopping(monitor, mode=mode)
+    checks = MonitorCheck({"stop": stop}, "configure_optimizers: the monitor of its lr_scheduler")
+    trainer = trainer_with(tmp_path, stop, checks)
+    if message is None:
+        trainer.fit(module, **loaders())
+        return
+    with pytest.raises(UserError, match=f"^{message}"):
+        trainer.fit(module, **loaders())
+    assert trainer.global_step == 0
+
+
+def test_messages_that_name_a_metric_name_its_direction() -> None:
+    key = "callbacks.checkpoint.monitor"
+    for logged, end in (
+        (["val/rec"], f"give {key}=val/rec callbacks.checkpoint.mode=max or min"),
+        (["val/loss"], f"give {key}=val/loss callbacks.checkpoint.mode=min (smaller is better)"),
+        (["val/f1"], f"give {key}=val/f1 callbacks.checkpoint.mode=max (larger is better)"),
+    ):
+        assert unlogged_metric_message(key, "val/x", logged, has_mode=True).endswith(end)
