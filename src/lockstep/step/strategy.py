@@ -97,6 +97,23 @@ class PieceStrategy(Strategy):
         """Return the norm of the gradient of all `parameters`. With stages, every process calls this."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
+    def start_evaluation_batch(self) -> None:
+        """Prepare for the module's and callbacks' hooks of an evaluation batch."""
+
+    def end_evaluation_batch(self) -> None:
+        """Check what the hooks of an evaluation batch have done."""
+
+    def prepare_metrics(self) -> None:
+        """Prepare the user's metrics for their computation over all ranks."""
+
+    def refuse_collective(self, what: str, remedy: str) -> None:
+        """Raise UserError if the ranks may now start different numbers of collectives.
+
+        Args:
+            what: what the user's code does, as in `training_step can't <what>`.
+            remedy: what would be right.
+        """
+
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the module, such as `training_step`, as this strategy runs it.
 
