@@ -195,7 +195,8 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             raise UserError(f"strategy=ddp: training_step can't {what}, {why}: {instead}")
         if self._in_uneven_batch:
             self._in_uneven_batch = False  # collectives that follow this error are not refused
-            hook, batches = current_hook(self.lightning_module), self._numbers("batches")
+            last_hook = "test_step" if self.lightning_module.trainer.testing else "validation_step"
+            hook, batches = current_hook(self.lightning_module) or last_hook, self._numbers("batches")
             raise UserError(f"strategy=ddp: {hook} can't {what}, since the ranks have {batches} batches: {remedy}")
 
     def _shares(self) -> tuple[EvaluationShare, ...]:
