@@ -65,15 +65,15 @@ def gather_tensors(tensor: Tensor, what: str, group: Any = None) -> list[Tensor]
     if len({(header.dtype, len(header.shape)) for header in filled}) > 1:
         check_same_shapes(filled, "they must have the same dtype and number of dimensions")
     shapes = [header.shape if len(header.shape) == len(like) else (0, *like[1:]) for header in headers]
-    # bytes, because not every backend sends every dtype
-    size = max(map(prod, shapes)) * dtype.itemsize
-    content = tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8)
-    padded = torch.cat([content, content.new_zeros(size - len(content))])
-    received = [torch.empty_like(padded) for _ in headers]
+    size = max(map(prod, shapes))
+    padded = tensor.new_zeros(size, dtype=dtype)
+    padded[: tensor.numel()] = tensor.detach().flatten()
+    sent = padded.view(torch.uint8)  # bytes, because not every backend sends every dtype
+    received = [torch.empty_like(sent) for _ in headers]
     if size:
-        dist.all_gather(received, padded, group)
+        dist.all_gather(received, sent, group)
     pairs = zip(received, shapes, strict=True)
-    parts = [each[: prod(shape) * dtype.itemsize].view(dtype).reshape(shape) for each, shape in pairs]
+    parts = [each.view(dtype)[: prod(shape)].reshape(shape) for each, shape in pairs]
     if tensor.numel():
         parts[dist.get_rank(group)] = tensor  # it may have a gradient
     return parts
@@ -176,9 +176,11 @@ class MetricStates:
         for _, part in find_metrics(trainer):
             states = dict(part.metric_state) if isinstance(part, Metric) else {}
             if id(part) in self._saved:
-                vars(part).update(_copy(self._saved[id(part)]))
+                vars(part).update(self._saved[id(part)])
             else:
                 part.reset()
+            if isinstance(part, Metric):
+                part._computed = None  # other ranks have updated it, so they compute it anew, with a collective
             for name, batch_state in states.items():
                 now = getattr(part, name)
                 if isinstance(batch_state, list) and isinstance(now, list) and not now:

@@ -1,0 +1,221 @@
+"""Metrics and collectives of a user's module in evaluation, on ranks with unequal parts: right, or refused in one line.
+
+Each test forks the ranks once, and evaluates there by our Trainer with the gloo backend.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
+from plain import QUIET
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, MinMetric, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassPrecision,
+    MulticlassPrecisionRecallCurve,
+    MulticlassROC,
+)
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.data import DataModule, Spec, Splits
+from lockstep.errors import UserError
+from lockstep.launch.environment import environment
+from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.step.collectives import StateGather, gather_tensors
+from lockstep.step.gradients import GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.strategies import Auto
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+CLASSES, SAMPLES = 3, 30
+SIZES = (1, 5, 9, 30)
+
+
+def run_rank(rank: int, world: int, folder: Path, work: Callable[[], Any], answers: Any) -> None:
+    """Run `work` as one rank of a group. Put its result, or its traceback, into `answers`."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test")
+    os.environ["LOCKSTEP_LAUNCHER"] = "lockstep"
+    environment.cache_clear()
+    torch.set_num_threads(1)
+    try:
+        store, wait = dist.FileStore(str(folder / "store"), world), timedelta(seconds=20)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+        answers.put((rank, work()))
+        dist.barrier()
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def on_ranks(world: int, folder: Path, work: Callable[[], Any]) -> list[Any]:
+    """Return what `work` returns on each rank of a new group."""
+    context = get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=run_rank, args=(rank, world, folder, work, answers)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    try:
+        results = dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    return [results[rank] for rank in range(world)]
+
+
+def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -> tuple[pl.Trainer, DataModule]:
+    """Return a Trainer on all ranks of this process's group, and data with so many samples to evaluate."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 4, generator=numbers)
+    dataset = TensorDataset(x, torch.arange(SAMPLES) % CLASSES)
+    evaluated = Subset(dataset, range(samples))
+    splits = Splits(dataset, evaluated, evaluated, Spec(1, 2, tuple("abc")), "")
+    size = {"batch_size": 24, "pieces": 12} | {name: options.pop(name) for name in ("batch_size", "pieces") & options.keys()}
+    strategy = "ddp" if world > 1 else "single"
+    layout = resolve(strategy=strategy, accelerator="cpu", devices=world, num_nodes=1, **size)
+    sums = GradientSum(Auto().make_lightning_strategy(layout), world)
+    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
+    quiet = QUIET | {"devices": world, "callbacks": callbacks}
+    return StepTrainer(sums, [], 0, **(quiet | options)), DataModule(splits, layout, 0, rank, num_workers=0)
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, CLASSES)
+        self.extend()
+
+    def extend(self) -> None:
+        """What others have beside the network."""
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        """What they do in an evaluation step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).softmax(1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.score(self(batch[0]), batch[1])
+
+    test_step = validation_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        p = self(batch[0])
+        self.score(p, batch[1])
+        return nn.functional.nll_loss(p.log(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Scores:
+    """Metrics in a plain object."""
+
+    def __init__(self) -> None:
+        self.metrics = [MulticlassAUROC(CLASSES)]
+
+
+class Metrics(Net):
+    resets = True
+
+    def extend(self) -> None:
+        kinds = {"ap": MulticlassAveragePrecision, "auroc": MulticlassAUROC, "precision": MulticlassPrecision}
+        self.each = MetricCollection({name: kind(CLASSES) for name, kind in kinds.items()}, prefix="each/")
+        self.by_class = ClasswiseWrapper(MulticlassAUROC(CLASSES, average=None))
+        self.roc, self.curve = MulticlassROC(CLASSES), MulticlassPrecisionRecallCurve(CLASSES)
+        self.spearman, self.pearson = SpearmanCorrCoef(), PearsonCorrCoef()
+        self.values, self.mean, self.least = CatMetric(), MeanMetric(), MinMetric()
+        self.own_gather = MulticlassAUROC(CLASSES, dist_sync_fn=gather_all_tensors)
+        self.extremes = MinMaxMetric(MulticlassAccuracy(CLASSES))
+        self.plain = Scores()
+        self.by_hand = MulticlassAUROC(CLASSES)
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        for metric in (self.by_class, self.roc, self.curve, self.own_gather, self.extremes, self.by_hand):
+            metric.update(p, y)
+        self.plain.metrics[0].update(p, y)
+        self.each(p, y)
+        self.log_dict(self.each)
+        for metric in (self.spearman, self.pearson):
+            metric.update(p[:, 0], y.float())
+        self.log("spearman", self.spearman)
+        for metric in (self.values, self.mean, self.least):
+            metric(p[:, 0])
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        computed = {name: metric.compute() for name, metric in self.named_children() if name in HAND}
+        with self.by_hand.sync_context():  # without its `dist_sync_fn`
+            computed["by_hand"] = torch.cat([values.flatten() for values in self.by_hand.preds]).sum()
+        computed["plain"] = self.plain.metrics[0].compute()
+        self.computed = computed
+        if self.resets:
+            for name in (*HAND, "by_hand"):
+                getattr(self, name).reset()
+            self.plain.metrics[0].reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+HAND = ("by_class", "roc", "curve", "pearson", "values", "least", "own_gather", "extremes")
+
+
+def evaluate_metrics() -> list[dict[str, list[float]]]:
+    """Return the numbers of evaluations of each size."""
+    numbers = []
+    for samples in SIZES:
+        for stage in ("validate", "test") if samples == 9 else ("validate",):
+            module = Metrics()
+            module.resets = stage == "test"
+            trainer, data = trainer_and_data(module, samples)
+            for _ in range(1 + (samples == 9)):  # the second evaluation begins with what the first one has left
+                [logged] = getattr(trainer, stage)(module, datamodule=data, verbose=False)
+            logged = {name: value for name, value in logged.items() if not name.endswith("_step")}
+            numbers.append({"samples": [samples], **flat(logged | module.computed)})
+    return numbers
+
+
+def flat(values: dict[str, Any]) -> dict[str, list[float]]:
+    """Return tensors, and nested lists and dicts of them, as lists of numbers."""
+    return {name: sorted(_numbers(value)) if name == "values" else _numbers(value) for name, value in values.items()}
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict | list | tuple):
+        return [number for each in (value.values() if isinstance(value, dict) else value) for number in _numbers(each)]
+    return torch.as_tensor(value).double().flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("world", [2, 4])
+def test_metrics_have_the_number_of_one_device(world: int, tmp_path: Path) -> None:
+    """Those with lists of values, too, where a rank has no sample: 9 on 4, for example."""
+    expected = evaluate_metrics()
+    for rank in on_ranks(world, tmp_path, evaluate_metrics):
+        assert isinstance(rank, list), rank
+        for got, one in zip(rank, expected, strict=True):
+            assert got.keys() == one.keys()
+            for name in one.keys() - ({"pearson"} if one["samples"] == [1] else set()):
+                assert got[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5, nan_ok=True), (name, one["samples"])
