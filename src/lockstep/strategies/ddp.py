@@ -149,7 +149,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         `self.log(..., sync_dist=True)` are divided by it, so they would be too large (Lightning #21859).
         """
         self.refuse_collective("log with sync_dist=True", "log it with on_epoch=True")
-        self._check_shares("strategy.reduce")
+        self._check_shares(f"strategy.reduce in {current_hook(self.lightning_module)}")
         return self._reduce(tensor, group, reduce_op)
 
     def _reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
