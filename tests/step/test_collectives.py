@@ -160,15 +160,15 @@ class Metrics(Net):
         self.plain.metrics[0].update(p, y)
         self.each(p, y)
         self.log_dict(self.each)
-        for metric in (self.spearman, self.pearson):
-            metric.update(p[:, 0], y.float())
+        for correlation in (self.spearman, self.pearson):
+            correlation.update(p[:, 0], y.float())
         self.log("spearman", self.spearman)
-        for metric in (self.values, self.mean, self.least):
-            metric(p[:, 0])
+        for summary in (self.values, self.mean, self.least):
+            summary(p[:, 0])
         self.log("mean", self.mean, on_step=True, on_epoch=True)
 
     def on_validation_epoch_end(self) -> None:
-        computed = {name: metric.compute() for name, metric in self.named_children() if name in HAND}
+        computed = {name: getattr(self, name).compute() for name in HAND}
         with self.by_hand.sync_context():  # without its `dist_sync_fn`
             computed["by_hand"] = torch.cat([values.flatten() for values in self.by_hand.preds]).sum()
         computed["plain"] = self.plain.metrics[0].compute()
@@ -195,7 +195,7 @@ def evaluate_metrics() -> list[dict[str, list[float]]]:
             for _ in range(1 + (samples == 9)):  # the second evaluation begins with what the first one has left
                 [logged] = getattr(trainer, stage)(module, datamodule=data, verbose=False)
             logged = {name: value for name, value in logged.items() if not name.endswith("_step")}
-            numbers.append({"samples": [samples], **flat(logged | module.computed)})
+            numbers.append(flat({"samples": samples, **logged, **module.computed}))
     return numbers
 
 
@@ -288,13 +288,14 @@ class Hits(Net):
 
 class GathersAll(Hits):
     def on_validation_epoch_end(self) -> None:
-        gathered = self.all_gather({"all": [torch.cat(self.hits)], "count": len(torch.cat(self.hits))})
+        gathered: Any = self.all_gather({"all": [torch.cat(self.hits)], "count": len(torch.cat(self.hits))})
         self.mean = float(gathered["all"][0].mean())
 
 
 class GathersMeans(Hits):
     def on_validation_epoch_end(self) -> None:
-        self.mean = float(self.all_gather(torch.cat(self.hits).mean()).mean())
+        means: Any = self.all_gather(torch.cat(self.hits).mean())
+        self.mean = float(means.mean())
 
 
 class GathersBatches(Hits):
