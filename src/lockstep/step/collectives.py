@@ -122,28 +122,28 @@ def set_state_gathers(trainer: pl.Trainer) -> None:
 
 def find_metrics(trainer: pl.Trainer) -> list[tuple[str, Metric | MetricCollection]]:
     """Return the metrics and collections of the module and of callbacks, also those in plain objects, with names."""
-    found: dict[int, tuple[str, Any]] = {}
+    metrics: dict[int, tuple[str, Any]] = {}
     seen: set[int] = set()
     for name, part in trainer.lightning_module.named_modules():
         if isinstance(part, Metric | MetricCollection):
-            found.setdefault(id(part), (name, part))
+            metrics.setdefault(id(part), (name, part))
         elif type(part).__module__.partition(".")[0] not in LIBRARIES:
-            _search(name, vars(part), found, seen, DEPTH)
+            _search(name, vars(part), metrics, seen, DEPTH)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not type(callback).__module__.startswith(("lightning.", "lockstep.")):
-            _search(type(callback).__name__, vars(callback), found, seen, DEPTH)
-    return list(found.values())
+            _search(type(callback).__name__, vars(callback), metrics, seen, DEPTH)
+    return list(metrics.values())
 
 
-def _search(name: str, thing: Any, found: dict[int, tuple[str, Any]], seen: set[int], depth: int) -> None:
-    """Add the metrics in an object to `found`, by their id."""
+def _search(name: str, thing: Any, metrics: dict[int, tuple[str, Any]], seen: set[int], depth: int) -> None:
+    """Add the metrics in an object to `metrics`, by their id."""
     if depth < 0 or id(thing) in seen or len(seen) > 10 * MOST_ITEMS:
         return
     seen.add(id(thing))
     if isinstance(thing, nn.Module):
         for path, part in thing.named_modules():
             if isinstance(part, Metric | MetricCollection):
-                found.setdefault(id(part), (f"{name}.{path}".strip("."), part))
+                metrics.setdefault(id(part), (f"{name}.{path}".strip("."), part))
         return
     items: Any = ()
     if isinstance(thing, dict):
@@ -154,7 +154,7 @@ def _search(name: str, thing: Any, found: dict[int, tuple[str, Any]], seen: set[
         items = vars(thing).items()
     for key, value in items:
         if key != "_modules":
-            _search(f"{name}.{key}".strip("."), value, found, seen, depth - 1)
+            _search(f"{name}.{key}".strip("."), value, metrics, seen, depth - 1)
 
 
 class MetricStates:
