@@ -56,11 +56,20 @@ class LostRank(WorkerFailed):
     Args:
         message, local_rank, steps: as in `WorkerFailed`.
         timed_out: whether the other rank did not join a collective in time. Otherwise the connection to it was lost.
+        in_user_code: whether the collective was called by the user's own code, which the message names.
     """
 
-    def __init__(self, message: str, local_rank: int = 0, steps: int = 0, timed_out: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        local_rank: int = 0,
+        steps: int = 0,
+        timed_out: bool = False,
+        in_user_code: bool = False,
+    ) -> None:
         super().__init__(message, local_rank, steps)
         self.timed_out = timed_out
+        self.in_user_code = in_user_code
 
 
 class SweepFailed(Exception):

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torchmetrics import Metric
 
+from lockstep.launch.process_group import gather_objects
+from lockstep.step.collectives import MetricStates
 from lockstep.step.lightning_quirks import remove_logged
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
@@ -15,24 +16,23 @@ class DummyBatchOnEmptyRank(Callback):
     """Removes the results of the dummy sample that a rank evaluates if an evaluation has fewer samples than ranks.
 
     The rank evaluates it to join every collective that `self.log` and metrics start at the end of the evaluation. This
-    callback then resets the metrics and the logged means of that batch.
+    callback then restores the metrics, and removes the logged means of that batch.
     """
 
     def __init__(self) -> None:
-        self._updates: list[tuple[Metric, int]] = []
+        self._states: MetricStates | None = None
 
-    def _note_updates(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._updates = [(part, part.update_count) for part in pl_module.modules() if isinstance(part, Metric)]
+    def _save_metrics(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        is_empty = trainer.datamodule.num_local_samples("test" if trainer.testing else "val") == 0
+        self._states = MetricStates(trainer) if is_empty else None
 
     def _remove_results(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.datamodule.num_local_samples("test" if trainer.testing else "val"):
-            return
-        for metric, before in self._updates:
-            if metric.update_count != before:  # the other metrics belong to the current training epoch
-                metric.reset()
-        remove_logged(trainer)
+        if self._states is not None:
+            self._states.restore(trainer)
+            self._states = None
+            remove_logged(trainer)
 
-    on_validation_batch_start = on_test_batch_start = _note_updates
+    on_validation_batch_start = on_test_batch_start = _save_metrics
     on_validation_batch_end = on_test_batch_end = _remove_results
 
 
@@ -43,13 +43,13 @@ class Diverged(Exception):
 class ReplicaConsistencyCheck(Callback):
     """Compares the parameters of all ranks at the start and before each checkpoint.
 
-    It compares a checksum of their bits, with one all-gather of one number.
+    It compares a checksum of their bits.
     """
 
     def _compare(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if trainer.datamodule.layout.replicas == 1:
             return
-        sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
+        sums = gather_objects(int(_checksum(pl_module)))
         usual = max(sums, key=sums.count)  # with two ranks that differ, this is rank zero's
         others = [str(rank) for rank, checksum in enumerate(sums) if checksum != usual]
         if others:

@@ -26,12 +26,13 @@ from lockstep.data.loaders import (
     StepSampler,
     chunks_of_rank,
     gains_from_loader_processes,
+    limited,
 )
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker
 from lockstep.launch.signals import set_parent_death_signal
-from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
@@ -78,6 +79,7 @@ class DataModule(pl.LightningDataModule):
         self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
         self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
+        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by samples of the set and limit of batches
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
 
@@ -148,7 +150,19 @@ class DataModule(pl.LightningDataModule):
 
         If there is none, its loader yields one sample, so that this process joins every collective. Drop its result.
         """
-        return sum(stop - start for start, stop in self._chunks(getattr(self.splits, split)))
+        return self.evaluation_shares(split)[self.rank].samples
+
+    def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
+        """Return what each process evaluates of `val` or `test`, in rank order."""
+        limit = getattr(self.trainer, f"limit_{split}_batches", None)
+        key = len(getattr(self.splits, split)), limit
+        if key not in self._shares:
+            ranks = range(self.layout.replicas)
+            chunks = [limited(chunks_of_rank(key[0], self.layout, rank, self.trains), limit) for rank in ranks]
+            self._shares[key] = tuple(
+                EvaluationShare(len(each), sum(stop - start for start, stop in each)) for each in chunks
+            )
+        return self._shares[key]
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)

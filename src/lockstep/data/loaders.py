@@ -267,6 +267,13 @@ def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = T
     return chunks[borders[rank] : borders[rank + 1]]
 
 
+def limited(chunks: list[Chunk], limit: int | float | None) -> list[Chunk]:
+    """Return the chunks that Lightning evaluates under a `limit_val_batches`: a number, or a part of them."""
+    if limit is None:
+        return chunks
+    return chunks[: limit if isinstance(limit, int) else int(len(chunks) * limit)]
+
+
 def gains_from_loader_processes(dataset: Any) -> bool:
     """Check whether loader processes make a data set faster.
 

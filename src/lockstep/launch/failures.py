@@ -37,7 +37,8 @@ def failure_of_worker(error: BaseException, hang_timeout: float) -> UserError | 
         return refused
     if is_lost_rank(error):
         if _is_timeout(error):
-            return LostRank(_missing_ranks_message([], hang_timeout), rank, steps, timed_out=True)
+            where = _waiting_place(rank)
+            return LostRank(_missing_ranks_message([], hang_timeout, where), rank, steps, True, bool(where))
         time.sleep(VICTIM_SECONDS)
         return LostRank(f"rank {rank} lost the connection to another worker", rank, steps)
     if isinstance(error, WorkerFailed):
@@ -89,7 +90,8 @@ def lost_rank_failure(error: BaseException, hang_timeout: float) -> LostRank:
     search.start()
     search.join(2 * STORE_SECONDS)
     # If the search does not end, the store does not answer: rank zero, which serves it, is the missing rank.
-    return LostRank(_missing_ranks_message(sorted(missing[0] if missing else {0}), hang_timeout), timed_out=True)
+    ranks, where = sorted(missing[0] if missing else {0}), _waiting_place(environment().rank)
+    return LostRank(_missing_ranks_message(ranks, hang_timeout, where), timed_out=True)
 
 
 def _find_missing_ranks() -> set[int]:
@@ -112,8 +114,17 @@ def _find_missing_ranks() -> set[int]:
     return missing
 
 
+def _waiting_place(rank: int) -> str:
+    """Return where this rank has waited for the others, if that is in the user's own code, else "".
+
+    Call it while the timeout of a collective is handled.
+    """
+    place = user_code_location(traceback.format_exc())
+    return place and f"rank {rank} waited at {place}all ranks must get there, and none may hang or be stopped"
+
+
 def _missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
-    """Return a line that names the ranks that hang; `where` is the place where they hang, if it is known."""
+    """Return a line that names the ranks that hang; `where` is what is known of the place."""
     who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
     cause = where or "it hangs or is stopped, or its network connection is cut"
     return f"{who} did not join the other ranks within {timeout:g} s (hang_timeout): {cause}"

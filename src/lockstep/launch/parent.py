@@ -185,6 +185,8 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
         _wait(workers, ANSWER_SECONDS)
         if hanging := [each for each in workers if not each.answered]:
             raise end_hanging_worker(hanging[0].process, hanging[0].rank, scratch, hang_timeout, error.steps)
+        lost = [each.error for each in workers if isinstance(each.error, LostRank)]
+        error = next((each for each in lost if each.in_user_code), error)
     raise error
 
 

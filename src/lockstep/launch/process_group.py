@@ -4,11 +4,11 @@ import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
@@ -17,28 +17,66 @@ from lockstep.launch.rendezvous import group_store, join_external
 T = TypeVar("T")
 
 
+class TensorHeader(NamedTuple):
+    """What a rank sends before a tensor that a user's module gathers.
+
+    Attributes:
+        what: what is gathered, in words; the same on all ranks.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 def broadcast_from_rank_zero(value: T) -> T:
     """Return rank zero's value; in a process that is not a worker, its own. All ranks must call it."""
     return gather_objects(value)[0]
 
 
-def gather_objects(value: T) -> list[T]:
+def gather_objects(value: T, group: Any = None) -> list[T]:
     """Return the values of all ranks. All ranks must call it.
 
     Args:
         value: this rank's value; it must be picklable.
+        group: the process group; None: the default group.
 
     Returns:
         A list with the value of each rank, in the order of ranks. In a process that is not a worker it has one value.
+
+    Raises:
+        UserError: a rank gathers a user's tensor here, and another one something else.
     """
     import torch.distributed as dist
 
     join_external()
     if not dist.is_initialized():
         return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    _check_same_call(values)
     return values
+
+
+def _check_same_call(values: Sequence[Any]) -> None:
+    """Check that all ranks gather the same thing.
+
+    Ranks get out of step if a user's module gathers a list of one tensor per batch, or gathers on rank zero only.
+
+    Raises:
+        UserError: they do not.
+    """
+    calls = [value.what if isinstance(value, TensorHeader) else "" for value in values]
+    if len(set(calls)) > 1:
+        first = next(rank for rank, call in enumerate(calls) if call)
+        other = next(rank for rank, call in enumerate(calls) if call != calls[first])
+        does = f"is in {calls[other]}" if calls[other] else "is not"
+        raise UserError(
+            f"rank {first} is in {calls[first]}, and rank {other} {does}: "
+            "all ranks must gather the same values, in the same order and number"
+        )
 
 
 def broadcast_file(path: Path | None, source: int = 0, group: Any = None) -> memoryview | None:

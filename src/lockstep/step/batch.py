@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -85,6 +85,13 @@ class StepBatch:
         return replace(self, micro_batches=micro_batches)
 
 
+class EvaluationShare(NamedTuple):
+    """The part of an evaluation set that one process evaluates. Both numbers are 0 if there are too few samples."""
+
+    batches: int
+    samples: int
+
+
 class StepData(Protocol):
     """What a step needs of its data module; `lockstep.data.DataModule` implements it.
 
@@ -116,6 +123,9 @@ class StepData(Protocol):
 
     def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates."""
+
+    def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
+        """Return what each process evaluates of `val` or `test`, in rank order."""
 
 
 def data_of(trainer: Any) -> StepData:

@@ -159,3 +159,28 @@ def reduced(logged: Sequence[tuple[int, Logged]]) -> tuple[float, bool]:
     if one.reduction == "mean":
         return float(numbers.sum() / weights.sum()), certain
     return float(getattr(numbers, one.reduction)()), certain
+
+
+def add_missing_metrics(
+    results: _ResultCollection, gather: Callable[[Any], list[Any]], module: Any, sync_dist_fn: Any
+) -> None:
+    """Log the torchmetrics objects that other ranks have logged, and bring them into the same order on all ranks.
+
+    Every rank calls this.
+
+    Args:
+        results: what this rank has logged.
+        gather: see `EvaluationLogs.reduce`.
+        module: the LightningModule, whose attributes the metrics are.
+        sync_dist_fn: see `log`.
+    """
+    logged = {}
+    for key, item in results.items():
+        if not item.is_tensor and not item.has_reset and item.meta.on_epoch:
+            logged[key] = {name: getattr(item.meta, name) for name in ("fx", "name", "reduce_fx", *SENT)}
+            logged[key] |= {"sync_dist": item.meta.sync.should, "rank_zero_only": item.meta.sync.rank_zero_only}
+    for key, options in {key: each for rank in gather(logged) for key, each in rank.items()}.items():
+        if key not in logged:
+            metric = module.get_submodule(options["metric_attribute"])
+            results.log(value=metric, sync_dist_fn=sync_dist_fn, **options)
+        results[key] = results.pop(key)

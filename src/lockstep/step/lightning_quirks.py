@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
-from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
+from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
 
 
 class NoSignals(_SignalConnector):
@@ -38,12 +38,35 @@ class NoSignals(_SignalConnector):
 class StepLogs(_LoggerConnector):
     """Corrects the weights of means, the values of an evaluation, and the step of logged values."""
 
+    trainer: Any
+
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Set the weight of means that hooks log: the samples, which Lightning can't count in a `StepBatch`."""
         super().on_batch_start(batch, dataloader_idx)
         if isinstance(batch, StepBatch):
             results: Any = self.trainer._results
             results.batch_size = batch.num_local_samples
+        if self.trainer.evaluating:
+            self.trainer.strategy.start_evaluation_batch()
+
+    def on_batch_end(self) -> None:
+        """Let the strategy check what the module's hooks of an evaluation batch have done."""
+        if self.trainer.evaluating:
+            self.trainer.strategy.end_evaluation_batch()
+        super().on_batch_end()
+
+    def epoch_end_reached(self) -> None:
+        """Let all ranks compute the same metrics, in the same order, when an epoch of training or evaluation ends.
+
+        Otherwise a rank that has not logged a metric, since it had no sample, does not join its computation.
+        """
+        super().epoch_end_reached()
+        trainer = self.trainer
+        trainer.strategy.prepare_metrics()
+        has_metrics = any(isinstance(part, Metric) for part in trainer.lightning_module.modules())
+        if has_metrics and trainer.world_size > 1 and not trainer.strategy.staged:
+            module, sync_dist_fn = trainer.lightning_module, trainer.strategy.reduce
+            add_missing_metrics(trainer._results, gather_objects, module, sync_dist_fn)
 
     def update_eval_epoch_metrics(self) -> Any:
         """Reduce logged values over the ranks. Lightning would show those of rank zero.
@@ -175,9 +198,17 @@ class StepEpochLoop(_TrainingEpochLoop):
 def remove_logged(trainer: pl.Trainer) -> None:
     """Drop the values that were logged for the last evaluation batch."""
     for result in (trainer._results or {}).values():
-        if not result.has_reset:  # the others belong to an earlier evaluation
+        if result.has_reset:  # it belongs to an earlier evaluation
+            continue
+        if result.is_tensor:
             result.reset()
             result.has_reset = False  # otherwise Lightning skips its reduction, for which other ranks wait
+        result._forward_cache = None  # the value of the step
+
+
+def current_hook(module: Any) -> str:
+    """Return the name of a LightningModule's or callback's hook that runs, or "" outside of hooks."""
+    return getattr(module, "_current_fx_name", None) or ""
 
 
 @contextmanager

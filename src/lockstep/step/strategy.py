@@ -95,11 +95,7 @@ class PieceStrategy(Strategy):
         Raises:
             StepRefused: a micro-batch's forward pass runs. It is refused on one device too, since other layouts can't.
         """
-        if self._inside:
-            raise StepRefused(
-                "training_step can't gather from other ranks, since ranks may have unequal numbers of pieces: return "
-                "the number beside the loss, and the run logs its mean over all samples"
-            )
+        self.refuse_collective("gather from other ranks", "")
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[safe-super]  # a mixin
         return gathered
 
@@ -122,6 +118,31 @@ class PieceStrategy(Strategy):
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Return the norm of the gradient of all `parameters`. With stages, every process calls this."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def start_evaluation_batch(self) -> None:
+        """Prepare for the module's and callbacks' hooks of an evaluation batch."""
+
+    def end_evaluation_batch(self) -> None:
+        """Check what the hooks of an evaluation batch have done."""
+
+    def prepare_metrics(self) -> None:
+        """Prepare the user's metrics for their computation over all ranks."""
+
+    def refuse_collective(self, what: str, remedy: str) -> None:
+        """Raise an error if the ranks may now start different numbers of collectives; on one device too.
+
+        Args:
+            what: what the user's code does, as in `training_step can't <what>`.
+            remedy: what would be right in an evaluation.
+
+        Raises:
+            StepRefused: a micro-batch's forward pass runs.
+        """
+        if self._inside:
+            raise StepRefused(
+                f"training_step can't {what}, since ranks may have unequal numbers of pieces: return the number beside "
+                "the loss, and the run logs its mean over all samples"
+            )
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the module, such as `training_step`, as this strategy runs it.

@@ -1,8 +1,9 @@
 """`strategy=ddp`: Lightning's DDPStrategy, adapted to steps in pieces."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -11,10 +12,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import Parameter
 
 from lockstep.errors import UserError
-from lockstep.step.batch import MicroBatch
+from lockstep.launch.process_group import gather_objects
+from lockstep.step.batch import EvaluationShare, MicroBatch, data_of
+from lockstep.step.collectives import check_same_shapes, gather_headers, set_state_gathers
+from lockstep.step.lightning_quirks import current_hook
 from lockstep.step.strategy import Action, PieceStrategy
-from lockstep.strategies.torch_quirks import FixedBucketsDDP
-from lockstep.text import join_names
+from lockstep.strategies.torch_quirks import FixedBucketsDDP, number_of_collectives
+from lockstep.text import join_names, plural
+
+T = TypeVar("T")
+LOG = logging.getLogger("lockstep")
+LOG_INSTEAD = "log a torchmetrics metric (MeanMetric for a mean, CatMetric for all values), or self.log in the step"
 
 
 class DistributedDataParallel(PieceStrategy, DDPStrategy):
@@ -37,6 +45,9 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._reducer_sends = False  # whether DDP's reducer sends this step's gradients, in the last passes
         self._reducer_active = False  # whether these passes run now
         self._grads_at_start: list[Any] = []  # address and version of each gradient when the reducer was started
+        self._in_uneven_batch = False  # whether an evaluation batch runs, of which the ranks have different numbers
+        self._collectives_before = 0  # started before this batch
+        self._noticed: set[str] = set()  # hooks that gather from ranks with different numbers of samples
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
 
@@ -130,9 +141,141 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         """
         if self._inside:
             return tensor
+        self.refuse_collective("log with sync_dist=True", "log it with on_epoch=True")
+        self._check_shares(f"strategy.reduce in {current_hook(self.lightning_module)}")
+        return self._reduce(tensor, group, reduce_op)
+
+    def _reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any of them, have decided so. All ranks must call it."""
+        self.refuse_collective("reduce a decision", "decide in on_validation_epoch_end")
+        decisions = gather_objects(bool(decision))
+        return min(decisions) if all else max(decisions)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor, of the same shape on all ranks, outside of a micro-batch's forward pass.
+
+        Raises:
+            UserError: the shapes or dtypes differ, or another rank gathers something else.
+        """
+        self.refuse_collective("gather from other ranks", LOG_INSTEAD)
+        what = f"all_gather in {current_hook(self.lightning_module)}"
+        self._check_shares(what)
+        check_same_shapes(gather_headers(tensor, what, group), LOG_INSTEAD)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Send an object from one rank to all ranks."""
+        self.refuse_collective("broadcast", "broadcast in on_validation_epoch_start")
+        return super().broadcast(obj, src)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        self.refuse_collective("wait for other ranks", "wait in on_validation_epoch_end")
+        super().barrier(*args, **kwargs)
+
+    # --- collectives of a user's code ---
+
+    def refuse_collective(self, what: str, remedy: str) -> None:
+        """Raise UserError inside a micro-batch's forward pass, and in evaluation batches whose numbers differ."""
+        super().refuse_collective(what, remedy)
+        if self._in_uneven_batch:
+            self._in_uneven_batch = False  # collectives that follow this error are not refused
+            last_hook = "test_step" if self.lightning_module.trainer.testing else "validation_step"
+            hook, batches = current_hook(self.lightning_module) or last_hook, self._numbers("batches")
+            raise UserError(f"strategy=ddp: {hook} can't {what}, since the ranks have {batches} batches: {remedy}")
+
+    def _shares(self) -> tuple[EvaluationShare, ...]:
+        """Return what each rank evaluates now."""
+        trainer = self.lightning_module.trainer
+        split = "val" if trainer.validating or trainer.sanity_checking else "test"
+        return data_of(trainer).evaluation_shares(split)
+
+    def _numbers(self, of: str) -> str:
+        return join_names(sorted({getattr(share, of) for share in self._shares()}), 4).replace(", ", " and ", 1)
+
+    def start_evaluation_batch(self) -> None:
+        """Refuse collectives until the end of the batch if the ranks have different numbers of batches.
+
+        A rank without a sample evaluates one that does not count. A collective would count it.
+        """
+        self._in_uneven_batch = len({share.batches for share in self._shares()}) > 1
+        self._collectives_before = number_of_collectives()
+
+    def end_evaluation_batch(self) -> None:
+        """Check that no collective has passed by this strategy.
+
+        All ranks have a first batch. So they all get here, and a later batch would hang.
+
+        Raises:
+            UserError: one has, and the ranks have different numbers of batches.
+        """
+        if self._in_uneven_batch and number_of_collectives() != self._collectives_before:
+            self.refuse_collective("communicate with other ranks", LOG_INSTEAD)
+        self._in_uneven_batch = False
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Allow collectives again: the batch has ended."""
+        self._in_uneven_batch = False
+        super().on_exception(exception)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `predict_step`. It refuses collectives if the ranks have different numbers of batches."""
+        self._in_uneven_batch = len({share.batches for share in self._shares()}) > 1
+        try:
+            return super().predict_step(*args, **kwargs)
+        finally:
+            self._in_uneven_batch = False
+
+    def _check_shares(self, what: str) -> None:
+        """Check a collective of a hook outside of batches, whose values may come from the samples of each rank.
+
+        Raises:
+            UserError: a rank has no sample in this evaluation, so it would add a value that does not count.
+        """
+        hook = current_hook(self.lightning_module)
+        if not hook.startswith(("on_validation", "on_test", "on_predict")):
+            return
+        shares = self._shares()
+        if not all(share.samples for share in shares):
+            samples = sum(share.samples for share in shares)
+            few = f"{plural(samples, 'sample')} on {len(shares)} ranks leave a rank without one"
+            raise UserError(f"strategy=ddp: {what}: {few}: {LOG_INSTEAD}")
+        if len({share.samples for share in shares}) > 1 and hook not in self._noticed:
+            self._noticed.add(hook)
+            LOG.warning(
+                "%s: the ranks have %s samples, so the mean of their means is not the mean over samples: "
+                "gather sums and counts, or log a torchmetrics metric",
+                *(what, self._numbers("samples")),
+            )
+
+    def prepare_metrics(self) -> None:
+        """Let the user's metrics gather states of any size, and be refused as other collectives are."""
+        set_state_gathers(self.lightning_module.trainer)
+
+    def on_train_start(self) -> None:
+        """Call `prepare_metrics`."""
+        super().on_train_start()
+        self.prepare_metrics()
+
+    def on_validation_start(self) -> None:
+        """Call `prepare_metrics`."""
+        super().on_validation_start()
+        self.prepare_metrics()
+
+    def on_test_start(self) -> None:
+        """Call `prepare_metrics`."""
+        super().on_test_start()
+        self.prepare_metrics()
+
+    def on_predict_start(self) -> None:
+        """Call `prepare_metrics`."""
+        super().on_predict_start()
+        self.prepare_metrics()
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:

@@ -1,10 +1,12 @@
-"""A workaround for torch 2.15's DistributedDataParallel, which resumed runs need.
+"""Private names of torch 2.15: a workaround for DistributedDataParallel, and the number of collectives.
 
-Its private names are used in this file only; tests/test_promise_6_nothing_lost.py fails when they change.
+They are used in this file only; tests/test_promise_6_nothing_lost.py and tests/step/test_collectives.py fail when they
+change.
 """
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn import Module
 
@@ -27,3 +29,9 @@ class FixedBucketsDDP(nn.parallel.DistributedDataParallel):
     def _build_params_for_reducer(self) -> Any:
         parameters, sparse = super()._build_params_for_reducer()
         return parameters[::-1], sparse[::-1]
+
+
+def number_of_collectives() -> int:
+    """Return how many collectives this process has started in the default group."""
+    group: Any = dist.group.WORLD
+    return 0 if group is None else int(group._get_sequence_number_for_group())

@@ -1,0 +1,473 @@
+"""Metrics and collectives of a user's module in evaluation, on ranks with unequal parts: right, or refused in one line.
+
+Each test forks the ranks once, and evaluates there by our Trainer with the gloo backend.
+"""
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from plain import QUIET
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMetric, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassPrecision,
+    MulticlassPrecisionRecallCurve,
+    MulticlassROC,
+)
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.data import DataModule, Spec, Splits
+from lockstep.errors import UserError
+from lockstep.launch.environment import environment
+from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.step.collectives import StateGather, gather_tensors
+from lockstep.step.gradients import GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.strategies import Auto
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+CLASSES, SAMPLES = 3, 30
+SIZES = (1, 5, 9, 30)
+
+
+def run_rank(rank: int, world: int, folder: Path, work: Callable[[], Any], answers: Any) -> None:
+    """Run `work` as one rank of a group. Put its result, or its traceback, into `answers`."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test")
+    os.environ["LOCKSTEP_LAUNCHER"] = "lockstep"
+    environment.cache_clear()
+    torch.set_num_threads(1)
+    try:
+        store, wait = dist.FileStore(str(folder / "store"), world), timedelta(seconds=20)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+        answers.put((rank, work()))
+        dist.barrier()
+    except BaseException:
+        answers.put((rank, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def on_ranks(world: int, folder: Path, work: Callable[[], Any]) -> list[Any]:
+    """Return what `work` returns on each rank of a new group."""
+    context = get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=run_rank, args=(rank, world, folder, work, answers)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    try:
+        results = dict(answers.get(timeout=120) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    return [results[rank] for rank in range(world)]
+
+
+def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -> tuple[pl.Trainer, DataModule]:
+    """Return a Trainer on all ranks of this process's group, and data with so many samples to evaluate."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 4, generator=numbers)
+    dataset = TensorDataset(x, torch.arange(SAMPLES) % CLASSES)
+    evaluated, trained = Subset(dataset, range(samples)), Subset(dataset, range(options.pop("train", SAMPLES)))
+    splits = Splits(trained, evaluated, evaluated, Spec(1, 2, tuple("abc")), "")
+    size = {"batch_size": 24, "pieces": 12} | {
+        name: options.pop(name) for name in ("batch_size", "pieces") & options.keys()
+    }
+    strategy = "ddp" if world > 1 else "single"
+    layout = resolve(strategy=strategy, accelerator="cpu", devices=world, num_nodes=1, **size)
+    sums = GradientSum(Auto().make_lightning_strategy(layout), world)
+    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
+    quiet = QUIET | {"devices": world, "callbacks": callbacks}
+    return StepTrainer(sums, [], 0, **(quiet | options)), DataModule(splits, layout, 0, rank, num_workers=0)
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, CLASSES)
+        self.extend()
+
+    def extend(self) -> None:
+        """What others have beside the network."""
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        """What they do in an evaluation step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).softmax(1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.score(self(batch[0]), batch[1])
+
+    test_step = validation_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        p = self(batch[0])
+        self.score(p, batch[1])
+        return nn.functional.nll_loss(p.log(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Scores:
+    """Metrics in a plain object."""
+
+    def __init__(self) -> None:
+        self.metrics = [MulticlassAUROC(CLASSES)]
+
+
+class Metrics(Net):
+    resets = True
+
+    def extend(self) -> None:
+        kinds = {"ap": MulticlassAveragePrecision, "auroc": MulticlassAUROC, "precision": MulticlassPrecision}
+        self.each = MetricCollection({name: kind(CLASSES) for name, kind in kinds.items()}, prefix="each/")
+        self.by_class = ClasswiseWrapper(MulticlassAUROC(CLASSES, average=None))
+        self.roc, self.curve = MulticlassROC(CLASSES), MulticlassPrecisionRecallCurve(CLASSES)
+        self.spearman, self.pearson = SpearmanCorrCoef(), PearsonCorrCoef()
+        self.values, self.mean, self.least = CatMetric(), MeanMetric(), MinMetric()
+        self.own_gather = MulticlassAUROC(CLASSES, dist_sync_fn=gather_all_tensors)
+        self.extremes = MinMaxMetric(MulticlassAccuracy(CLASSES))
+        self.plain = Scores()
+        self.by_hand = MulticlassAUROC(CLASSES)
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        for metric in (self.by_class, self.roc, self.curve, self.own_gather, self.extremes, self.by_hand):
+            metric.update(p, y)
+        self.plain.metrics[0].update(p, y)
+        self.each(p, y)
+        self.log_dict(self.each)
+        for correlation in (self.spearman, self.pearson):
+            correlation.update(p[:, 0], y.float())
+        self.log("spearman", self.spearman)
+        for summary in (self.values, self.mean, self.least):
+            summary(p[:, 0])
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        computed = {name: getattr(self, name).compute() for name in HAND}
+        with self.by_hand.sync_context():  # without its `dist_sync_fn`
+            computed["by_hand"] = torch.cat([values.flatten() for values in self.by_hand.preds]).sum()
+        computed["plain"] = self.plain.metrics[0].compute()
+        self.computed = computed
+        if self.resets:
+            for name in (*HAND, "by_hand"):
+                getattr(self, name).reset()
+            self.plain.metrics[0].reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+HAND = ("by_class", "roc", "curve", "pearson", "values", "least", "own_gather", "extremes")
+
+
+def evaluate_metrics() -> list[dict[str, list[float]]]:
+    """Return the numbers of evaluations of each size."""
+    numbers = []
+    for samples in SIZES:
+        for stage in ("validate", "test") if samples == 9 else ("validate",):
+            module = Metrics()
+            module.resets = stage == "test"
+            trainer, data = trainer_and_data(module, samples)
+            for _ in range(1 + (samples == 9)):  # the second evaluation begins with what the first one has left
+                [logged] = getattr(trainer, stage)(module, datamodule=data, verbose=False)
+            logged = {name: value for name, value in logged.items() if not name.endswith("_step")}
+            numbers.append(flat({"samples": samples, **logged, **module.computed}))
+    return numbers
+
+
+def flat(values: dict[str, Any]) -> dict[str, list[float]]:
+    """Return tensors, and nested lists and dicts of them, as lists of numbers."""
+    return {name: sorted(_numbers(value)) if name == "values" else _numbers(value) for name, value in values.items()}
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict | list | tuple):
+        return [number for each in (value.values() if isinstance(value, dict) else value) for number in _numbers(each)]
+    return torch.as_tensor(value).double().flatten().tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("world", [2, 4])
+def test_metrics_have_the_number_of_one_device(world: int, tmp_path: Path) -> None:
+    """Those with lists of values, too, where a rank has no sample: 9 on 4, for example."""
+    expected = evaluate_metrics()
+    for rank in on_ranks(world, tmp_path, evaluate_metrics):
+        assert isinstance(rank, list), rank
+        for got, one in zip(rank, expected, strict=True):
+            assert got.keys() == one.keys()
+            for name in one.keys() - ({"pearson"} if one["samples"] == [1] else set()):
+                assert got[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5, nan_ok=True), (name, one["samples"])
+
+
+# --- collectives in a step --------------------------------------------------------------------------------------------
+
+
+class SyncsInStep(Net):
+    def extend(self) -> None:
+        self.accuracy = MulticlassAccuracy(CLASSES, dist_sync_on_step=True)
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.accuracy(p, y)
+
+
+class ComputesInStep(Net):
+    def extend(self) -> None:
+        self.accuracy = MulticlassAccuracy(CLASSES)
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.accuracy.update(p, y)
+        self.accuracy.compute()
+
+
+class GathersInStep(Net):
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.all_gather(p.sum())
+
+
+class LogsInStep(Net):
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.log("p", p.sum(), on_step=True, on_epoch=False, sync_dist=True)
+
+
+class WaitsInStep(Net):
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.trainer.strategy.barrier()
+
+
+class RawInStep(Net):
+    def score(self, p: Tensor, y: Tensor) -> None:
+        dist.all_reduce(p.sum())
+
+
+STEPS: dict[type[Net], str] = {
+    SyncsInStep: "can't gather the metric accuracy, since the ranks have 2 and 3 batches: leave out dist_sync_on_step",
+    ComputesInStep: "can't gather the metric accuracy, since the ranks have 2 and 3 batches",
+    GathersInStep: "can't gather from other ranks, since the ranks have 2 and 3 batches: log a torchmetrics metric",
+    LogsInStep: "can't log with sync_dist=True, since the ranks have 2 and 3 batches: log it with on_epoch=True",
+    WaitsInStep: "can't wait for other ranks, since the ranks have 2 and 3 batches",
+    RawInStep: "can't communicate with other ranks, since the ranks have 2 and 3 batches: log a torchmetrics metric",
+}
+
+
+# --- collectives in a hook --------------------------------------------------------------------------------------------
+
+
+class Hits(Net):
+    """Keeps whether each sample is right."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.hits: list[Tensor] = []
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.hits.append((p.argmax(1) == y).double())
+
+
+class GathersAll(Hits):
+    def on_validation_epoch_end(self) -> None:
+        gathered: Any = self.all_gather({"all": [torch.cat(self.hits)], "count": len(torch.cat(self.hits))})
+        self.mean = float(gathered["all"][0].mean())
+
+
+class GathersMeans(Hits):
+    def on_validation_epoch_end(self) -> None:
+        means: Any = self.all_gather(torch.cat(self.hits).mean())
+        self.mean = float(means.mean())
+
+
+class GathersBatches(Hits):
+    def on_validation_epoch_end(self) -> None:
+        self.all_gather(self.hits)
+
+
+class ReducesSum(Hits):
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.strategy.reduce(torch.cat(self.hits).sum(), reduce_op="sum")
+
+
+class OnRankZero(Net):
+    def extend(self) -> None:
+        self.auroc = MulticlassAUROC(CLASSES)
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        self.auroc.update(p, y)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.auroc.compute()
+
+
+def error_of(module: Net, samples: int, stage: str = "validate", **options: Any) -> str:
+    """Return the line that refuses an evaluation; "" if it ends."""
+    trainer, data = trainer_and_data(module, samples, **options)
+    try:
+        getattr(trainer, stage)(module, datamodule=data, **({"verbose": False} if stage != "predict" else {}))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def errors_in_steps() -> list[str]:
+    uneven = [error_of(kind(), 10, batch_size=10, pieces=5) for kind in STEPS]  # chunks of 2
+    even = [error_of(kind(), 12, "test", batch_size=12, pieces=4) for kind in STEPS]
+    return [*uneven, *even]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_collective_in_a_step_needs_equal_numbers_of_batches(tmp_path: Path) -> None:
+    """Else it is refused in the first batch, on all ranks, also one that torch itself starts."""
+    for rank in on_ranks(2, tmp_path, errors_in_steps):
+        assert isinstance(rank, list), rank
+        for error, says in zip(rank, STEPS.values(), strict=False):
+            assert f"strategy=ddp: validation_step {says}" in error
+        assert rank[len(STEPS) :] == [""] * len(STEPS), "the control"
+
+
+def errors_in_hooks() -> list[Any]:
+    module = GathersAll()
+    fits = error_of(module, 12, batch_size=12, pieces=4)
+    cases = (
+        (GathersAll, 10),
+        (GathersBatches, 10),
+        (GathersMeans, 10),
+        (OnRankZero, 12),
+        (GathersMeans, 1),
+        (ReducesSum, 1),
+    )
+    return [fits, module.mean, *(error_of(kind(), samples, batch_size=10, pieces=5) for kind, samples in cases)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_hook_gathers_has_the_same_shape_on_all_ranks(tmp_path: Path) -> None:
+    one = GathersAll()
+    assert error_of(one, 12) == ""
+    found = on_ranks(2, tmp_path, errors_in_hooks)
+    for rank in found:
+        assert isinstance(rank, list), rank
+        fits, mean, sizes, batches, means, on_zero, *empty = rank
+        assert (fits, mean, means) == ("", one.mean, "")
+        assert (
+            "all_gather in on_validation_epoch_end: the ranks have tensors of different sizes, [4], [6]: log" in sizes
+        )
+        assert "rank 1 is in all_gather in on_validation_epoch_end, and rank 0 is not: all ranks must" in batches
+        assert "rank 0 is in the gathering of the metric auroc, and rank 1 is not: all ranks must" in on_zero
+        for error, what in zip(empty, ("all_gather", "strategy.reduce"), strict=True):
+            assert f"{what} in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one: log" in error
+
+
+# --- what lies below --------------------------------------------------------------------------------------------------
+
+
+def gathered_tensors() -> list[Any]:
+    """Return what ranks gather whose tensors differ in size, also in none of their dimensions, or have no element."""
+    rank = dist.get_rank()
+    strided = torch.arange(12, dtype=torch.float64).reshape(3, 4).T[:, :rank]
+    tensors = {
+        "sizes": torch.full((rank, 2), rank),
+        "strided": strided,
+        "scalar": torch.tensor(rank > 1),
+        "bf16": torch.full((rank,), 0.5, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "state": torch.tensor([]) if rank == 1 else torch.full((1, 2), rank),  # as torchmetrics makes it of no value
+    }
+    results: list[Any] = []
+    for name, tensor in tensors.items():
+        parts = gather_tensors(tensor, name)
+        results.append([(str(part.dtype), list(part.shape), part.double().sum().item()) for part in parts])
+    for wrong in (torch.zeros(2, dtype=torch.float64 if rank else torch.float32), torch.zeros((1,) * (rank + 1))):
+        try:
+            gather_tensors(wrong, "wrong")
+        except UserError as error:
+            results.append(str(error))
+    try:
+        gather_objects(TensorHeader("x", (), torch.float32) if rank == 2 else None)
+    except UserError as error:
+        results.append(str(error))
+    return results
+
+
+def test_tensors_of_any_size_are_gathered(tmp_path: Path) -> None:
+    ranks = on_ranks(5, tmp_path, gathered_tensors)
+    for rank in ranks:
+        assert isinstance(rank, list), rank
+        sizes, strided, scalar, bf16, none, state, dtypes, dimensions, mixed = rank
+        assert sizes == [("torch.int64", [n, 2], 2 * n * n) for n in range(5)]
+        assert [part[1] for part in strided] == [[4, min(n, 3)] for n in range(5)]
+        assert strided[1][2] == 0 + 1 + 2 + 3
+        assert [part[2] for part in scalar] == [0, 0, 1, 1, 1]
+        assert bf16 == [("torch.bfloat16", [n], n / 2) for n in range(5)]
+        assert none == [("torch.float32", [0, 3], 0)] * 5
+        assert state[1] == ("torch.int64", [0, 2], 0)
+        assert state[4] == ("torch.int64", [1, 2], 8)
+        assert "wrong: the ranks have tensors of different sizes, [2] of torch.float32, [2] of torch.float64" in dtypes
+        assert "wrong: the ranks have tensors of different sizes, [1], [1, 1], [1, 1, 1]" in dimensions
+        assert mixed.startswith("rank 2 is in x, and rank 0 is not: ")
+
+
+def test_a_metric_is_copied_and_pickled_without_the_strategy() -> None:
+    metric = MulticlassAUROC(CLASSES, dist_sync_fn=StateGather("metric auroc", object()))
+    assert metric.clone().dist_sync_fn is metric.dist_sync_fn
+    unpickled = pickle.loads(pickle.dumps(metric)).dist_sync_fn
+    assert (unpickled.name, unpickled.strategy) == ("metric auroc", None)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class LogsInTraining(Net):
+    def extend(self) -> None:
+        self.auroc, self.accuracy = MulticlassAUROC(CLASSES), MulticlassAccuracy(CLASSES)
+
+    def score(self, p: Tensor, y: Tensor) -> None:
+        for name in ("auroc", "accuracy"):
+            metric = getattr(self, name)
+            metric(p, y)
+            self.log(f"train/{name}", metric, on_step=name == "auroc", on_epoch=True)
+
+
+def train_short_steps() -> dict[str, float]:
+    """Train two epochs of one step of two samples."""
+    module = LogsInTraining()
+    trainer, data = trainer_and_data(module, 1, train=2, max_epochs=2, limit_val_batches=0)
+    trainer.fit(module, datamodule=data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_without_a_sample_in_training_joins_the_metrics_of_the_epoch(tmp_path: Path) -> None:
+    expected = train_short_steps()
+    assert {"train/auroc_epoch", "train/accuracy"} <= expected.keys()
+    for rank in on_ranks(4, tmp_path, train_short_steps):
+        assert rank == pytest.approx(expected, rel=1e-5), rank
+
+
+def test_predicting_refuses_a_collective_where_a_rank_has_no_batch(tmp_path: Path) -> None:
+    class Predicts(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.all_gather(self(batch[0]))
+
+    found = on_ranks(2, tmp_path, lambda: error_of(Predicts(), 1, "predict"))
+    assert "predict_step can't gather from other ranks, since the ranks have 0 and 1 batches" in found[0] + found[1]
