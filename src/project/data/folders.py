@@ -2,7 +2,9 @@
 
 import csv
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,25 @@ import torch
 from torch import Tensor
 
 from lockstep import Source, UserError
-from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split, split_text
+from project.data.classes import class_names
+from project.data.labelled import (
+    MODES,
+    PARTS,
+    LabelledFiles,
+    check_bits,
+    check_headers,
+    decodable,
+    image_spec,
+    split,
+    split_text,
+    unique_images,
+)
+from project.data.pixels import Reading
+from project.data.walk import Walk, entries, is_folder, is_left_behind, passed_over_text, walk
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+# .jfif and .jpe are JPEG.
+EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+KNOWN = f"known are {', '.join(EXTENSIONS)}"  # for messages
 OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # hardly names of classes
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 
@@ -29,23 +47,30 @@ def image_folder(
     test_fraction: float = 0.1,
     split_seed: int = 0,
     skip_broken: bool = False,
+    background: str | Sequence[int] = "white",
+    bits: int | None = None,
+    known_classes: Sequence[str] = (),
 ) -> Source:
     """Open images that are sorted into a folder for each class.
 
     Either `<data_dir>` has `train/<class>/`, and `test/<class>/` or `val/<class>/` or both; without `test/` nothing is
     tested. Or it has `<class>/` alone, and the images are split. conf/data/image_folder.yaml describes the options.
+    `known_classes` comes from a checkpoint, see `classes.ordered`.
 
     Raises:
-        UserError: Folders or images are missing or can't be read, or the folders' classes differ.
+        UserError: Folders or images are missing or can't be read, the folders' classes differ, or an image lies in two
+            parts or classes.
     """
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
+    reading = Reading(background, bits)
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     root = Path(data_dir)
     if not root.is_dir():
         raise UserError(f"image_folder: data_dir={data_dir} is no folder: it must {WANTED}")
-    parts = [name for name in PARTS if (root / name).is_dir()]
-    doubtful = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
+    folders, beside = _folders(root)
+    parts = [name for name in PARTS if name in folders]
+    doubtful = sorted({name for name in folders if name.lower() in OTHERWISE} - set(PARTS))
     if doubtful:
         rename = f"rename it to one of {', '.join(PARTS)}"
         raise UserError(f"image_folder: {root} has a folder {doubtful[0]}, which is no class: {rename}")
@@ -53,8 +78,14 @@ def image_folder(
         lacks = "train/" if "train" not in parts else "neither test/ nor val/"
         alone = f": use data_dir={root / 'train'} to split it" if parts == ["train"] else ""
         raise UserError(f"image_folder: {root} has {parts[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
-    opened = {name: class_folders(root / name, image_size, channels) for name in parts or [""]}
-    files, classes = opened[parts[0] if parts else ""]
+    passed_over = beside + Counter(f"{name}/" for name in folders if name not in parts) if parts else Counter()
+    opened, inodes = {}, []
+    for name in parts or [""]:
+        files, classes, found = _open_classes(root / name, image_size, channels, known_classes)
+        opened[name] = (replace(files, reading=reading), classes)
+        inodes.append(found.inodes)
+        passed_over += found.passed_over
+    classes = opened[parts[0] if parts else ""][1]
     if len(classes) < 2:
         only = f"{root / parts[0] if parts else root} has only one folder, {classes[0]}"
         raise UserError(f"image_folder: {only}: it must have a folder for each class, two at least")
@@ -62,6 +93,7 @@ def image_folder(
         if differing := sorted(set(classes) ^ set(others)):
             odd = f"only {'train' if differing[0] in classes else name}/ has {differing[0]}"
             raise UserError(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
+    opened, again = _each_image_once(opened, inodes)
     left_out = ""
     if skip_broken:
         ids, left_out = decodable([part for part, _ in opened.values()])
@@ -70,17 +102,20 @@ def image_folder(
             if empty := sorted(set(range(len(classes))) - set(part.labels.tolist())):
                 where = root / name / classes[empty[0]]
                 raise UserError(f"image_folder: no image in {where} can be decoded: repair one, or remove the folder")
-        files = opened[parts[0] if parts else ""][0]
-    else:
-        check_headers([part for part, _ in opened.values()])
+    check_headers([part for part, _ in opened.values()])
+    what = ""
     if parts:
         train, val, test = (opened[name][0] if name in opened else None for name in PARTS)
-        what = "nothing is tested" if test is None else "a part of train/ is used for validation" if val is None else ""
+        if test is None:
+            what = "nothing is tested"
+        elif val is None and val_fraction:
+            what = "a part of train/ is used for validation"
     else:
-        train, val, test = split(files, val_fraction, test_fraction, split_seed)
+        train, val, test = split(opened[""][0], val_fraction, test_fraction, split_seed)
         what = split_text(val_fraction)
     layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
-    about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
+    texts = [f"{layout} in {root}", what, left_out, again, passed_over_text(passed_over, EXTENSIONS)]
+    about = f"image_folder: {'; '.join(filter(None, texts))}"
     spec = image_spec(image_size, channels, mean, std, classes)
     return Source(train, test, spec, val, about=about, split_by_opener=not parts)
 
@@ -89,35 +124,88 @@ def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledF
     """Return the images of the class folders in `root`, at any depth, and the names of the classes.
 
     Raises:
-        UserError: There is no class folder, or one has no image or a name that is not UTF-8.
+        UserError: see `_open_classes`.
     """
-    classes = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
-    if not classes:
+    files, classes, _ = _open_classes(root, image_size, channels)
+    return files, classes
+
+
+def _folders(root: Path) -> tuple[list[str], Counter[str]]:
+    """Return the names of the folders in `root`, sorted, and the number of other entries by kind, as of `Walk`."""
+    names, others = [], Walk()
+    for entry in entries(root):
+        if entry.name.startswith("."):
+            others.pass_over(entry.name, is_image(entry.name))
+        elif not is_folder(entry):
+            others.pass_over("images.beside the folders" if is_image(entry.name) else entry.name)
+        elif is_left_behind(entry.name):
+            others.pass_over(f"{entry.name}/")
+        else:
+            names.append(entry.name)
+    return sorted(names), others.passed_over
+
+
+def _open_classes(
+    root: Path, image_size: int, channels: int, known_classes: Sequence[str] = ()
+) -> tuple[LabelledFiles, list[str], Walk]:
+    """Return the images of the class folders in `root`, the names of the classes in order, and what the walk found.
+
+    Raises:
+        UserError: There is no class folder, one has no image or a name that is not UTF-8, or two names look alike.
+    """
+    folders, beside = _folders(root)
+    if not folders:
         raise UserError(f"image_folder: {root} has no folders: it must {WANTED}")
-    for name in map(os.fsencode, classes):
+    for name in map(os.fsencode, folders):
         if name.decode(errors="replace").encode() != name:
             raise UserError(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
-    image_names = [images_in(root, name) for name in classes]
-    empty = [name for name, names in zip(classes, image_names, strict=True) if not names]
-    if empty:
-        raise UserError(f"image_folder: no image in {root / empty[0]}: known are {', '.join(EXTENSIONS)}")
-    labels = np.repeat(np.arange(len(image_names)), [len(names) for names in image_names])
-    return LabelledFiles(root, np.array([*chain(*image_names)]), labels, image_size, channels), classes
+    walks = {name: walk(root, is_image, name) for name in folders}
+    counts = {name: len(each.paths) for name, each in walks.items()}
+    if empty := [name for name, count in counts.items() if not count]:
+        known = passed_over_text(walks[empty[0]].passed_over, EXTENSIONS) or KNOWN
+        raise UserError(f"image_folder: no image in {root / empty[0]}: {known}")
+    class_of, classes = class_names(counts, f"image_folder: the folders in {root}", known_classes=known_classes)
+    folder_of = {class_of[name]: name for name in folders}
+    found = [walks[folder_of[name]] for name in classes]
+    labels = np.repeat(np.arange(len(classes)), [len(each.paths) for each in found])
+    names = np.array([*chain.from_iterable(each.paths for each in found)])
+    inodes = [*chain.from_iterable(each.inodes for each in found)]
+    passed_over = sum((each.passed_over for each in found), beside)
+    return LabelledFiles(root, names, labels, image_size, channels), classes, Walk([], inodes, passed_over)
 
 
-def images_in(root: Path, name: str) -> list[str]:
-    """Return the paths of a class's images, relative to `root` and sorted. A folder with several links counts once."""
-    paths, seen = [], set()
-    for folder, folders, files in os.walk(root / name, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        # sorted, so that every machine follows the same one of two links to a folder
-        images = (file for file in files if file.lower().endswith(EXTENSIONS) and not file.startswith("."))
-        paths += [os.path.relpath(os.path.join(folder, file), root) for file in images]
-    return sorted(paths)
+def _each_image_once(
+    opened: Mapping[str, tuple[LabelledFiles, list[str]]], inodes: Sequence[Sequence[int]]
+) -> tuple[dict[str, tuple[LabelledFiles, list[str]]], str]:
+    """Return the parts without files that are links to others of them, and a text that counts these.
+
+    Args:
+        opened: the images and classes of each part.
+        inodes: of the images of each part. Only if one is there twice, files are looked at.
+
+    Raises:
+        UserError: A file is in two parts or classes.
+    """
+    _, first, counts = np.unique(np.array([*chain(*inodes)], dtype=np.uint64), return_inverse=True, return_counts=True)
+    ids = np.flatnonzero(counts[first] > 1)
+    borders = np.cumsum([0, *map(len, inodes)])
+    of_part = np.searchsorted(borders, ids, side="right") - 1
+    parts = [*opened]
+    images = [(parts[part], int(number - borders[part])) for part, number in zip(of_part, ids, strict=True)]
+    paths = [opened[name][0].path(index) for name, index in images]
+    classes = [opened[name][1][opened[name][0].labels[index]] for name, index in images]
+    keep, text = unique_images(paths, classes, [f"{name}/" for name, _ in images], lambda number: str(paths[number]))
+    again = {images[number] for number in set(range(len(images))) - set(keep.tolist())}
+    once = {}
+    for name, (part, names) in opened.items():
+        others = [index for part_name, index in again if part_name == name]
+        once[name] = (part.part(np.delete(np.arange(len(part)), others)) if others else part, names)
+    return once, text
+
+
+def is_image(name: str) -> bool:
+    """Check whether a file's name has an ending of images."""
+    return name.lower().endswith(EXTENSIONS)
 
 
 class ImageFiles(LabelledFiles):
@@ -130,6 +218,10 @@ class ImageFiles(LabelledFiles):
             `file` or `path`, else the first); or several of these.
         image_size: pixels.
         channels: 1 or 3.
+        background, bits: see `pixels.Reading`.
+
+    Attributes:
+        about: a text that counts files that were passed over.
 
     Raises:
         UserError: A path does not exist, there is no image, none can be decoded, or `channels` is not 1 or 3.
@@ -137,19 +229,37 @@ class ImageFiles(LabelledFiles):
 
     uses_random_numbers = False
 
-    def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
+    def __init__(
+        self,
+        images: str | Path | Sequence[str],
+        image_size: int,
+        channels: int,
+        background: str | Sequence[int] = "white",
+        bits: int | None = None,
+    ) -> None:
         if channels not in MODES:
             raise UserError(f"images={images}: files have 1 or 3 channels, but the model was trained on {channels}")
         sources = [images] if isinstance(images, str | Path) else images
         parts = [Path(str(each)).expanduser() for each in sources]
         alone = len(parts) == 1 and parts[0].is_dir()  # then names are relative to this folder
-        names = images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))]
+        passed_over: Counter[str] = Counter()
+        names: list[str] = []
+        for part in parts:
+            if part.is_dir():
+                found = walk(part, is_image)
+                names += found.paths if alone else [str(part / name) for name in found.paths]
+                passed_over += found.passed_over
+            else:
+                names += _paths(part)
+        self.about = passed_over_text(passed_over, EXTENSIONS)
         if not names:
-            raise UserError(f"images={images}: no image in it: known are {', '.join(EXTENSIONS)}")
+            raise UserError(f"images={images}: no image in it: {self.about or KNOWN}")
         root = parts[0] if alone else Path()
-        super().__init__(root, np.array(names), np.arange(len(names)), image_size, channels)
+        reading = Reading(background, bits)
+        super().__init__(root, np.array(names), np.arange(len(names)), image_size, channels, reading=reading)
         if all(self[index][1] < 0 for index in range(len(self))):  # stops at the first that can be decoded
             raise UserError(f"images={images}: no image can be decoded, {names[0]} for example")
+        check_bits([self])
 
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, Any]:
         try:
@@ -159,9 +269,7 @@ class ImageFiles(LabelledFiles):
 
 
 def _paths(source: Path) -> list[str]:
-    """Return the image files that a path stands for. Paths in a list are relative to its folder."""
-    if source.is_dir():
-        return [str(source / name) for name in images_in(source, ".")]
+    """Return the image files that a path of no folder stands for. Paths in a list are relative to its folder."""
     if not source.is_file():
         raise UserError(f"images={source}: no such file or folder")
     kind = source.suffix.lower()

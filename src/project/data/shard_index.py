@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,10 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import UserError, plural
+from project.data.classes import class_names as names_of_classes
+from project.data.classes import clean
 from project.data.labelled import LabelledFiles, check_headers, fingerprint_of
-from project.data.shard_files import IMAGES, TEXTS, scan_parquet, scan_tar
+from project.data.shard_files import IMAGES, scan_parquet, scan_tar
 
-VERSION = 1  # of the index's format
+VERSION = 2  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
 PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
 MAX_LABEL = 200  # characters
@@ -113,7 +115,8 @@ def open_index(
     Args:
         root: the folder of the shards.
         shards: the files of each part, the training part first.
-        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`.
+        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`, and `known_classes`, see
+            `classes.ordered`.
         index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
         image_size: pixels.
         channels: 1 or 3.
@@ -230,6 +233,8 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
     the images are distributed to shards.
     """
+    columns = {name: options[name] for name in ("image", "label")}
+    known_classes: Sequence[str] = options.get("known_classes", ())
     label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
     first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
@@ -237,7 +242,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     with open(folder / "images.bin", "wb") as images_file:  # for the images of parquet files
         for file_number, (part, path) in enumerate(files):
             is_parquet = path.suffix == ".parquet"
-            shard = scan_parquet(path, **options, packed=images_file) if is_parquet else scan_tar(path, **options)
+            shard = scan_parquet(path, **columns, packed=images_file) if is_parquet else scan_tar(path, **columns)
             if not shard.samples:
                 continue
             first = first or (path, shard.label_source, shard.class_names)
@@ -248,7 +253,9 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
             if shard.class_names != class_names:
                 wanted = "all shards must list the same classes in the same order, or none"
                 raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
-            if odd := [each for each in shard.samples if len(each.label) > MAX_LABEL or not each.label.isprintable()]:
+            if odd := [
+                each for each in shard.samples if len(each.label) > MAX_LABEL or not clean(each.label).isprintable()
+            ]:
                 wanted = f"it must be one line of at most {MAX_LABEL} characters"
                 raise UserError(f"{path}: the label of {odd[0].name} is no class: {wanted}")
             names = np.array([os.fsencode(each.name) for each in shard.samples])
@@ -261,17 +268,23 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         if not rows[part]:
             raise UserError(f"{paths[0]}: no image in it: known are {', '.join(IMAGES)}")
     assert first is not None
-    _, label_source, class_names = first
-    classes = ordered_classes(label_source, class_names, label_numbers)
-    class_numbers = {label: number for number, label in enumerate(classes)}
-    class_by_label_number = np.array([class_numbers[label] for label in label_numbers])
+    first_path, _, listed = first
+    counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
+    class_of, classes = names_of_classes(
+        dict.fromkeys(listed, 0) | dict(zip(label_numbers, counts, strict=True)),
+        f"shards: {first_path.parent}",
+        order=listed or None,
+        known_classes=known_classes,
+    )
+    class_numbers = {name: number for number, name in enumerate(classes)}
+    class_by_label_number = np.array([class_numbers[class_of[label]] for label in label_numbers])
     first_labels: NDArray[np.int64] | None = None  # the label numbers of the first part
     fingerprints = {}
-    for part, columns in rows.items():
-        names, labels, places = (np.concatenate(each) for each in zip(*columns, strict=True))
+    for part, arrays in rows.items():
+        names, labels, places = (np.concatenate(each) for each in zip(*arrays, strict=True))
         present = np.unique(labels)
         first_labels = present if first_labels is None else first_labels
-        if len(others := np.setdiff1d(present, first_labels)) and not class_names:
+        if len(others := np.setdiff1d(present, first_labels)):
             what = f"only {part} has the class {[*label_numbers][others[0]]}"
             raise UserError(f"{shards[part][0].parent}: {what}: {next(iter(rows))} must have it, too")
         labels = class_by_label_number[labels]
@@ -282,17 +295,3 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         sizes = places["size"][order].tolist()
         fingerprints[part] = fingerprint_of(labels[order], map(os.fsdecode, names[order].tolist()), sizes)
     (folder / "index.json").write_text(json.dumps({"classes": classes, "fingerprints": fingerprints}), "utf-8")
-
-
-def ordered_classes(label_source: str, class_names: Sequence[str], labels: Collection[str]) -> list[str]:
-    """Return the names of the classes in order.
-
-    If the shards list the names, this is their order. If `label_source` is TEXTS, the string for labels from .cls, .txt
-    or .json members or from a column, and all labels are whole numbers, they are sorted as numbers. All other labels
-    are sorted as text.
-    """
-    if class_names:
-        return [*class_names]
-    if label_source == TEXTS and all(map(str.isdecimal, labels)):
-        return sorted(labels, key=int)
-    return sorted(labels)
