@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import numpy as np
@@ -135,9 +136,11 @@ def _folders(root: Path) -> tuple[list[str], Counter[str]]:
     names, others = [], Walk()
     for entry in entries(root):
         if entry.name.startswith("."):
-            others.pass_over(entry.name, is_image(entry.name))
+            others.pass_over(entry.name + "/" * entry.is_dir(follow_symlinks=False), is_image(entry.name))
+        elif not is_folder(entry) and is_image(entry.name):
+            others.passed_over["beside the folders"] += 1
         elif not is_folder(entry):
-            others.pass_over("images.beside the folders" if is_image(entry.name) else entry.name)
+            others.pass_over(entry.name)
         elif is_left_behind(entry.name):
             others.pass_over(f"{entry.name}/")
         else:
@@ -241,11 +244,11 @@ class ImageFiles(LabelledFiles):
             raise UserError(f"images={images}: files have 1 or 3 channels, but the model was trained on {channels}")
         sources = [images] if isinstance(images, str | Path) else images
         parts = [Path(str(each)).expanduser() for each in sources]
-        alone = len(parts) == 1 and parts[0].is_dir()  # then names are relative to this folder
+        alone = len(parts) == 1 and _is_folder(parts[0])  # then names are relative to this folder
         passed_over: Counter[str] = Counter()
         names: list[str] = []
         for part in parts:
-            if part.is_dir():
+            if _is_folder(part):
                 found = walk(part, is_image)
                 names += found.paths if alone else [str(part / name) for name in found.paths]
                 passed_over += found.passed_over
@@ -268,14 +271,32 @@ class ImageFiles(LabelledFiles):
             return torch.zeros(self.channels, self.image_size, self.image_size, dtype=torch.uint8), -1
 
 
+def _is_folder(source: Path) -> bool:
+    """Check whether a path of the user's is a folder.
+
+    Raises:
+        UserError: It is missing, can't be read, or is neither a folder nor a file.
+    """
+    try:
+        mode = os.stat(source).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except OSError as error:
+        raise UserError(f"images={source}: can't be read ({error.strerror})") from error
+    if not (S_ISDIR(mode) or S_ISREG(mode)):
+        raise UserError(f"images={source}: no such file or folder")
+    return S_ISDIR(mode)
+
+
 def _paths(source: Path) -> list[str]:
     """Return the image files that a path of no folder stands for. Paths in a list are relative to its folder."""
-    if not source.is_file():
-        raise UserError(f"images={source}: no such file or folder")
     kind = source.suffix.lower()
     if kind not in (".txt", ".csv"):
         return [str(source)]
-    lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+    try:
+        lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+    except OSError as error:
+        raise UserError(f"images={source}: can't be read ({error.strerror})") from error
     try:
         rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
     except csv.Error as error:
@@ -287,7 +308,7 @@ def _paths(source: Path) -> list[str]:
     if short := [row for row in rows if len(row) <= column]:
         raise UserError(f"images={source}: the row {','.join(short[0])} has no {head[column]}")
     paths = [source.parent / row[column] for row in rows if row[column]]
-    if absent := [path for path in paths if not path.is_file()]:
+    if absent := [path for path in paths if not os.path.isfile(path)]:
         where = "relative to its folder; a .csv has them in the column file or path, else in the first"
         raise UserError(f"images={source}: there is no {absent[0]}: paths in a list are {where}")
     return list(map(str, paths))

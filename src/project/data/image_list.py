@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,13 @@ def image_list(
             raise UserError(f"{at} has no {missing[0]}: each row must have {' and '.join(('path', *target.names))}")
         if row.get("split", "train") not in PARTS:
             raise UserError(f"{at}: split is {row['split'] or 'empty'}: it must be train, val or test")
-        if "\0" in row["path"] or not os.path.isfile(file.parent / row["path"]):
+        try:
+            is_file = "\0" not in row["path"] and S_ISREG(os.stat(file.parent / row["path"]).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_file = False
+        except OSError as error:
+            raise UserError(f"{at}: {file.parent / row['path']} can't be read ({error.strerror})") from error
+        if not is_file:
             raise UserError(
                 f"{at}: there is no file {file.parent / row['path']}: paths must be relative to the list's folder"
             )

@@ -293,8 +293,9 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
                     deep.append((files, index))
         except Image.DecompressionBombError as error:
             large.append(f"{files.location(index)} ({too_large_text(error)})")
-        except UNREADABLE:
-            broken.append(files.location(index))
+        except UNREADABLE as error:
+            reason = getattr(error, "strerror", None)  # of the file system
+            broken.append(f"{files.location(index)}{reason and f' ({reason})' or ''}")
         if time.monotonic() > stop:
             break
     for names, fault, remedy in (

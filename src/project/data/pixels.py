@@ -30,13 +30,14 @@ class Reading:
         ValueError: One of them is out of range.
     """
 
-    background: str | Sequence[int] = "white"
+    background: str | Sequence[int] | None = "white"
     bits: int | None = None
 
     def __post_init__(self) -> None:
         right = "must be a colour, such as white or '#808080', or three numbers of 0 to 255"
         try:
-            colour = ImageColor.getrgb(self.background) if isinstance(self.background, str) else tuple(self.background)
+            given = "white" if self.background is None else self.background  # a run before this option has none
+            colour = ImageColor.getrgb(given) if isinstance(given, str) else tuple(given)
         except (ValueError, TypeError):
             raise ValueError(f"background={self.background}: {right}") from None
         if len(colour) != 3 or not all(type(value) is int and 0 <= value <= 255 for value in colour):

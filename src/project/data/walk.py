@@ -108,8 +108,7 @@ class _Files(Walk):
         for entry in entries(self.root / folder):
             path = os.path.join(folder, entry.name) if folder else entry.name
             if entry.name.startswith("."):  # a broken link too: editors and file managers use such
-                is_hidden_folder = entry.is_dir(follow_symlinks=False)
-                self.pass_over(f"{entry.name}/" if is_hidden_folder else entry.name, self.wanted(entry.name))
+                self.pass_over(entry.name + "/" * entry.is_dir(follow_symlinks=False), self.wanted(entry.name))
             elif is_folder(entry):
                 if is_left_behind(entry.name):
                     self.pass_over(f"{entry.name}/")
