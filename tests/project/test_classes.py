@@ -1,13 +1,12 @@
 """Labels: one rule for folders, lists, shards and the hub. What looks alike is never two classes."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 from small_data import config, refusal_of, write_images
-from test_image_list import opened, write_list
-from test_shards import PARQUET, png
 from written_shards import write_tar
 
 from lockstep import Source, Spec
@@ -15,6 +14,28 @@ from lockstep.data.build import open_data, refuse_untrained_classes
 from lockstep.data.datasets import ArrayDataset, same_classes
 from project.data import image_folder
 from project.data.classes import class_names, clean, ordered
+
+PARQUET = "pip install -e .[huggingface] brings datasets"
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (6, 6)).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_list(folder: Path, head: str, rows: list[str]) -> Path:
+    """Write a list, and 12 images for it."""
+    (folder / "images").mkdir()
+    for number in range(12):
+        (folder / "images" / f"{number}.png").write_bytes(png())
+    (folder / "list.csv").write_text("\n".join([head, *rows]) + "\n")
+    return folder / "list.csv"
+
+
+def opened(file: Path, **changes: Any) -> Any:
+    return open_data(config("image_list", csv=str(file), image_size=8, **changes), "nowhere")
+
 
 ALIKE = [
     ("a", "a "),
@@ -70,7 +91,8 @@ def test_labels_that_differ_visibly_are_classes(labels: tuple[str, str]) -> None
 
 
 def test_a_label_is_written_without_what_cannot_be_seen(tmp_path: Path) -> None:
-    rows = [f"images/{number}.png,{['a ', 'cafe\u0301\u200b'][number % 2]}" for number in range(12)]
+    labels = ("a ", "cafe\u0301\u200b")
+    rows = [f"images/{number}.png,{labels[number % 2]}" for number in range(12)]
     assert opened(write_list(tmp_path, "path,label", rows)).spec.classes == ("a", "caf\u00e9")
     assert clean("\ufeff\0 a b\t") == "a b"
 
@@ -91,7 +113,7 @@ def test_missing_values_are_refused_as_labels(tmp_path: Path, label: str) -> Non
         (
             "path,label",
             "images/2.png,a\x07b",
-            "row 4: the label 'a\\x07b' has the character '\\x07', which can't be seen",
+            "row 4: the label 'a\\x07b' has the character '\\x07', which can't be shown",
         ),
         ("path,label,label", "images/2.png,a,b", "it has 2 columns label: rename or remove all but one"),
         ("path,label,label ", "images/2.png,a,b", "it has 2 columns label"),

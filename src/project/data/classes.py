@@ -49,8 +49,8 @@ def class_names(
         at = ": ".join(filter(None, [where, place(label)]))
         if not name:
             raise UserError(f"{at}: the label {label!r} is empty: each image must have one")
-        if odd := [each for each in name if unicodedata.category(each) in ("Cc", "Zl", "Zp")]:
-            raise UserError(f"{at}: the label {label!r} has the character {odd[0]!r}, which can't be seen: remove it")
+        if odd := [each for each in name if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp")]:
+            raise UserError(f"{at}: the label {label!r} has the character {odd[0]!r}, which can't be shown: remove it")
         if order is None and (name.lower() in MISSING or name in MISSING_AS_WRITTEN):
             right = "give a label, leave the image out, or call the class otherwise"
             raise UserError(f"{at}: the label {label!r} is how programs write a missing value: {right}")

@@ -295,7 +295,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
             large.append(f"{files.location(index)} ({too_large_text(error)})")
         except UNREADABLE as error:
             reason = getattr(error, "strerror", None)  # of the file system
-            broken.append(f"{files.location(index)}{reason and f' ({reason})' or ''}")
+            broken.append(f"{files.location(index)}{(reason and f' ({reason})') or ''}")
         if time.monotonic() > stop:
             break
     for names, fault, remedy in (

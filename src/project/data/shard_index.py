@@ -27,6 +27,7 @@ from lockstep import UserError, plural
 from project.data.classes import class_names as names_of_classes
 from project.data.classes import clean
 from project.data.labelled import LabelledFiles, check_headers, fingerprint_of
+from project.data.pixels import Reading
 from project.data.shard_files import IMAGES, scan_parquet, scan_tar
 
 VERSION = 2  # of the index's format
@@ -109,6 +110,7 @@ def open_index(
     index_dir: str | None,
     image_size: int,
     channels: int,
+    reading: Reading,
 ) -> Index:
     """Open the index of shards, and make it first if there is none, or if a shard has changed.
 
@@ -120,6 +122,7 @@ def open_index(
         index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
         image_size: pixels.
         channels: 1 or 3.
+        reading: how pixels are read.
 
     Raises:
         UserError: A shard or an image is damaged, a column is missing, or the index can't be written.
@@ -143,7 +146,7 @@ def open_index(
                 names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
                 all_files = [*files, *image_files]
                 fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
-                parts[part] = ShardImages(*fields)
+                parts[part] = ShardImages(*fields, reading=reading)
             return Index(folder, parts, content["classes"])
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error
@@ -254,7 +257,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
                 wanted = "all shards must list the same classes in the same order, or none"
                 raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
             if odd := [
-                each for each in shard.samples if len(each.label) > MAX_LABEL or not clean(each.label).isprintable()
+                each for each in shard.samples if len(each.label) > MAX_LABEL or len(clean(each.label).splitlines()) > 1
             ]:
                 wanted = f"it must be one line of at most {MAX_LABEL} characters"
                 raise UserError(f"{path}: the label of {odd[0].name} is no class: {wanted}")

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,10 @@ def shards(
         raise UserError(f"shards: {other}: all paths must name train, val or test, or none")
     if len(of_part) > 1 and "train" not in of_part:
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
-    index = open_index(root, of_part, {"image": image, "label": label}, index_dir, image_size, channels)
+    index = open_index(root, of_part, {"image": image, "label": label}, index_dir, image_size, channels, reading)
     if known_classes and (recorded := ordered(index.classes, known_classes)) != index.classes:
         options = {"image": image, "label": label, "known_classes": recorded}
-        index = open_index(root, of_part, options, index_dir, image_size, channels)
-    index = replace(index, parts={name: replace(part, reading=reading) for name, part in index.parts.items()})
+        index = open_index(root, of_part, options, index_dir, image_size, channels, reading)
     check_bits([*index.parts.values()])
     if len(index.classes) < 2:
         raise UserError(f"shards: {root} has only one class, {index.classes[0]}: it must have two at least")
