@@ -53,18 +53,15 @@ def pictures(folder: Path) -> dict[str, Path]:
         rgba = Image.fromarray(np.concatenate([colour, alpha[..., None]], 2))
         la = Image.fromarray(np.stack([colour[..., 0], alpha], 2))
         for ending in ("png", "tiff", "webp"):
-            save(f"rgba{below}.{ending}", rgba, **{"lossless": True, "exact": True} if ending == "webp" else {})
-            save(
-                f"la{below}.{ending}",
-                la.convert("RGBA") if ending == "webp" else la,
-                **{"lossless": True} if ending == "webp" else {},
-            )
+            save(f"rgba{below}.{ending}", rgba, **({"lossless": True, "exact": True} if ending == "webp" else {}))
+        save(f"la{below}.png", la)
+        save(f"la{below}.tiff", la)
+        save(f"la{below}.webp", la.convert("RGBA"), lossless=True)
         deep = np.concatenate([colour, alpha[..., None]], 2).astype(np.int64) * 257
         files[f"rgba{below}_16.png"], files[f"la{below}_16.png"] = folder / f"r{below}.png", folder / f"l{below}.png"
         write_png(files[f"rgba{below}_16.png"], deep, RGBA_PNG)
         write_png(files[f"la{below}_16.png"], deep[..., 2:], GREY_ALPHA_PNG)
     numbers = np.where(alpha > 0, 1 + grey // 80, 0).astype(np.uint8)
-    palette = Image.fromarray(numbers)
     palette = Image.fromarray(numbers).convert("P")
     palette.putdata(numbers.reshape(-1).tolist())
     palette.putpalette([9, 9, 9, 0, 0, 0, 80, 80, 80, 160, 160, 160])

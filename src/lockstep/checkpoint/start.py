@@ -16,6 +16,7 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import CheckpointError, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
+from lockstep.config.instantiate import locate, parameters
 from lockstep.config.value_checks import show
 from lockstep.data import Splits
 from lockstep.data.datasets import same_classes
@@ -183,8 +184,11 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
     classes, now_classes = recorded["spec"]["classes"], splits.spec.classes
     differ = not same_classes(classes, now_classes)
     if differ and sorted(classes) == sorted(now_classes):  # older versions sorted numbers in folders' names as text
+        remedy = NEW_RUN
+        if "known_classes" in parameters(locate("data._target_", config.data["_target_"])):
+            remedy = f"'+data.known_classes=[{','.join(classes)}]' keeps it; {NEW_RUN}"
         order = f"{join_names(classes, 5)}, and not {join_names(now_classes, 5)}"
-        raise UserError(f"data: {path} was trained with the classes in another order, {order}: {NEW_RUN}")
+        raise UserError(f"data: {path} was trained with the classes in another order, {order}: {remedy}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
     if changed and recorded["fingerprint"] != splits.fingerprint:

@@ -72,7 +72,7 @@ def ordered(names: Collection[str], known_classes: Sequence[str] = ()) -> list[s
         known_classes: those that a model was trained on. If they are the same, this is their order: older versions
             sorted otherwise.
     """
-    known = {clean(name): number for number, name in enumerate(known_classes)}
+    known = {clean(str(name)): number for number, name in enumerate(known_classes)}
     if known and known.keys() == set(names):
         return sorted(names, key=known.__getitem__)
     return sorted(names, key=Decimal) if all(map(NUMBER.fullmatch, names)) else sorted(names)

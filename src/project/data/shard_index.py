@@ -14,8 +14,9 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from project.data.classes import clean
 from project.data.labelled import LabelledFiles, check_headers, fingerprint_of
 from project.data.pixels import Reading
 from project.data.shard_files import IMAGES, scan_parquet, scan_tar
+from project.data.walk import passed_over_text
 
 VERSION = 2  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
@@ -79,11 +81,13 @@ class Index:
         folder: its folder.
         parts: the images of each part.
         classes: names of the classes.
+        passed_over: the number of images of tar files that were not taken, by kind.
     """
 
     folder: Path
     parts: dict[str, ShardImages]
     classes: list[str]
+    passed_over: Counter[str] = field(default_factory=Counter)
 
     def cached_arrays(self, name: str, compute: Callable[[], Sequence[NDArray[np.int64]]]) -> list[NDArray[np.int64]]:
         """Return the arrays that `compute` returns.
@@ -147,7 +151,7 @@ def open_index(
                 all_files = [*files, *image_files]
                 fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
                 parts[part] = ShardImages(*fields, reading=reading)
-            return Index(folder, parts, content["classes"])
+            return Index(folder, parts, content["classes"], Counter(content["passed_over"]))
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error
 
@@ -238,6 +242,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     """
     columns = {name: options[name] for name in ("image", "label")}
     known_classes: Sequence[str] = options.get("known_classes", ())
+    passed_over: Counter[str] = Counter()
     label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
     first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
@@ -246,6 +251,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         for file_number, (part, path) in enumerate(files):
             is_parquet = path.suffix == ".parquet"
             shard = scan_parquet(path, **columns, packed=images_file) if is_parquet else scan_tar(path, **columns)
+            passed_over += shard.passed_over
             if not shard.samples:
                 continue
             first = first or (path, shard.label_source, shard.class_names)
@@ -269,7 +275,8 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         (folder / "images.bin").unlink()
     for part, paths in shards.items():
         if not rows[part]:
-            raise UserError(f"{paths[0]}: no image in it: known are {', '.join(IMAGES)}")
+            known = passed_over_text(passed_over, IMAGES) or f"known are {', '.join(IMAGES)}"
+            raise UserError(f"{paths[0]}: no image in it: {known}")
     assert first is not None
     first_path, _, listed = first
     counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
@@ -297,4 +304,5 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
             np.save(folder / part / f"{name}.npy", array[order])
         sizes = places["size"][order].tolist()
         fingerprints[part] = fingerprint_of(labels[order], map(os.fsdecode, names[order].tolist()), sizes)
-    (folder / "index.json").write_text(json.dumps({"classes": classes, "fingerprints": fingerprints}), "utf-8")
+    content = {"classes": classes, "fingerprints": fingerprints, "passed_over": passed_over}
+    (folder / "index.json").write_text(json.dumps(content), "utf-8")

@@ -9,6 +9,7 @@ from lockstep import Source, UserError, plural
 from project.data.classes import ordered
 from project.data.labelled import PARTS, SPLIT_RULE, check_bits, image_spec, split_ids, split_text, subsets
 from project.data.pixels import Reading
+from project.data.shard_files import IMAGES
 from project.data.shard_index import digest, open_index
 from project.data.walk import passed_over_text, walk
 
@@ -83,7 +84,8 @@ def shards(
         held_out = "a part of train is used for validation" if val is None and val_fraction else ""
         what = "nothing is tested" if test is None else held_out
     passed_over = passed_over_text(found.passed_over, ENDINGS)
-    texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what, passed_over]
+    in_shards = passed_over_text(index.passed_over, IMAGES)
+    texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
     return Source(train, test, spec, val, about=about, split_by_opener=alone)
