@@ -54,10 +54,10 @@ def class_names(
         if order is None and (name.lower() in MISSING or name in MISSING_AS_WRITTEN):
             right = "give a label, leave the image out, or call the class otherwise"
             raise UserError(f"{at}: the label {label!r} is how programs write a missing value: {right}")
-    alike: dict[str, list[str]] = {}
+    similar: dict[str, list[str]] = {}
     for label, name in class_of.items():
-        alike.setdefault(_look(name), []).append(label)
-    if several := [labels for labels in alike.values() if len(labels) > 1]:
+        similar.setdefault(_look(name), []).append(label)
+    if several := [labels for labels in similar.values() if len(labels) > 1]:
         texts = [f"{label!r} ({counts[label]:,}{place(label) and f', {place(label)}'})" for label in several[0]]
         more = f"; and {len(several) - 1:,} more" if len(several) > 1 else ""
         raise UserError(f"{where}: labels that look alike: {join_names(texts, 5)}{more}: write them in one way")

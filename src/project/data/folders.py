@@ -82,10 +82,10 @@ def image_folder(
     passed_over = beside + Counter(f"{name}/" for name in folders if name not in parts) if parts else Counter()
     opened, inodes = {}, []
     for name in parts or [""]:
-        files, classes, found = _open_classes(root / name, image_size, channels, known_classes)
+        files, classes, walked = _open_classes(root / name, image_size, channels, known_classes)
         opened[name] = (replace(files, reading=reading), classes)
-        inodes.append(found.inodes)
-        passed_over += found.passed_over
+        inodes.append(walked.inodes)
+        passed_over += walked.passed_over
     classes = opened[parts[0] if parts else ""][1]
     if len(classes) < 2:
         only = f"{root / parts[0] if parts else root} has only one folder, {classes[0]}"
@@ -169,11 +169,11 @@ def _open_classes(
         raise UserError(f"image_folder: no image in {root / empty[0]}: {known}")
     class_of, classes = class_names(counts, f"image_folder: the folders in {root}", known_classes=known_classes)
     folder_of = {class_of[name]: name for name in folders}
-    found = [walks[folder_of[name]] for name in classes]
-    labels = np.repeat(np.arange(len(classes)), [len(each.paths) for each in found])
-    names = np.array([*chain.from_iterable(each.paths for each in found)])
-    inodes = [*chain.from_iterable(each.inodes for each in found)]
-    passed_over = sum((each.passed_over for each in found), beside)
+    ordered_walks = [walks[folder_of[name]] for name in classes]
+    labels = np.repeat(np.arange(len(classes)), [len(each.paths) for each in ordered_walks])
+    names = np.array([*chain.from_iterable(each.paths for each in ordered_walks)])
+    inodes = [*chain.from_iterable(each.inodes for each in ordered_walks)]
+    passed_over = sum((each.passed_over for each in ordered_walks), beside)
     return LabelledFiles(root, names, labels, image_size, channels), classes, Walk([], inodes, passed_over)
 
 
@@ -249,9 +249,9 @@ class ImageFiles(LabelledFiles):
         names: list[str] = []
         for part in parts:
             if _is_folder(part):
-                found = walk(part, is_image)
-                names += found.paths if alone else [str(part / name) for name in found.paths]
-                passed_over += found.passed_over
+                walked = walk(part, is_image)
+                names += walked.paths if alone else [str(part / name) for name in walked.paths]
+                passed_over += walked.passed_over
             else:
                 names += _paths(part)
         self.about = passed_over_text(passed_over, EXTENSIONS)

@@ -193,9 +193,11 @@ def numbered(
         return values.astype(np.int64), listed
     present, numbers, counts = np.unique(values, return_inverse=True, return_counts=True)
     texts = [*map(str, present)]
-    class_of, found = class_names(dict(zip(texts, counts.tolist(), strict=True)), where, known_classes=known_classes)
-    classes = classes or found
-    if odd := sorted(set(found) - set(classes)):
+    class_of, names_in_order = class_names(
+        dict(zip(texts, counts.tolist(), strict=True)), where, known_classes=known_classes
+    )
+    classes = classes or names_in_order
+    if odd := sorted(set(names_in_order) - set(classes)):
         raise UserError(f"{where} has the class {odd[0]}: train must have it, too")
     position = {name: number for number, name in enumerate(classes)}
     return np.array([position[class_of[text]] for text in texts])[numbers].astype(np.int64), classes

@@ -36,8 +36,10 @@ class Reading:
     def __post_init__(self) -> None:
         right = "must be a colour, such as white or '#808080', or three numbers of 0 to 255"
         try:
-            given = "white" if self.background is None else self.background  # a run before this option has none
-            colour = ImageColor.getrgb(given) if isinstance(given, str) else tuple(given)
+            colour_or_name = (
+                "white" if self.background is None else self.background
+            )  # a run before this option has none
+            colour = ImageColor.getrgb(colour_or_name) if isinstance(colour_or_name, str) else tuple(colour_or_name)
         except (ValueError, TypeError):
             raise ValueError(f"background={self.background}: {right}") from None
         if len(colour) != 3 or not all(type(value) is int and 0 <= value <= 255 for value in colour):

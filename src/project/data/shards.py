@@ -14,7 +14,7 @@ from project.data.shard_index import digest, open_index
 from project.data.walk import passed_over_text, walk
 
 PART = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")  # in a file's path: train-00017.tar
-ENDINGS = (".tar", ".parquet")
+EXTENSIONS = (".tar", ".parquet")
 SHARD = re.compile(r"\.tar$|\.parquet$|\.tgz$|\.tar\.\w+$")  # the last two are refused
 WANTED = "hold .tar or .parquet files, at any depth"
 
@@ -49,9 +49,9 @@ def shards(
     root = Path(data_dir).expanduser().absolute()
     if not root.is_dir():
         raise UserError(f"shards: data_dir={data_dir} is no folder: it must {WANTED}")
-    found = walk(root, lambda name: SHARD.search(name) is not None)
-    files = sorted(root / path for path in found.paths)
-    if packed := [path for path in files if path.suffix not in ENDINGS]:
+    files_walk = walk(root, lambda name: SHARD.search(name) is not None)
+    files = sorted(root / path for path in files_walk.paths)
+    if packed := [path for path in files if path.suffix not in EXTENSIONS]:
         raise UserError(f"shards: {packed[0]} is compressed: unpack it to a .tar file, whose images can be read singly")
     if not files:
         raise UserError(f"shards: {root} has no shards: it must {WANTED}")
@@ -81,9 +81,9 @@ def shards(
         what = split_text(val_fraction)
     else:
         train, val, test = map(index.parts.get, PARTS)
-        held_out = "a part of train is used for validation" if val is None and val_fraction else ""
-        what = "nothing is tested" if test is None else held_out
-    passed_over = passed_over_text(found.passed_over, ENDINGS)
+        of_val = "a part of train is used for validation" if val is None and val_fraction else ""
+        what = "nothing is tested" if test is None else of_val
+    passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
     in_shards = passed_over_text(index.passed_over, IMAGES)
     texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))

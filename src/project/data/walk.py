@@ -74,8 +74,8 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
         UserError: It can't be read.
     """
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as iterator:
+            return list(iterator)
     except OSError as error:
         raise UserError(f"{folder}: can't be read ({error.strerror}): its files would be missing") from error
 
