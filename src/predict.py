@@ -3,6 +3,7 @@
 if __name__ == "__main__":
     import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ def open_images(images: Any, config: Any, spec: Any) -> Any:
     from lockstep.data.transforms import as_evaluated
     from project.data import ImageFiles
 
-    return as_evaluated(ImageFiles(images, spec.image_size, spec.channels), config.data, spec)
+    reading = {key: config.data[key] for key in ("background", "bits") if key in config.data}
+    files = ImageFiles(images, spec.image_size, spec.channels, **reading)
+    if files.about:
+        logging.getLogger("lockstep").info("images: %s", files.about)
+    return as_evaluated(files, config.data, spec)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ OTHER: dict[str, Any] = {
     "callbacks.early_stopping.monitor": "val/loss",
     "data.mean": [0.1, 0.2, 0.3],
     "data.std": [0.3, 0.2, 0.1],
+    "data.background": "black",
+    "data.bits": 12,
     "data.channels": 1,
     "synthetic: data.channels": 3,
     "data.task": "segmentation",

@@ -253,3 +253,39 @@ def test_16_bits_are_scaled_to_8(tmp_path: Path, name: str, type: str) -> None:
     for mode in ("L", "RGB"):
         for plane in decode(tmp_path / name, 4, mode):
             assert plane.tolist() == np.round(pixels / 257).tolist()
+
+
+@pytest.mark.parametrize("how", ["hard", "symbolic"])
+def test_a_file_with_two_links_counts_once_or_is_refused(tmp_path: Path, how: str) -> None:
+    def link(part: str, name: str) -> Path:
+        made = tmp_path / part / name / "link.png"
+        first = tmp_path / "train" / "cat" / "0.png"
+        if how == "hard":
+            made.hardlink_to(first)
+        else:
+            made.symlink_to(first)
+        return made
+
+    write_images(tmp_path, ("train", "val", "test"))
+    before = image_folder(str(tmp_path))
+    made = link("train", "cat")
+    source = image_folder(str(tmp_path))
+    assert source.train.fingerprint() == before.train.fingerprint()
+    assert f"1 image listed again, with the same label, counted once: {made}" in source.about
+    made.unlink()
+    for part, name, says in (
+        ("train", "dog", "with cat and with dog: it must have one label"),
+        ("test", "cat", "in train/ and in test/: it must be in one part"),
+        ("val", "dog", "in train/ and in val/: it must be in one part"),
+    ):
+        made = link(part, name)
+        line = refusal_of(image_folder, str(tmp_path))
+        assert f"{tmp_path}/train/cat/0.png and {made} are the same image, {says}" in line
+        made.unlink()
+    assert image_folder(str(tmp_path)).about == before.about
+
+
+def test_without_validation_nothing_is_said_of_one(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    for fraction, says in ((0.1, True), (0, False), (0.0, False)):
+        assert ("used for validation" in image_folder(str(tmp_path), val_fraction=fraction).about) == says

@@ -1,5 +1,6 @@
 """A CSV file of images: read, split, and refused where something is wrong with it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,40 @@ def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match="its columns are none"):
         opened(tmp_path / "empty.csv")
+
+
+REPEATED = ("images/1.png", "./images/1.png", "images/../images/1.png", "link.png", "folder/1.png", "hard.png")
+
+
+@pytest.mark.parametrize("path", REPEATED)
+def test_an_image_that_is_listed_again_counts_once(tmp_path: Path, path: str) -> None:
+    rows = [f"images/{number}.png,{'ab'[number % 2]}" for number in range(12)]
+    file = write_list(tmp_path, "path,label", rows)
+    (tmp_path / "link.png").symlink_to("images/1.png")
+    (tmp_path / "folder").symlink_to("images")
+    (tmp_path / "hard.png").hardlink_to(tmp_path / "images" / "1.png")
+    before = opened(file)
+    file.write_text("\n".join(["path,label", *rows, f"{path},b"]))
+    assert opened(file).fingerprint == before.fingerprint
+    told = f"1 image listed again, with the same label, counted once: {file}: row 14 ({path})"
+    assert told in opened(file).about
+    file.write_text("\n".join(["path,label", *rows, f"{path},a"]))
+    line = refusal_of(opened, file)
+    assert f"{file}: row 3 (images/1.png) and {file}: row 14 ({path}) are the same image, with b and with a" in line
+    for part in ("val", "test"):
+        file.write_text("\n".join(["path,label,split", *(f"{row},train" for row in rows), f"{path},b,{part}"]))
+        line = refusal_of(opened, file)
+        assert f"row 14 ({path}) are the same image, in train and in {part}: it must be in one part" in line
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_list(tmp_path, "path,label", ["images/0.png,a", "images/1.png,b"])
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> Any:
+        if str(path).endswith("images/1.png"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    assert "images/1.png can't be read (Permission denied)" in refusal_of(opened, file)

@@ -229,9 +229,19 @@ def test_nothing_in_a_tar_leads_out_of_it(tmp_path: Path) -> None:
             tar.addfile(info)
     before = sorted(path.name for path in tmp_path.iterdir())
     splits = opened(root, val_fraction=0, test_fraction=0)
+    assert "passed over 2 files (2 links): known are jpg" in splits.about
     assert splits.spec.classes == ("..", "cat", "dog")  # a name is a name
     assert len(splits.train) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_other_images_and_thumbnails_in_a_tar_are_counted(tmp_path: Path) -> None:
+    names = ("cat/3.webp", "dog/3.WEBP", "dog/4.avif", "cat/@eaDir/1.png/S.jpg", "__MACOSX/cat/1.png", "cat/._1.png")
+    root = write_tar(tmp_path / "a.tar", {**GOOD, **dict.fromkeys(names, png())}).parent
+    for _ in range(2):  # made, then read
+        splits = opened(root, val_fraction=0, test_fraction=0)
+        assert (splits.spec.classes, len(splits.train)) == (("cat", "dog"), 4)
+        assert "passed over 5 files (2 .webp, 1 .avif, 1 in @eaDir, 1 in __MACOSX): known are jpg" in splits.about
 
 
 GOOD = {"cat/1.png": png(), "cat/2.png": png(1), "dog/1.png": png(2), "dog/2.png": png(3)}
@@ -241,7 +251,7 @@ GOOD = {"cat/1.png": png(), "cat/2.png": png(1), "dog/1.png": png(2), "dog/2.png
     ("members", "says"),
     [
         ({}, "a.tar: no image in it: known are jpg, jpeg, png"),
-        ({"cat/1.webp": png()}, "a.tar: no image in it"),
+        ({"cat/1.webp": png()}, "a.tar: no image in it: passed over 1 file (1 .webp): known are jpg, jpeg, png"),
         ({"cat/1.png": png()}, "has only one class, cat: it must have two at least"),
         ({**GOOD, "3.png": png()}, "a.tar: 3.png has no label: it must have a .cls, .txt or .json member"),
         (

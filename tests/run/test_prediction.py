@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import export
@@ -16,6 +17,7 @@ from conftest import Program, Run, composed
 from PIL import Image, ImageOps
 
 import evaluate
+import predict
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data import Spec
 from lockstep.errors import UserError
@@ -141,6 +143,16 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
         (tmp_path / "list.csv").write_text("gone.png\n")
         with pytest.raises(UserError, match=said):
             ImageFiles([str(folder), str(tmp_path / given)], SIZE, 3)
+
+
+def test_images_are_predicted_with_the_pixels_of_the_training(tmp_path: Path) -> None:
+    Image.new("RGBA", (SIZE, SIZE)).save(tmp_path / "a.png")
+    Image.fromarray(np.full((SIZE, SIZE), 4095, dtype=np.uint16)).save(tmp_path / "b.png")
+    spec = Spec(3, SIZE, ("a", "b"))
+    for background, value in (("white", 255), ([0, 0, 0], 0)):
+        config = SimpleNamespace(data={"background": background, "bits": 12})
+        files = predict.open_images(str(tmp_path), config, spec)
+        assert [files[index][0].unique().tolist() for index in range(2)] == [[value], [255]]
 
 
 def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:

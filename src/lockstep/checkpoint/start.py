@@ -16,8 +16,10 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import CheckpointError, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
+from lockstep.config.instantiate import locate, parameters
 from lockstep.config.value_checks import show
 from lockstep.data import Splits
+from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.files import link_file, write
 from lockstep.launch import slurm
@@ -179,6 +181,14 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
     if before["_target_"] != config.data["_target_"]:
         names = [group.get("name") or group["_target_"] for group in (config.data, before)]
         raise UserError(f"data={names[0]}, but {path} was trained on data={names[1]}: give the same data; {NEW_RUN}")
+    classes, now_classes = recorded["spec"]["classes"], splits.spec.classes
+    differ = not same_classes(classes, now_classes)
+    if differ and sorted(classes) == sorted(now_classes):  # older versions sorted numbers in folders' names as text
+        remedy = NEW_RUN
+        if "known_classes" in parameters(locate("data._target_", config.data["_target_"])):
+            remedy = f"'+data.known_classes=[{','.join(classes)}]' keeps it; {NEW_RUN}"
+        order = f"{join_names(classes, 5)}, and not {join_names(now_classes, 5)}"
+        raise UserError(f"data: {path} was trained with the classes in another order, {order}: {remedy}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
     if changed and recorded["fingerprint"] != splits.fingerprint:
@@ -193,7 +203,7 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
             f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
             f"{NEW_RUN}"
         )
-    if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
+    if differ:
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
 
 

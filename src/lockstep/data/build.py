@@ -1,7 +1,7 @@
 """Opening the data set of a config: once, in the parent process, so that forked workers share its memory."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +32,13 @@ from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import with_transforms
 from lockstep.errors import UserError
 from lockstep.launch.process_lifetime import in_new_thread
-from lockstep.text import plural
+from lockstep.text import join_names, plural
 
 check_data = checker(Data)
 
 
 @in_new_thread  # it calls user code, which must not leave threads or CUDA in the parent, since the parent forks
-def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
+def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_classes: Sequence[str] = ()) -> Splits:
     """Open the data set of a config and return its splits. Download it if it is missing.
 
     Args:
@@ -47,16 +47,22 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         data_dir: folder of downloaded data sets, or of the user's own images.
         seed: the run's seed, for an opener that takes `seed`. Ours do not, so runs with other seeds see the same data.
             An opener that splits the data itself takes `val_fraction` and `split_seed`; with folds `val_fraction` is 0.
+        known_classes: the classes of a checkpoint that is to be tested, for an opener that takes `known_classes`. It
+            then keeps their order, if they are those of the data.
 
     Raises:
-        UserError: data are missing, incomplete or damaged, or an option is out of range.
+        UserError: data are missing, incomplete or damaged, or an option is out of range; or a class has images for the
+            validation or the test, and none for the training.
     """
     group = check_data("data", config)
     folding = chosen_fold(group)
     val_fraction = 0.0 if folding else group.get("val_fraction", 0.1)  # an opener must not hold out a part of its own
     split_seed = group.get("split_seed", 0)
     options = {key: value for key, value in group.items() if key not in Data.__annotations__}
-    source = _open_source(options, data_dir=data_dir, seed=seed, val_fraction=val_fraction, split_seed=split_seed)
+    offers = {"data_dir": data_dir, "seed": seed, "val_fraction": val_fraction, "split_seed": split_seed}
+    source = _open_source(options, **offers, known_classes=known_classes)
+    if not known_classes:
+        refuse_untrained_classes(source)
     if folding and source.val is not None:
         has = f"data={config.get('name')} brings its own validation set"
         raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
@@ -144,6 +150,30 @@ def training_weights(source: Source, train: Any) -> Weights | None:
     if not weights.any():
         raise UserError("data: sample_weights: all training samples have the weight 0: some must have more")
     return weights
+
+
+def refuse_untrained_classes(source: Source) -> None:
+    """Refuse data in which a class has images for the validation or the test, and none for the training.
+
+    Raises:
+        UserError: there is such a class. If the labels are unknown without making samples, none is found.
+    """
+    if source.spec.task != "classification":
+        return
+    counts = {}
+    for name, dataset in (("training", source.train), ("validation", source.val), ("test", source.test)):
+        try:
+            labels = labels_of(dataset)
+        except (UserError, TypeError):  # TypeError: a data set without a length, which is refused elsewhere
+            continue
+        known = labels[(labels >= 0) & (labels < source.spec.num_classes)]
+        counts[name] = np.bincount(known, minlength=source.spec.num_classes)
+    for name in ("validation", "test"):
+        untrained = np.flatnonzero((counts.get(name, 0) > 0) & (counts.get("training", 1) == 0))
+        if len(untrained):
+            classes = join_names((source.spec.classes[each] for each in untrained), 5)
+            images = plural(int(counts[name][untrained].sum()), f"{name} image")
+            raise UserError(f"data: {images} of classes without a training image: {classes}: train must have some")
 
 
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import random
 import time
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,15 @@ class Spec:
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.classes)
+
+
+def same_classes(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Check whether two lists have the same classes in the same order. Unicode's forms of a name are the same.
+
+    A file system may change the form, and older versions recorded names with blanks at their ends.
+    """
+    names = ([unicodedata.normalize("NFC", name).strip() for name in each] for each in (one, other))
+    return next(names) == next(names)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lockstep.config.schema import OptionalGroup, SpecRecord
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import without_training_settings
+from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError
 from lockstep.launch.process_group import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
@@ -169,7 +170,7 @@ def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None
             f"data: this data set is for {spec.task}, but {path} was trained for {trained_spec.task}: "
             f"use a data set for {trained_spec.task}"
         )
-    if list(trained_spec.classes) != list(spec.classes):
+    if not same_classes(trained_spec.classes, spec.classes):
         data_classes, trained_classes = set(spec.classes), set(trained_spec.classes)
         only_in = {"the data set": data_classes - trained_classes, path: trained_classes - data_classes}
         differences = [f"only {one} has {join_names(sorted(names), 5)}" for one, names in only_in.items() if names]

@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import Source, UserError
+from project.data.classes import class_names
 from project.data.labelled import LabelledFiles, check_headers, image_spec, split_ids, split_text, subsets
+from project.data.pixels import Reading
+from project.data.walk import walk
 
 PARTS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}  # names of splits
 FOLDER = "it must be written by save_to_disk, or have parquet files"
@@ -63,16 +66,20 @@ def huggingface(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
+    background: str | Sequence[int] = "white",
+    bits: int | None = None,
+    known_classes: Sequence[str] = (),
 ) -> Source:
     """Open a data set of images from the hub, or from a folder: one of `save_to_disk`, or one of parquet files.
 
     Its splits train, validation and test are used. If it has one split, the images are split.
-    conf/data/huggingface.yaml describes the options.
+    conf/data/huggingface.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
 
     Raises:
         UserError: `datasets` is not installed, the data set can't be opened, or has other columns or no train.
     """
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
+    reading = Reading(background, bits)
     if not isinstance(path, str) or not path:
         raise UserError("data.path must be given: data.path=<a name on the hub, or a folder>")
     splits = load(path, subset)
@@ -87,9 +94,9 @@ def huggingface(
     for part, name in of_part.items():
         if name is not None:
             rows = columns_of(f"huggingface: {path}, split {name}", splits[name], image, label)
-            labels, classes = numbered(f"huggingface: {path}, split {name}", rows, label, classes)
+            labels, classes = numbered(f"huggingface: {path}, split {name}", rows, label, classes, known_classes)
             where = np.array([f"{path}, split {name}"])
-            parts[part] = RowImages(Path(path), where, labels, image_size, channels, rows, image)
+            parts[part] = RowImages(Path(path), where, labels, image_size, channels, rows, image, reading=reading)
     if len(classes) < 2:
         raise UserError(f"huggingface: {path} has only one class, {classes[0]}: it must have two at least")
     check_headers([*parts.values()])
@@ -122,7 +129,7 @@ def load(path: str, subset: str | None) -> dict[str, Any]:
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
             loaded = datasets.load_from_disk(str(folder))
         elif folder.is_dir():
-            if not any(folder.rglob("*.parquet")):
+            if not walk(folder, lambda name: name.endswith(".parquet")).paths:
                 raise UserError(f"huggingface: data.path={path} is a folder of another kind: {FOLDER}")
             loaded = datasets.load_dataset("parquet", data_dir=str(folder))
         elif path.startswith(("/", ".", "~")):
@@ -159,7 +166,9 @@ def columns_of(where: str, rows: Any, image: str, label: str) -> Any:
     return rows.select_columns([image, label]).cast_column(image, datasets.Image(decode=False)).with_format(None)
 
 
-def numbered(where: str, rows: Any, label: str, classes: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+def numbered(
+    where: str, rows: Any, label: str, classes: list[str], known_classes: Sequence[str] = ()
+) -> tuple[NDArray[np.int64], list[str]]:
     """Return the labels of all rows as numbers of classes, and the classes.
 
     Args:
@@ -167,6 +176,7 @@ def numbered(where: str, rows: Any, label: str, classes: list[str]) -> tuple[NDA
         rows: a datasets.Dataset.
         label: the column, of the feature ClassLabel, or of whole numbers or texts.
         classes: those of the training's split; empty: `rows` is this split.
+        known_classes: see `classes.ordered`.
 
     Raises:
         UserError: A label is missing, of another kind, or not one of the classes.
@@ -176,15 +186,18 @@ def numbered(where: str, rows: Any, label: str, classes: list[str]) -> tuple[NDA
     values = np.asarray(column.to_numpy())
     if column.null_count or (names is None and values.dtype.kind not in "iuOUT"):
         raise UserError(f"{where}: the column {label} has missing or other values: it must hold whole numbers or texts")
-    present = np.unique(values) if names is None else values
-    ordered = [*map(str, present)] if names is None else list(names)
-    classes = classes or ordered
     if names is not None:
-        if ordered != classes or not ((values >= 0) & (values < len(names))).all():
+        _, listed = class_names(dict.fromkeys(map(str, names), 0), where, order=[*map(str, names)])
+        if listed != (classes or listed) or not ((values >= 0) & (values < len(names))).all():
             raise UserError(f"{where}: a label is none of the classes: a split without labels can't be used")
-        return values.astype(np.int64), classes
-    if odd := sorted(set(ordered) - set(classes)):
+        return values.astype(np.int64), listed
+    present, numbers, counts = np.unique(values, return_inverse=True, return_counts=True)
+    texts = [*map(str, present)]
+    class_of, names_in_order = class_names(
+        dict(zip(texts, counts.tolist(), strict=True)), where, known_classes=known_classes
+    )
+    classes = classes or names_in_order
+    if odd := sorted(set(names_in_order) - set(classes)):
         raise UserError(f"{where} has the class {odd[0]}: train must have it, too")
     position = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([position[name] for name in ordered])
-    return numbers[np.searchsorted(present, values)].astype(np.int64), classes
+    return np.array([position[class_of[text]] for text in texts])[numbers].astype(np.int64), classes

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep import UserError
 from project.data.labelled import CHECK_SECONDS, UNREADABLE, LabelledFiles
+from project.data.pixels import too_large_text
 
 UNLABELLED = 255  # in the masks of a batch: pixels that do not count
 MODES = ("1", "L", "P")  # Pillow's modes of one channel of 8 bits or less
@@ -62,6 +63,8 @@ class MaskedFiles(LabelledFiles):
                     raise UserError(f"{path}: a mask of {sizes[0]} pixels: must have {sizes[1]}, as {self.path(index)}")
                 # Only positions are resampled: an image with its palette would be converted to colours.
                 numbers = Image.fromarray(np.asarray(mask).astype(np.uint8))
+        except Image.DecompressionBombError as error:
+            raise UserError(f"{path} or its image is {too_large_text(error)}: make it smaller") from error
         except (*UNREADABLE, struct.error) as error:
             raise UserError(f"{path} can't be decoded ({error}): repair it") from error
         pixels = np.array(ImageOps.fit(numbers, (self.image_size, self.image_size), Image.Resampling.NEAREST))

@@ -6,12 +6,16 @@ Only images, texts and numbers are read, and nothing is unpickled or executed.
 import errno
 import json
 import tarfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from lockstep import UserError
+from project.data.walk import is_left_behind
 
+# Endings of other images, which are counted.
+OTHER_IMAGES = ("jfif", "jpe", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "heic", "heif", "jp2", "tga")
 IMAGES, LABELS = ("jpg", "jpeg", "png"), ("cls", "txt", "json")
 FOLDERS, TEXTS = (
     "folders",
@@ -37,6 +41,7 @@ class Shard:
     label_source: str  # FOLDERS or TEXTS; empty: there is no image yet
     class_names: tuple[str, ...] = ()  # the classes in order, if the shard lists them
     samples: list[Sample] = field(default_factory=list)
+    passed_over: Counter[str] = field(default_factory=Counter)  # other images by kind, as of `walk.Walk`
 
 
 def scan_tar(path: Path, image: str | None, label: str) -> Shard:
@@ -68,6 +73,9 @@ def scan_tar(path: Path, image: str | None, label: str) -> Shard:
                 last = name
                 folder, _, file = name.rpartition("/")
                 stem, _, ending = file.partition(".")
+                if image is None and (kind := passed_over_kind(member, folder, ending.lower().rpartition(".")[2])):
+                    shard.passed_over[kind] += 1
+                    continue
                 if not member.isreg() or member.issparse() or not stem:
                     continue
                 if key != f"{folder}/{stem}":
@@ -88,6 +96,18 @@ def scan_tar(path: Path, image: str | None, label: str) -> Shard:
         reason = f"truncated or damaged tar file ({error})"
         raise UserError(f"{path}: {reason} after {last}: it must be written or copied again") from error
     return shard
+
+
+def passed_over_kind(member: tarfile.TarInfo, folder: str, ending: str) -> str:
+    """Return why an image of a tar file is passed over, by kind; empty if it is not, or no image."""
+    left_behind = next((each for each in folder.split("/") if each not in (".", "..") and is_left_behind(each)), None)
+    if ending not in (*IMAGES, *OTHER_IMAGES):
+        return ""
+    if left_behind:
+        return f"in {left_behind}"
+    if member.islnk() or member.issym():
+        return "links"
+    return f".{ending}" if ending in OTHER_IMAGES and member.isreg() else ""
 
 
 def add(path: Path, shard: Shard, images: list[Sample], texts: dict[str, str], label: str) -> None:

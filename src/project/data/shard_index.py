@@ -14,8 +14,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep import UserError, plural
+from project.data.classes import class_names as names_of_classes
+from project.data.classes import clean
 from project.data.labelled import LabelledFiles, check_headers, fingerprint_of
-from project.data.shard_files import IMAGES, TEXTS, scan_parquet, scan_tar
+from project.data.pixels import Reading
+from project.data.shard_files import IMAGES, scan_parquet, scan_tar
+from project.data.walk import passed_over_text
 
-VERSION = 1  # of the index's format
+VERSION = 2  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
 PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
 MAX_LABEL = 200  # characters
@@ -76,11 +81,13 @@ class Index:
         folder: its folder.
         parts: the images of each part.
         classes: names of the classes.
+        passed_over: the number of images of tar files that were not taken, by kind.
     """
 
     folder: Path
     parts: dict[str, ShardImages]
     classes: list[str]
+    passed_over: Counter[str] = field(default_factory=Counter)
 
     def cached_arrays(self, name: str, compute: Callable[[], Sequence[NDArray[np.int64]]]) -> list[NDArray[np.int64]]:
         """Return the arrays that `compute` returns.
@@ -107,16 +114,19 @@ def open_index(
     index_dir: str | None,
     image_size: int,
     channels: int,
+    reading: Reading,
 ) -> Index:
     """Open the index of shards, and make it first if there is none, or if a shard has changed.
 
     Args:
         root: the folder of the shards.
         shards: the files of each part, the training part first.
-        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`.
+        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`, and `known_classes`, see
+            `classes.ordered`.
         index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
         image_size: pixels.
         channels: 1 or 3.
+        reading: how pixels are read.
 
     Raises:
         UserError: A shard or an image is damaged, a column is missing, or the index can't be written.
@@ -140,8 +150,8 @@ def open_index(
                 names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
                 all_files = [*files, *image_files]
                 fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
-                parts[part] = ShardImages(*fields)
-            return Index(folder, parts, content["classes"])
+                parts[part] = ShardImages(*fields, reading=reading)
+            return Index(folder, parts, content["classes"], Counter(content["passed_over"]))
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error
 
@@ -230,6 +240,9 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
     the images are distributed to shards.
     """
+    columns = {name: options[name] for name in ("image", "label")}
+    known_classes: Sequence[str] = options.get("known_classes", ())
+    passed_over: Counter[str] = Counter()
     label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
     first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
@@ -237,7 +250,8 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     with open(folder / "images.bin", "wb") as images_file:  # for the images of parquet files
         for file_number, (part, path) in enumerate(files):
             is_parquet = path.suffix == ".parquet"
-            shard = scan_parquet(path, **options, packed=images_file) if is_parquet else scan_tar(path, **options)
+            shard = scan_parquet(path, **columns, packed=images_file) if is_parquet else scan_tar(path, **columns)
+            passed_over += shard.passed_over
             if not shard.samples:
                 continue
             first = first or (path, shard.label_source, shard.class_names)
@@ -248,7 +262,9 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
             if shard.class_names != class_names:
                 wanted = "all shards must list the same classes in the same order, or none"
                 raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
-            if odd := [each for each in shard.samples if len(each.label) > MAX_LABEL or not each.label.isprintable()]:
+            if odd := [
+                each for each in shard.samples if len(each.label) > MAX_LABEL or len(clean(each.label).splitlines()) > 1
+            ]:
                 wanted = f"it must be one line of at most {MAX_LABEL} characters"
                 raise UserError(f"{path}: the label of {odd[0].name} is no class: {wanted}")
             names = np.array([os.fsencode(each.name) for each in shard.samples])
@@ -259,19 +275,26 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         (folder / "images.bin").unlink()
     for part, paths in shards.items():
         if not rows[part]:
-            raise UserError(f"{paths[0]}: no image in it: known are {', '.join(IMAGES)}")
+            known = passed_over_text(passed_over, IMAGES) or f"known are {', '.join(IMAGES)}"
+            raise UserError(f"{paths[0]}: no image in it: {known}")
     assert first is not None
-    _, label_source, class_names = first
-    classes = ordered_classes(label_source, class_names, label_numbers)
-    class_numbers = {label: number for number, label in enumerate(classes)}
-    class_by_label_number = np.array([class_numbers[label] for label in label_numbers])
+    first_path, _, listed = first
+    counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
+    class_of, classes = names_of_classes(
+        dict.fromkeys(listed, 0) | dict(zip(label_numbers, counts, strict=True)),
+        f"shards: {first_path.parent}",
+        order=listed or None,
+        known_classes=known_classes,
+    )
+    class_numbers = {name: number for number, name in enumerate(classes)}
+    class_by_label_number = np.array([class_numbers[class_of[label]] for label in label_numbers])
     first_labels: NDArray[np.int64] | None = None  # the label numbers of the first part
     fingerprints = {}
-    for part, columns in rows.items():
-        names, labels, places = (np.concatenate(each) for each in zip(*columns, strict=True))
+    for part, arrays in rows.items():
+        names, labels, places = (np.concatenate(each) for each in zip(*arrays, strict=True))
         present = np.unique(labels)
         first_labels = present if first_labels is None else first_labels
-        if len(others := np.setdiff1d(present, first_labels)) and not class_names:
+        if len(others := np.setdiff1d(present, first_labels)):
             what = f"only {part} has the class {[*label_numbers][others[0]]}"
             raise UserError(f"{shards[part][0].parent}: {what}: {next(iter(rows))} must have it, too")
         labels = class_by_label_number[labels]
@@ -281,18 +304,5 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
             np.save(folder / part / f"{name}.npy", array[order])
         sizes = places["size"][order].tolist()
         fingerprints[part] = fingerprint_of(labels[order], map(os.fsdecode, names[order].tolist()), sizes)
-    (folder / "index.json").write_text(json.dumps({"classes": classes, "fingerprints": fingerprints}), "utf-8")
-
-
-def ordered_classes(label_source: str, class_names: Sequence[str], labels: Collection[str]) -> list[str]:
-    """Return the names of the classes in order.
-
-    If the shards list the names, this is their order. If `label_source` is TEXTS, the string for labels from .cls, .txt
-    or .json members or from a column, and all labels are whole numbers, they are sorted as numbers. All other labels
-    are sorted as text.
-    """
-    if class_names:
-        return [*class_names]
-    if label_source == TEXTS and all(map(str.isdecimal, labels)):
-        return sorted(labels, key=int)
-    return sorted(labels)
+    content = {"classes": classes, "fingerprints": fingerprints, "passed_over": passed_over}
+    (folder / "index.json").write_text(json.dumps(content), "utf-8")

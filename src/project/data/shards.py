@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import Source, UserError, plural
-from project.data.labelled import PARTS, SPLIT_RULE, image_spec, split_ids, split_text, subsets
+from project.data.classes import ordered
+from project.data.labelled import PARTS, SPLIT_RULE, check_bits, image_spec, split_ids, split_text, subsets
+from project.data.pixels import Reading
+from project.data.shard_files import IMAGES
 from project.data.shard_index import digest, open_index
+from project.data.walk import passed_over_text, walk
 
 PART = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")  # in a file's path: train-00017.tar
+EXTENSIONS = (".tar", ".parquet")
+SHARD = re.compile(r"\.tar$|\.parquet$|\.tgz$|\.tar\.\w+$")  # the last two are refused
 WANTED = "hold .tar or .parquet files, at any depth"
 
 
@@ -25,23 +31,28 @@ def shards(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
+    background: str | Sequence[int] = "white",
+    bits: int | None = None,
+    known_classes: Sequence[str] = (),
 ) -> Source:
     """Open the tar and parquet files in a folder.
 
     A file belongs to the part that its path names, such as `train/` or `val-0001.tar`. If all belong to train, or none
-    names a part, the images are split. conf/data/shards.yaml describes the options.
+    names a part, the images are split. conf/data/shards.yaml describes the options. `known_classes` comes from a
+    checkpoint, see `classes.ordered`.
 
     Raises:
         UserError: There are no shards, one is damaged, or labels, columns or parts are missing.
     """
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
+    reading = Reading(background, bits)
     root = Path(data_dir).expanduser().absolute()
     if not root.is_dir():
         raise UserError(f"shards: data_dir={data_dir} is no folder: it must {WANTED}")
-    files = sorted(path for path in root.rglob("*") if path.is_file() and not hidden(path.relative_to(root)))
-    if packed := [path for path in files if re.search(r"\.tgz$|\.tar\.\w+$", path.name)]:
+    files_walk = walk(root, lambda name: SHARD.search(name) is not None)
+    files = sorted(root / path for path in files_walk.paths)
+    if packed := [path for path in files if path.suffix not in EXTENSIONS]:
         raise UserError(f"shards: {packed[0]} is compressed: unpack it to a .tar file, whose images can be read singly")
-    files = [path for path in files if path.suffix in (".tar", ".parquet")]
     if not files:
         raise UserError(f"shards: {root} has no shards: it must {WANTED}")
     of_part = {name: [path for path in files if part_of(path.relative_to(root)) == name] for name in (*PARTS, "all")}
@@ -51,7 +62,11 @@ def shards(
         raise UserError(f"shards: {other}: all paths must name train, val or test, or none")
     if len(of_part) > 1 and "train" not in of_part:
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
-    index = open_index(root, of_part, {"image": image, "label": label}, index_dir, image_size, channels)
+    index = open_index(root, of_part, {"image": image, "label": label}, index_dir, image_size, channels, reading)
+    if known_classes and (recorded := ordered(index.classes, known_classes)) != index.classes:
+        options = {"image": image, "label": label, "known_classes": recorded}
+        index = open_index(root, of_part, options, index_dir, image_size, channels, reading)
+    check_bits([*index.parts.values()])
     if len(index.classes) < 2:
         raise UserError(f"shards: {root} has only one class, {index.classes[0]}: it must have two at least")
     alone = len(of_part) == 1
@@ -66,15 +81,14 @@ def shards(
         what = split_text(val_fraction)
     else:
         train, val, test = map(index.parts.get, PARTS)
-        what = "nothing is tested" if test is None else "a part of train is used for validation" if val is None else ""
-    about = "; ".join(filter(None, [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what]))
+        of_val = "a part of train is used for validation" if val is None and val_fraction else ""
+        what = "nothing is tested" if test is None else of_val
+    passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
+    in_shards = passed_over_text(index.passed_over, IMAGES)
+    texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what, passed_over, in_shards]
+    about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
     return Source(train, test, spec, val, about=about, split_by_opener=alone)
-
-
-def hidden(path: Path) -> bool:
-    """Check whether a file, or a folder that it is in, begins with a dot, as an index does."""
-    return any(part.startswith(".") for part in path.parts)
 
 
 def part_of(path: Path) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import UserError
+from lockstep import UserError, join_names
+from project.data.classes import class_names
 
 Rows = Sequence[Mapping[str, Any]]
 LIKE = {"labels": "[cat,dog]", "values": "[age]", "classes": "[background,cat]"}
@@ -66,13 +67,16 @@ def _is_list_of_names(value: Any) -> bool:
     return listed and len({str(each) for each in value}) == len(value)
 
 
-def read_targets(file: Path, rows: Rows, of: Columns) -> tuple[NDArray[Any], tuple[str, ...]]:
+def read_targets(
+    file: Path, rows: Rows, of: Columns, known_classes: Sequence[str] = ()
+) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return the targets of all rows, and the names of the classes, labels or values.
 
     Args:
         file: the table, for messages.
         rows: its rows, by column.
         of: the columns with the targets.
+        known_classes: see `classes.ordered`.
 
     Returns:
         The targets: classes, int64 [n]; labels or numbers, float32 [n, k]; of masks nothing, float32 [n, 0].
@@ -92,20 +96,25 @@ def read_targets(file: Path, rows: Rows, of: Columns) -> tuple[NDArray[Any], tup
             [_number(f"{file}: row {row['row']}", name, row[name], of.task) for name in of.names] for row in rows
         ]
         return np.array(numbers, dtype=np.float32).reshape(len(rows), len(of.names)), of.names
-    labels = {row["label"] for row in rows}
-    classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
+    rows_of: dict[str, list[str]] = {}
+    for row in rows:
+        rows_of.setdefault(row["label"], []).append(str(row["row"]))
+    counts = {label: len(numbers) for label, numbers in rows_of.items()}
+    class_of, classes = class_names(
+        counts, str(file), lambda label: f"row {join_names(rows_of[label])}", known_classes=known_classes
+    )
     if len(classes) < 2:
         only = f"only one label, {classes[0]}" if classes else "no rows"
         raise UserError(f"{file} has {only}: it must have two labels at least")
-    number_of = {label: number for number, label in enumerate(classes)}
-    return np.array([number_of[row["label"]] for row in rows]), tuple(classes)
+    number_of = {name: number for number, name in enumerate(classes)}
+    return np.array([number_of[class_of[row["label"]]] for row in rows]), tuple(classes)
 
 
 def _number(at: str, name: str, text: str, task: str) -> float:
     """Return a cell as a number."""
     right = "must be 0 or 1" if task == "multi_label" else "must be a number"
     try:
-        number = float(text)
+        number = float(text.replace("_", "?"))  # Python takes 1_5 for 15
     except ValueError:
         raise UserError(f"{at}: {name} is {text or 'empty'}: {right}") from None
     if not math.isfinite(np.float32(number)) or (task == "multi_label" and number not in (0, 1)):
