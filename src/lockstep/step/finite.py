@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.errors import NonFinite
 from lockstep.launch.process_group import gather_objects
+from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.passes import Step, StepHook
 from lockstep.text import join_names
 
@@ -33,7 +33,7 @@ class FiniteGradientCheck(StepHook):
         self.policy = policy
         self.can_skip = can_skip
         self.one_step_later = one_step_later and policy == "stop"
-        self._buffers: dict[str, Tensor] = {}  # their values before the step
+        self._buffers: SavedBuffers = []  # as they were before the step
         self._pending: Any = None  # a step's result, the event after which it can be read, and the step
 
     def before_step(self, step: Step) -> None:
@@ -44,7 +44,7 @@ class FiniteGradientCheck(StepHook):
     def before_optimizer_step(self, step: Step) -> None:
         """Check the gradient. If the step is skipped, restore the buffers and mark the step."""
         if self._skips_step(step):
-            restore_buffers(step.module, self._buffers)
+            restore_buffers(self._buffers)
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:
@@ -129,18 +129,6 @@ class FiniteGradientCheck(StepHook):
         if step.passes.gradients.world_size > 1:
             ids = [sample for part in gather_objects(ids) for sample in part]
         return f"nor is the loss of samples {join_names(ids, 8)} of the training set" if ids else ""
-
-
-def copy_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a module's buffers, by name."""
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-def restore_buffers(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
-    """Set a module's buffers to the values that `copy_buffers` returned."""
-    for name, buffer in module.named_buffers():
-        if name in values:
-            buffer.resize_(values[name].shape).copy_(values[name])
 
 
 def _scaler(step: Step) -> torch.amp.GradScaler | None:
