@@ -129,7 +129,7 @@ class Reduction:
         self.device = self.flat[0].device
         self.ends: Tensor | None = None  # the largest key of each element, then the largest inverted key
         self.total: Tensor | None = None
-        self.floats = [at for at, value in enumerate(self.flat) if value.is_floating_point()]
+        self.floats = [at for at, value in enumerate(self.flat) if value.is_floating_point() and len(value)]
         self.names = [list(self.like)[at] for at in self.floats]
         self.exact_sum: ExactSum | None = None
         if exact and self.floats:
@@ -324,7 +324,7 @@ class StepBuffers:
         if not self.buffers and not self._steps_to_compare:
             return
         for path, buffer in self.buffers.items():
-            if path in self.averaged or path in self._changes or not buffer.held:
+            if path in self.averaged or path in self._changes or path in self._problems or not buffer.held:
                 continue
             if buffer.was_touched() or (self._steps_to_compare and buffer.has_other_content()):
                 self._changes[path] = [buffer.start] * self._pieces
@@ -366,7 +366,7 @@ class StepBuffers:
                 buffer.layer._buffers[buffer.name] = None if start is None else buffer.scratch
 
     def after_backward(self) -> None:
-        """Note the buffers that change in the backward pass only. They have no value after a forward pass."""
+        """Note the buffers that change in a backward pass only. They have no value after a forward pass."""
         changing = {*self.averaged, *self._changes}
         for path, buffer in self.buffers.items():
             if path not in changing and buffer.held and buffer.was_touched():
@@ -547,22 +547,24 @@ class StepBuffers:
         return {**state, "buffers": known} if known else state
 
 
-def other_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def module_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the buffers of a module as (name in the module, layer, name in the layer), also names without a tensor.
 
-    Those of torch's normalisation layers are left out, and those of metrics, which are each rank's own until they are
-    computed.
+    Those of metrics are left out, since they are each rank's own until the metric is computed.
     """
-    statistics = {id(layer) for layer in layers_with_statistics(module).values()}
     in_metrics = {id(part) for layer in module.modules() if isinstance(layer, Metric) for part in layer.modules()}
     for path, layer in module.named_modules():
-        if id(layer) in in_metrics:
-            continue
-        for name, buffer in layer._buffers.items():
-            if id(layer) in statistics and name in STATISTICS:
-                continue
+        for name, buffer in layer._buffers.items() if id(layer) not in in_metrics else ():
             if buffer is None or (buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta):
                 yield f"{path}.{name}" if path else name, layer, name
+
+
+def other_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield those of `module_buffers` that are no statistics of torch's normalisation layers."""
+    statistics = {id(layer) for layer in layers_with_statistics(module).values()}
+    for path, layer, name in module_buffers(module):
+        if id(layer) not in statistics or name not in STATISTICS:
+            yield path, layer, name
 
 
 # --- values ---

@@ -121,10 +121,10 @@ class StepPasses:
                 else:
                     buffers.before_backward()
                     step.backward(index)
+                    buffers.after_backward()
                     for hook in self.hooks:
                         hook.after_piece(step, step_batch.micro_batches[index])
                     gradients.collect()
-            buffers.after_backward()
             for hook in self.hooks:
                 hook.after_passes(step)
             buffers.finish(step_batch)
