@@ -33,7 +33,7 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 DIFFERS = "differs between a step's pieces and has no mean"
 CHANGES_FORM = "has different shapes or dtypes after a step's pieces"
 CHANGES_IN_BACKWARD = "changes in the backward pass"
-REMEDY = "change it alike in every piece, or between steps and alike on all ranks, or make it a floating-point mean"
+REMEDY = "change it alike in every piece, or between the steps, alike on all ranks"
 
 
 @dataclass(eq=False)
