@@ -183,6 +183,10 @@ class Statistics(LitDigits):
             return out - center
         return (out - self.center) / self.scale
 
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
 
 class Pointer(LitDigits):
     def extend(self):

@@ -47,9 +47,9 @@ def test_buffers_have_the_same_bits_on_all_layouts_and_after_a_stop(project: Pat
     ended = go_on(project, cut, "max_steps=null", "strategy=ddp", "devices=2")
     assert same_bits(one, ended)
     evaluated = Program(tmp_path / "evaluated", "src/evaluate.py", home=project)(
-        f"checkpoint={ended.folder}", "split=val"
+        f"checkpoint={ended.folder / 'checkpoints/last.ckpt'}", "split=val", "+model._target_=mine.Statistics"
     )
-    assert evaluated.summary["metrics"]["val/acc"] == ended.summary["metrics"]["val/acc"]
+    assert evaluated.summary["metrics"]["val/loss"] == ended.summary["metrics"]["val/loss"]
 
 
 def test_a_buffer_without_a_mean_is_refused_on_one_device_too(project: Path, tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def _unusual(sums: list[int]) -> str:
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that all ranks should have alike; those of metrics are each rank's own."""
-    found = ((path, layer._buffers[name]) for path, layer, name in module_buffers(module))
-    return {path: buffer for path, buffer in found if buffer is not None}
+    pairs = ((path, layer._buffers[name]) for path, layer, name in module_buffers(module))
+    return {path: buffer for path, buffer in pairs if buffer is not None}
 
 
 def _checksum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -475,18 +475,18 @@ class StepBuffers:
         """
         known = {*self.buffers, *self._left_out}
         others = (each for path, each in self.buffers.items() if path not in self.averaged)
-        found = any(path not in known for path, _, _ in other_buffers(self.strategy.lightning_module))
-        found = found or any(not each.was_touched() and each.has_other_content() for each in others)
-        if self._any_process(found):
+        new = any(path not in known for path, _, _ in other_buffers(self.strategy.lightning_module))
+        new = new or any(not each.was_touched() and each.has_other_content() for each in others)
+        if self._any_process(new):
             self._steps_to_compare = max(self._steps_to_compare, 1)
 
-    def _any_process(self, found: bool) -> bool:
-        """Return whether `found` is true on any process. Every process calls this."""
+    def _any_process(self, new: bool) -> bool:
+        """Return whether `new` is true on any process. Every process calls this."""
         if not self._communicates:
-            return found
+            return new
         # A tensor on the host: the host waits for other hosts, but for no device.
         device = "cpu" if "cpu" in str(dist.get_backend_config()) else self.strategy.root_device
-        dist.all_reduce(number := torch.tensor([int(found)], device=device), dist.ReduceOp.MAX)
+        dist.all_reduce(number := torch.tensor([int(new)], device=device), dist.ReduceOp.MAX)
         return bool(number)
 
     # --- which buffers there are ---
@@ -494,15 +494,15 @@ class StepBuffers:
     def _find(self) -> list[Buffer]:
         """Find buffers that were registered since the last call, and return them."""
         module, holds = self.strategy.lightning_module, self.strategy.holds
-        found = [
+        new = [
             Buffer(layer, name, path, holds(layer))
             for path, layer, name in other_buffers(module)
             if path not in self.buffers and path not in self._left_out
         ]
-        for buffer in found:
+        for buffer in new:
             buffer.save()
             self.buffers[buffer.path] = buffer
-        return found
+        return new
 
     def _changing(self) -> Iterator[Buffer]:
         """Yield the buffers that change in this step."""
