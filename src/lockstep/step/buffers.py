@@ -44,7 +44,7 @@ class Buffer:
         layer: the layer that has it.
         name: its name in the layer.
         path: its name in the module.
-        held: whether this process computes its value; with stages, one process computes each layer.
+        computed_here: whether this process computes its value; with stages, one process computes each layer.
         tensor: the tensor; None: the layer has the name without a tensor, or not yet.
         start: a copy of it.
         version: its version counter.
@@ -55,7 +55,7 @@ class Buffer:
     layer: nn.Module
     name: str
     path: str
-    held: bool
+    computed_here: bool
     tensor: Tensor | None = None
     start: Tensor | None = None
     version: int = -1
@@ -324,14 +324,14 @@ class StepBuffers:
         if not self.buffers and not self._steps_to_compare:
             return
         for path, buffer in self.buffers.items():
-            if path in self.averaged or path in self._changes or path in self._problems or not buffer.held:
+            if path in self.averaged or path in self._changes or path in self._problems or not buffer.computed_here:
                 continue
             if buffer.was_touched() or (self._steps_to_compare and buffer.has_other_content()):
                 self._changes[path] = [buffer.start] * self._pieces
         if self._steps_to_compare:
             for buffer in self._find():  # registered by this micro-batch
                 buffer.tensor, buffer.start, buffer.version, buffer.registered = None, None, -1, False
-                if buffer.held and buffer.now is not None:
+                if buffer.computed_here and buffer.now is not None:
                     self._changes[buffer.path] = [None] * self._pieces
                 else:
                     del self.buffers[buffer.path]
@@ -343,7 +343,7 @@ class StepBuffers:
 
     def _value(self, buffer: Buffer) -> Tensor | None:
         """Return the value after a micro-batch of one of `averaged`."""
-        if not buffer.held:
+        if not buffer.computed_here:
             return None
         value = buffer.value()
         if value is None or buffer.start is None or _form(value) != _form(buffer.start):
@@ -369,7 +369,7 @@ class StepBuffers:
         """Note the buffers that change in a backward pass only. They have no value after a forward pass."""
         changing = {*self.averaged, *self._changes}
         for path, buffer in self.buffers.items():
-            if path not in changing and buffer.held and buffer.was_touched():
+            if path not in changing and buffer.computed_here and buffer.was_touched():
                 self._problems[path] = CHANGES_IN_BACKWARD
 
     def finish(self, step_batch: StepBatch) -> None:
@@ -444,7 +444,7 @@ class StepBuffers:
         like = torch.empty(shape, dtype=dtype, device=self.strategy.root_device if start is None else start.device)
         reduction = Reduction({path: like}, self.exact, {}, self._check_messages)
         reduction.begin(step)
-        values = self._changes.get(path, [start] * self._pieces if buffer.held else [])
+        values = self._changes.get(path, [start] * self._pieces if buffer.computed_here else [])
         for value in values:
             if value is not None:
                 reduction.add([value.to(like.device)])
