@@ -94,18 +94,17 @@ class BatchNormStats:
         elif self.active:
             torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
         elif self.buffers:
-            present = [*self.buffers, *self.counters]
-            self.after = self.after or [torch.empty_like(tensor) for tensor in present]
-            torch._foreach_copy_(self.after, present)
-            self.versions = [tensor._version for tensor in present]
+            self.after = self.after or [torch.empty_like(tensor) for tensor in (*self.buffers, *self.counters)]
+            torch._foreach_copy_(self.after[: len(self.buffers)], self.buffers)
+            torch._foreach_copy_(self.after[len(self.buffers) :], self.counters)
+            self.versions = [tensor._version for tensor in (*self.buffers, *self.counters)]
 
     def finish(self, step_batch: StepBatch) -> None:
         """Set the statistics to the mean over the step's pieces. Every process calls this."""
         if not self.active:
             present = [*self.buffers, *self.counters]
-            if [
-                tensor._version for tensor in present
-            ] != self.versions:  # activation checkpointing, in the backward pass
+            versions = [tensor._version for tensor in present]
+            if versions != self.versions:  # activation checkpointing has computed the layers again
                 torch._foreach_copy_(present, self.after)
             return
         if self.exact_sum is not None:

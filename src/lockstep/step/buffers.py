@@ -469,7 +469,7 @@ class StepBuffers:
         self._read_integers()
 
     def end_of_epoch(self) -> None:
-        """Search for buffers that were registered late or changed without a trace, through `.data` for example.
+        """Search for buffers that were registered since or changed without a trace, through `.data` for example.
 
         Every process calls this.
         """
