@@ -165,6 +165,38 @@ class Buffers(LitDigits):
         return self.norm(self.net(x)) * self.constant
 
 
+class Statistics(LitDigits):
+    """Buffers that no layer of torch has: a centre that is replaced, a norm of its own, power iterations, a flag."""
+
+    def extend(self):
+        self.net[1] = nn.utils.parametrizations.spectral_norm(self.net[1])
+        self.register_buffer("center", torch.zeros(CLASSES))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        out = self.net(x)
+        if self.training:
+            center, self.center = self.center, 0.9 * self.center + 0.1 * out.mean(0)
+            self.scale.data.lerp_(out.detach().std(), 0.1)
+            self.ready.fill_(True)
+            return out - center
+        return (out - self.center) / self.scale
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+class Pointer(LitDigits):
+    def extend(self):
+        self.register_buffer("pointer", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        self.pointer += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
 class Penalty(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Run, apart, checkpoint_of, summary_of
+from conftest import Program, Run, apart, checkpoint_of, summary_of
 from own_runs import DDP, go_on, jobs, must_refuse, same_bits, train
 from plain import scalars
 
@@ -27,12 +27,36 @@ def test_what_a_module_keeps_and_returns_on_scattered_devices(project: Path, tmp
     *kept, one_named, dp_named = jobs(project, tmp_path, "Buffers,mine.Named", *task)
     assert apart(dp_named, one_named) < 1e-10
     one, dp = (checkpoint_of(run.folder)["state_dict"] for run in kept)
-    assert one["seen"] == dp["seen"] == 81
-    assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
+    assert one["seen"] == dp["seen"] == 21  # of one piece in each step: 6, 6, 6, and the largest of the last
+    assert one["sizes"].tolist() == dp["sizes"].tolist() == [6, 6, 6, 3]
+    assert (kept[1].folder / "train.log").read_text().count("buffer seen of Buffers differs") == 1
     assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
     assert one["norm.running_mean"].abs().max() > 1e-3
     for name in ("norm.running_mean", "norm.running_var"):
         torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
+
+
+@pytest.mark.slow
+def test_buffers_have_the_same_bits_on_all_layouts_and_after_a_stop(project: Path, tmp_path: Path) -> None:
+    """And what validation scores is what the checkpoint has."""
+    task = ("exact=true", "pieces=4", "callbacks.checkpoint.monitor=val/acc")
+    one, *others = jobs(project, tmp_path / "layouts", "Statistics", *task, "strategy=ddp,dp", "devices=1,3")
+    assert same_bits(one, *others)
+    cut = train(project, tmp_path / "cut", "Statistics", *task, "max_steps=3")
+    assert not same_bits(one, cut), "the control"
+    ended = go_on(project, cut, "max_steps=null", "strategy=ddp", "devices=2")
+    assert same_bits(one, ended)
+    evaluated = Program(tmp_path / "evaluated", "src/evaluate.py", home=project)(
+        f"checkpoint={ended.folder / 'checkpoints/last.ckpt'}", "split=val", "+model._target_=mine.Statistics"
+    )
+    scored = evaluated.summary["metrics"]  # by `test_step`, on the samples of validation
+    assert scored["test/loss"] == pytest.approx(ended.summary["metrics"]["val/loss"], rel=1e-6)
+
+
+def test_a_buffer_without_a_mean_is_refused_on_one_device_too(project: Path, tmp_path: Path) -> None:
+    refused = train(project, tmp_path, "Pointer", "exact=true", ok=False)
+    assert refused.returncode == 2
+    assert "exact=true: buffer pointer of Pointer differs between a step's pieces" in refused.stderr
 
 
 def test_more_ranks_than_validation_samples(project: Path, tmp_path: Path) -> None:

@@ -1,15 +1,23 @@
-"""Give every rank a sample to evaluate, and check that all ranks have the same weights."""
+"""Give every rank a sample to evaluate, and check that all ranks have the same weights and buffers."""
 
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from lockstep.launch.process_group import gather_objects
+from lockstep.errors import UserError
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
+from lockstep.step.buffers import module_buffers
 from lockstep.step.collectives import MetricStates
 from lockstep.step.lightning_quirks import remove_logged
+from lockstep.text import join_names
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
+LOG = logging.getLogger("lockstep")
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
 
 class DummyBatchOnEmptyRank(Callback):
@@ -41,29 +49,75 @@ class Diverged(Exception):
 
 
 class ReplicaConsistencyCheck(Callback):
-    """Compares the parameters of all ranks at the start and before each checkpoint.
+    """Compares the parameters and buffers of all ranks at the start, before each validation and each checkpoint.
 
-    It compares a checksum of their bits.
+    It compares a checksum of their bits. The steps give all ranks the same buffers,
+    but a hook outside of the passes may change those of its rank. So that what is validated is what is saved, the other
+    ranks then take rank zero's; with exact=true this is an error.
     """
+
+    def __init__(self) -> None:
+        self._logged = False
 
     def _compare(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if trainer.datamodule.layout.replicas == 1:
             return
-        sums = gather_objects(int(_checksum(pl_module)))
-        usual = max(sums, key=sums.count)  # with two ranks that differ, this is rank zero's
-        others = [str(rank) for rank, checksum in enumerate(sums) if checksum != usual]
-        if others:
-            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
-            first = sums.index(usual)
-            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} differ from those of rank {first}")
+        device = trainer.strategy.root_device
+        sums = [_checksum(each, device) for each in (pl_module.parameters(), _buffers(pl_module).values())]
+        weights, buffers = zip(*gather_objects([int(each) for each in sums]), strict=True)
+        if others := _unusual(weights):
+            raise Diverged(f"after step {trainer.global_step} the weights of {others}")
+        if len(set(buffers)) > 1:
+            self._unite_buffers(trainer, pl_module)
+
+    def _unite_buffers(self, trainer: Any, module: LightningModule) -> None:
+        """Give all ranks rank zero's buffers. Every rank calls this.
+
+        Raises:
+            UserError: with exact=true, or if the buffers of the ranks differ in more than their values.
+        """
+        local = _buffers(module)
+        forms = gather_objects({name: (buffer.shape, buffer.dtype) for name, buffer in local.items()})
+        sums = gather_objects({name: int(_checksum([buffer], buffer.device)) for name, buffer in local.items()})
+        names = [name for name in dict.fromkeys(chain(*sums)) if len({each.get(name) for each in sums}) > 1]
+        what = f"after step {trainer.global_step} buffer {join_names(names)} differs between the ranks"
+        remedy = "change it in training_step, or outside of it alike on all ranks"
+        if trainer.datamodule.layout.exact or any(each != forms[0] for each in forms):
+            raise UserError(f"{what}: {remedy}")
+        values = {name: local[name].cpu() for name in names} if trainer.is_global_zero else None
+        for name, value in (broadcast_from_rank_zero(values) or {}).items():
+            local[name].data.copy_(value)
+        if not self._logged and trainer.is_global_zero:
+            LOG.warning(f"{what}, so all take rank 0's: {remedy}")
+        self._logged = True
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        if trainer.training and not trainer.sanity_checking:
+            self._compare(trainer, pl_module)
 
     on_train_start = on_save_checkpoint = _compare
 
 
-def _checksum(module: torch.nn.Module) -> torch.Tensor:
-    """Return a sum over the bits of all parameters, int64 and 0-dim. Each tensor has a weight by its position."""
-    total = torch.zeros((), dtype=torch.int64, device=next(module.parameters()).device)
-    for position, parameter in enumerate(module.parameters()):
-        bits = parameter.detach().contiguous().view(-1).view(INTEGERS[parameter.element_size()])
-        total += bits.sum(dtype=torch.int64) * (2 * position + 1)
+def _unusual(sums: Sequence[int]) -> str:
+    """Return text that names the ranks whose checksum differs from the usual one; empty if there are none."""
+    usual = max(sums, key=sums.count)  # with two ranks that differ, this is rank zero's
+    others = [str(rank) for rank, checksum in enumerate(sums) if checksum != usual]
+    return f"rank{'s' * (len(others) > 1)} {', '.join(others)} differ from those of rank {sums.index(usual)}" * bool(
+        others
+    )
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that all ranks should have alike; those of metrics are each rank's own."""
+    pairs = ((path, layer._buffers[name]) for path, layer, name in module_buffers(module))
+    return {path: buffer for path, buffer in pairs if buffer is not None}
+
+
+def _checksum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a sum over the bits of tensors, int64 and 0-dim. Each tensor has a weight by its position."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for position, tensor in enumerate(tensors):
+        numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        bits = numbers.detach().contiguous().view(-1).view(INTEGERS[numbers.element_size()])
+        total += bits.sum(dtype=torch.int64).to(device) * (2 * position + 1)
     return total

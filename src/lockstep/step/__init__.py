@@ -1,1 +1,1 @@
-"""One optimizer step from its pieces: micro-batches, passes, gradients, BatchNorm, and the loop."""
+"""One optimizer step from its pieces: micro-batches, passes, gradients, buffers, and the loop."""

@@ -1,5 +1,7 @@
 """BatchNorm's running statistics of a step: the mean over its pieces, each from the values before the step.
 
+This is the rule for all buffers (`buffers.py`) for layers in which it is known what changes, so nothing is compared.
+
 Without this, a layer would apply its momentum once per piece on one device but once per step on many devices, and the
 ranks would drift apart. The mean over the pieces is the same on every layout. For one piece it equals torch's update.
 """
@@ -17,14 +19,18 @@ from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.gradients import GradientSum, all_reduce
 from lockstep.step.network_parts import segment_ids
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of these layers
+
 
 def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
-    """Return the normalisation layers of a module that have running statistics, by name."""
+    """Return torch's normalisation layers of a module, and layers derived from them, with statistics; by name."""
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(getattr(layer, "running_mean", None), Tensor)
-        and hasattr(layer, "num_batches_tracked")  # FrozenBatchNorm2d has no counter and is never updated
+        if isinstance(layer, BATCH_NORMS + INSTANCE_NORMS)
+        and all(isinstance(layer._buffers.get(kind), Tensor) for kind in STATISTICS)
     }
 
 
@@ -40,13 +46,15 @@ class BatchNormStats:
         module = gradients.strategy.lightning_module
         layout = data_of(module.trainer).layout
         self.world_size = layout.replicas
-        layers, kinds = layers_with_statistics(module), ("running_mean", "running_var")
+        layers, kinds = layers_with_statistics(module), STATISTICS[:2]
         self.layers: list[Any] = list(layers.values())
         self.buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers for kind in kinds]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
         # An exact sum rounds, also where a step has only one sample: then another layout may have idle processes.
         self.leaves_one_to_torch = self.world_size == 1 and not (gradients.exact and layout.pieces > 1)
         self.active = False
+        self.versions: list[int] = []
+        self.after: list[Tensor] = []  # with one piece: the buffers and counters after its forward pass
         self.start: list[Tensor] = []  # the buffers before the step, and the counters
         self.start_counts: list[Tensor] = []
         self.total: list[Tensor] = []
@@ -58,7 +66,8 @@ class BatchNormStats:
             names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
             names_to_check = names if gradients.check_messages else ()
             self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names_to_check)
-            self.exact_sum.exponents = list(exponents) or self.exact_sum.exponents
+            if len(exponents) == len(self.exact_sum.exponents):  # else the checkpoint's run had other layers
+                self.exact_sum.exponents = list(exponents)
 
     def begin(self, step_batch: StepBatch) -> None:
         """Save the statistics before a step. A step with one piece may be left to torch."""
@@ -84,10 +93,19 @@ class BatchNormStats:
             self.exact_sum.add(self.buffers)
         elif self.active:
             torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
+        elif self.buffers:
+            self.after = self.after or [torch.empty_like(tensor) for tensor in (*self.buffers, *self.counters)]
+            torch._foreach_copy_(self.after[: len(self.buffers)], self.buffers)
+            torch._foreach_copy_(self.after[len(self.buffers) :], self.counters)
+            self.versions = [tensor._version for tensor in (*self.buffers, *self.counters)]
 
     def finish(self, step_batch: StepBatch) -> None:
         """Set the statistics to the mean over the step's pieces. Every process calls this."""
         if not self.active:
+            present = [*self.buffers, *self.counters]
+            versions = [tensor._version for tensor in present]
+            if versions != self.versions:  # activation checkpointing has computed the layers again
+                torch._foreach_copy_(present, self.after)
             return
         if self.exact_sum is not None:
             reduce = all_reduce if self.world_size > 1 else reduce_alone

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.errors import NonFinite
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import MicroBatch
+from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.passes import Step, StepHook
 from lockstep.step.trial import repeated, trial_passes
 from lockstep.text import join_names
@@ -69,7 +70,7 @@ class FiniteGradientCheck(StepHook):
         self._losses: deque[tuple[int, list[Tensor]]] = deque(maxlen=RECENT)  # of recent steps, with their numbers
         self._searches = 0
         self.one_step_later = one_step_later and policy == "stop"
-        self._buffers: dict[str, Tensor] = {}  # their values before the step
+        self._buffers: SavedBuffers = []  # as they were before the step
         self._pending: Any = None  # a step's result, the event after which it can be read, and the step
 
     def before_step(self, step: Step) -> None:
@@ -81,7 +82,7 @@ class FiniteGradientCheck(StepHook):
         """Check the gradient. If the step is skipped, restore the buffers and mark the step."""
         self._losses.append((step.number, step.losses))
         if self._skips_step(step):
-            restore_buffers(step.module, self._buffers)
+            restore_buffers(self._buffers)
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:
@@ -259,18 +260,6 @@ def samples_with_wrong_loss(step: Step, micro_batch: MicroBatch, compiled: bool)
         for layer, training in modes:
             layer.training = training
     return wrong
-
-
-def copy_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a module's buffers, by name."""
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-def restore_buffers(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
-    """Set a module's buffers to the values that `copy_buffers` returned."""
-    for name, buffer in module.named_buffers():
-        if name in values:
-            buffer.resize_(values[name].shape).copy_(values[name])
 
 
 def _scaler(step: Step) -> torch.amp.GradScaler | None:

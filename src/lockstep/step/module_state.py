@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.step.buffers import copy_buffers, restore_buffers
+
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), np.ndarray)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -41,11 +43,7 @@ class SavedTensors:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = [
-            (layer, name, buffer, None if buffer is None else buffer.detach().clone())
-            for layer in module.modules()
-            for name, buffer in layer._buffers.items()
-        ]
+        self._buffers = copy_buffers(module)
         self._parameters = [(p, p.detach().clone()) for p in module.parameters()]
 
     def restore(self, parameters: bool = True) -> None:
@@ -57,10 +55,7 @@ class SavedTensors:
         with torch.no_grad():
             for parameter, content in self._parameters if parameters else []:
                 parameter.copy_(content)
-            for layer, name, buffer, saved in self._buffers:
-                if buffer is not None and saved is not None:
-                    _set_content(buffer, saved)
-                layer._buffers[name] = buffer
+        restore_buffers(self._buffers)
 
 
 def generator_states(module: nn.Module) -> list[Any]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
-from lockstep.step.batch_norm import BatchNormStats
-from lockstep.step.gradients import GradientSum, gather_exponents
+from lockstep.step.buffers import StepBuffers
+from lockstep.step.gradients import GradientSum
 from lockstep.step.memory import out_of_memory_advice
 from lockstep.step.strategy import Action, PieceStrategy, seed_device
 
@@ -89,14 +89,12 @@ class StepPasses:
         self.hooks = hooks
         self.seed = seed
         self.forward, self.backward = forward, backward
-        # BatchNorm's part of a checkpoint: for each group of tensors that share a grid, the exponent from which the
-        # next step's grid follows (`ExactSum.exponents`)
-        self._restored_exponents: list[int | None] = []
+        self._restored_state: dict[str, Any] = {}  # the state from a checkpoint
 
     @cached_property
-    def statistics(self) -> BatchNormStats:
-        """BatchNorm's running statistics; made at first use, when the module is on its device."""
-        return BatchNormStats(self.gradients, self._restored_exponents)
+    def buffers(self) -> StepBuffers:
+        """The module's buffers; made at first use, when the module is on its device."""
+        return StepBuffers(self.gradients, self._restored_state)
 
     def run(self, step: "Step") -> Outputs:
         """Compute the gradient of the mean loss over the whole step's samples, in the parameters' `.grad`.
@@ -108,26 +106,28 @@ class StepPasses:
         Raises:
             StepRefused: a pass ran out of memory, or `training_step` returned no loss.
         """
-        gradients, statistics, step_batch = self.gradients, self.statistics, step.batch
+        gradients, buffers, step_batch = self.gradients, self.buffers, step.batch
         step.outputs = []  # an optimizer may run the passes of a step more than once
         try:
             for hook in self.hooks:
                 hook.before_step(step)
-            statistics.begin(step_batch)
+            buffers.begin(step_batch)
             gradients.begin(step_batch)
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
-                    statistics.before_forward()
+                    buffers.before_forward()
                     step.forward(index)
-                    statistics.after_forward()
+                    buffers.after_forward()
                 else:
+                    buffers.before_backward()
                     step.backward(index)
+                    buffers.after_backward()
                     for hook in self.hooks:
                         hook.after_piece(step, step_batch.micro_batches[index])
                     gradients.collect()
             for hook in self.hooks:
                 hook.after_passes(step)
-            statistics.finish(step_batch)
+            buffers.finish(step_batch)
             if due := gradients.reduce(step):  # this step, or an earlier one whose sum is applied only now
                 self.before_optimizer_step(due)
         except Exception as error:
@@ -139,6 +139,7 @@ class StepPasses:
             raise
         if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
             self.flush()
+            buffers.end_of_epoch()
         return step.means()
 
     def before_optimizer_step(self, step: "Step") -> None:
@@ -152,26 +153,24 @@ class StepPasses:
             hook.after_optimizer_step(step)
 
     def flush(self) -> None:
-        """Let hooks read results that are still on the GPU, such as the check that all gradients are finite."""
+        """Read results that are still on the GPU, such as the check that all gradients are finite."""
+        self.buffers.flush()
         for hook in self.hooks:
             hook.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later steps depend: of the gradient sum and, with exact=true, of BatchNorm's sum.
+        """Return the state on which later steps depend: of the sums of the gradients and of the buffers.
 
         Every process calls this.
         """
         self.flush()
         gradients = self.gradients.state_dict()
-        state: dict[str, Any] = {"gradients": gradients} if gradients else {}
-        if (exact_sum := self.statistics.exact_sum) is not None:
-            state["statistics"] = gather_exponents(self.gradients.strategy, exact_sum)
-        return state
+        return ({"gradients": gradients} if gradients else {}) | self.buffers.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint of any layout."""
         self.gradients.load_state_dict(state.get("gradients", {}))
-        self._restored_exponents = list(state.get("statistics", []))
+        self._restored_state = state
 
 
 @dataclass(eq=False)

@@ -28,8 +28,8 @@ LOG_INSTEAD = "log a torchmetrics metric (MeanMetric for a mean, CatMetric for a
 class DistributedDataParallel(PieceStrategy, DDPStrategy):
     """A process per device.
 
-    Gradients are views of DDP's buckets, which saves a copy. Buffers are not broadcast, because running statistics are
-    averaged once per step (see `lockstep.step.batch_norm`). Evaluation runs on the plain module, so ranks may have
+    Gradients are views of DDP's buckets, which saves a copy. Buffers are not broadcast, because they are averaged
+    once per step (see `lockstep.step.buffers`). Evaluation runs on the plain module, so ranks may have
     different numbers of batches.
 
     Args:

@@ -93,7 +93,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         for key, buffer in buffers.items():
             after = tensors[f"module.{key}"]
             if after is copies[key]:
-                buffer.copy_(after)
+                # `.data` hides a copy without a change from the version, by which changed buffers are found
+                (buffer if after._version else buffer.data).copy_(after)
             else:  # the piece has replaced the buffer
                 owner, _, attribute = key.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, after.detach().to(self.root_device))

@@ -22,7 +22,7 @@ from lockstep.extras.audit.choice import Choice, choose_piece, verdict
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
-from lockstep.step.finite import copy_buffers, restore_buffers
+from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.gradients import Gradients, trained_parameters
 from lockstep.step.passes import Step, StepHook
 from lockstep.step.strategy import proxy
@@ -63,7 +63,7 @@ class AuditHook(StepHook):
         self.share, self.seed, self.layout = share, seed, layout
         self.checked_pieces = 0
         self.choice: Choice | None = None  # of the current step
-        self._start_buffers: dict[str, Tensor] = {}  # the module's buffers before the current step
+        self._start_buffers: SavedBuffers = []  # the module's buffers before the current step
         self._owner_digests: Digests | None = None  # the owner's result; None on other ranks
         # By device: the last step, counted from 1, at which the device's result was found right or, before its first
         # comparison, the last step before this process began. Checkpoints up to that step are good.
@@ -79,7 +79,7 @@ class AuditHook(StepHook):
         layout = step.data.assignment.layout_at(step.number)
         self.choice, self._owner_digests = choose_piece(self.share, self.seed, step.number, sizes, layout), None
         self._good_steps = self._good_steps or dict.fromkeys(self._devices, step.number)
-        self._start_buffers = copy_buffers(step.module) if self.choice else {}
+        self._start_buffers = copy_buffers(step.module) if self.choice else []
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
         if self.choice and self.choice.piece == micro_batch.piece:
@@ -167,7 +167,7 @@ class Muted:
 
 
 @contextmanager
-def restoring_module(step: Step, start_buffers: dict[str, Tensor]) -> Iterator[None]:
+def restoring_module(step: Step, start_buffers: SavedBuffers) -> Iterator[None]:
     """Set the module's buffers to `start_buffers` and its gradients to None for the body of a `with` statement.
 
     Afterwards buffers, gradients and random state are as before. In the body, the module logs nothing, and its metrics
@@ -178,13 +178,13 @@ def restoring_module(step: Step, start_buffers: dict[str, Tensor]) -> Iterator[N
     strategy.substitute = muted(module)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            restore_buffers(module, start_buffers)
+            restore_buffers(start_buffers)
             for parameter in module.parameters():
                 parameter.grad = None
             yield
     finally:
         strategy.substitute = None
-    restore_buffers(module, buffers)
+    restore_buffers(buffers)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
 

@@ -1,0 +1,647 @@
+"""The buffers of a module after a step, the same on every layout: running statistics, centres, codebooks, counters.
+
+There is one rule. The forward pass of each piece starts from the buffers at the step's begin. An element that is the
+same after all pieces gets this value. Otherwise a floating-point element gets the mean over the pieces, and an integer
+has none: this is reported. `batch_norm.py` applies the rule to torch's normalisation layers, in which all is known.
+
+Most other buffers never change, so they are neither copied nor summed. A buffer takes part from its first change on. It
+has changed if the tensor is another object or has another version; in the first steps its content is compared as well,
+because `.data` hides a change from the version.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
+from lockstep.errors import UserError
+from lockstep.launch.process_group import gather_objects
+from lockstep.step.batch import StepBatch
+from lockstep.step.batch_norm import STATISTICS, BatchNormStats, layers_with_statistics
+from lockstep.step.gradients import GradientSum, all_reduce, gather_exponents
+
+LOG = logging.getLogger("lockstep")
+COMPARED_STEPS = 3  # steps in which the content of all buffers is compared
+LEAST = torch.iinfo(torch.int64).min
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+DIFFERS = "differs between a step's pieces and has no mean"
+CHANGES_FORM = "has different shapes or dtypes after a step's pieces"
+CHANGES_IN_BACKWARD = "changes in the backward pass"
+REMEDY = "change it alike in every piece, or between the steps, alike on all ranks"
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A buffer of the module, at the begin of the current step.
+
+    Attributes:
+        layer: the layer that has it.
+        name: its name in the layer.
+        path: its name in the module.
+        computed_here: whether this process computes its value; with stages, one process computes each layer.
+        tensor: the tensor; None: the layer has the name without a tensor, or not yet.
+        start: a copy of it.
+        version: its version counter.
+        scratch: another copy, for `StepBuffers.before_backward`.
+        registered: whether the layer had the name at the step's begin.
+    """
+
+    layer: nn.Module
+    name: str
+    path: str
+    computed_here: bool
+    tensor: Tensor | None = None
+    start: Tensor | None = None
+    version: int = -1
+    scratch: Tensor | None = None
+    registered: bool = True
+
+    @property
+    def now(self) -> Tensor | None:
+        """The tensor that the layer has now."""
+        return self.layer._buffers.get(self.name)
+
+    def save(self) -> None:
+        """Make the present tensor that of the step's begin."""
+        self.tensor, self.registered = self.now, True
+        self.start = None if self.tensor is None else self.tensor.detach().clone()
+        self.version = _version(self.tensor)
+
+    def was_touched(self) -> bool:
+        """Check whether the tensor is another one than at the step's begin, or was written to. Read no values."""
+        return self.now is not self.tensor or _version(self.tensor) != self.version
+
+    def has_other_content(self) -> bool:
+        """Check whether the content differs from that of the step's begin."""
+        now = self.now
+        if now is None or self.start is None:
+            return now is not self.start
+        return _kind(now) != _kind(self.start) or not torch.equal(_keys(_flat(now)), _keys(_flat(self.start)))
+
+    def restore(self) -> None:
+        """Give the layer the tensor and the content of the step's begin."""
+        if self.registered:
+            _restore(self.layer, self.name, self.tensor, self.start)
+        else:
+            self.layer._buffers.pop(self.name, None)
+
+    def value(self) -> Tensor | None:
+        """Return a copy of the present value, in the dtype of the step's begin if both are numbers of one kind."""
+        if (now := self.now) is None:
+            return None
+        same = self.start is not None and _kind(now) == _kind(self.start)
+        return now.detach().to(self.start.dtype if same and self.start is not None else now.dtype, copy=True)
+
+    def set(self, value: Tensor, new_object: bool) -> None:
+        """Set the buffer to a value. Keep the tensor of the step's begin where that is possible.
+
+        Optimizers, averages of the weights and DDP may have references to it.
+        """
+        tensor = self.tensor
+        if tensor is None or new_object or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            self.layer._buffers[self.name] = value.clone()
+        else:
+            _restore(self.layer, self.name, tensor, value)
+
+
+class Reduction:
+    """Reduces the values of some buffers after each piece to one value each, whatever the order of the pieces.
+
+    Args:
+        like: tensors with the shapes and dtypes of the values, by buffer.
+        exact: whether a mean is an exact sum.
+        exponents: `ExactSum.exponents` of earlier steps, by buffer.
+        check_messages: see `GradientSum`.
+    """
+
+    def __init__(
+        self, like: Mapping[str, Tensor], exact: bool, exponents: Mapping[str, int | None], check_messages: bool
+    ) -> None:
+        self.like = dict(like)
+        self.flat = [_flat(value) for value in self.like.values()]
+        self.sizes = [value.numel() for value in self.flat]
+        self.device = self.flat[0].device
+        self.ends: Tensor | None = None  # the largest key of each element, then the largest inverted key
+        self.total: Tensor | None = None
+        self.floats = [at for at, value in enumerate(self.flat) if value.is_floating_point() and len(value)]
+        self.names = [list(self.like)[at] for at in self.floats]
+        self.exact_sum: ExactSum | None = None
+        if exact and self.floats:
+            flat = [torch.empty_like(self.flat[at]) for at in self.floats]
+            # Each buffer has a grid of its own, so that its sum does not depend on which others have changed.
+            ids, names = range(len(flat)), self.names if check_messages else ()
+            self.exact_sum = ExactSum(flat, segment_ids=ids, names=names)
+            self.exact_sum.exponents = [exponents.get(name) for name in self.names]
+
+    def begin(self, step: int) -> None:
+        """Start the reduction of a step."""
+        self.ends = self.total = None
+        if self.exact_sum is not None:
+            self.exact_sum.begin(step)
+
+    def add(self, values: Sequence[Tensor | None]) -> None:
+        """Add the values after a piece, in the order of `like`. None: another process adds this one."""
+        flats = [None if value is None else _flat(value) for value in values]
+        pairs = list(zip(flats, self.sizes, strict=True))
+        keys = [self._no_keys(size) if flat is None else _keys(flat) for flat, size in pairs]
+        inverted = [key if flat is None else ~key for flat, key in zip(flats, keys, strict=True)]
+        ends = torch.cat([*keys, *inverted])
+        self.ends = ends if self.ends is None else torch.maximum(self.ends, ends)
+        floats = [flats[at] for at in self.floats]
+        if self.exact_sum is not None:  # `result` sets the elements that are not finite
+            self.exact_sum.add([None if flat is None else flat.nan_to_num(0, 0, 0) for flat in floats])
+        elif floats:
+            addends = zip(self.floats, floats, strict=True)
+            wide = [self._zeros(at) if flat is None else flat.double() for at, flat in addends]
+            self.total = torch.cat(wide) if self.total is None else self.total + torch.cat(wide)
+
+    def _no_keys(self, size: int) -> Tensor:
+        """Return keys below all others."""
+        return torch.full((size,), LEAST, dtype=torch.int64, device=self.device)
+
+    def _zeros(self, at: int) -> Tensor:
+        return torch.zeros(self.sizes[at], dtype=torch.float64, device=self.device)
+
+    def result(self, pieces: int, communicates: bool) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the value of each buffer, and for each whether it is no floating-point buffer and differs.
+
+        Args:
+            pieces: number of values of each buffer over all processes.
+            communicates: whether other processes have added values; then every process calls this.
+        """
+        ends = self._no_keys(2 * sum(self.sizes)) if self.ends is None else self.ends  # None: without a piece
+        if communicates and len(ends):
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        means = dict(zip(self.floats, self._means(pieces, communicates), strict=True))
+        highs, lows = (part.split(self.sizes) for part in ends.chunk(2))
+        values: dict[str, Tensor] = {}
+        differs = []
+        for at, (name, like, high, low) in enumerate(zip(self.like, self.like.values(), highs, lows, strict=True)):
+            agree, value = high == ~low, high
+            if at in means:
+                largest, least = (_from_keys(keys, self.flat[at].dtype) for keys in (high, ~low))
+                finite = largest.isfinite() & least.isfinite()
+                value = torch.where(agree, largest, torch.where(finite, means[at], largest + least))
+                agree = agree[:0]
+            values[name] = _shaped(value, like)
+            differs.append(~agree.all())
+        return values, torch.stack(differs)
+
+    def _means(self, pieces: int, communicates: bool) -> Sequence[Tensor]:
+        """Return the mean of each floating-point buffer over the pieces."""
+        if self.exact_sum is not None:
+            return self.exact_sum.total(all_reduce if communicates else reduce_alone, pieces)
+        if not self.floats:
+            return []
+        total = torch.cat(list(map(self._zeros, self.floats))) if self.total is None else self.total
+        if communicates and len(total):
+            dist.all_reduce(total)
+        means = (total / pieces).split([self.sizes[at] for at in self.floats])
+        return [mean.to(self.flat[at].dtype) for mean, at in zip(means, self.floats, strict=True)]
+
+    def exponents(self) -> dict[str, int | None]:
+        """Return `ExactSum.exponents` by buffer; None for a buffer that is not summed exactly."""
+        exponents: dict[str, int | None] = dict.fromkeys(self.like)
+        if self.exact_sum is not None:
+            exponents.update(zip(self.names, self.exact_sum.exponents, strict=True))
+        return exponents
+
+
+@dataclass(eq=False)
+class Change:
+    """The change of a buffer in a step, by one process; for a buffer that did not take part in the step's reduction.
+
+    Attributes:
+        layer: name of its layer in the module.
+        name: its name in the layer.
+        persistent: whether checkpoints have it.
+        forms: the shapes and dtypes that it has after the process's pieces.
+        pieces: after how many of these pieces it has a tensor.
+    """
+
+    layer: str
+    name: str
+    persistent: bool
+    forms: set[tuple[torch.Size, torch.dtype]]
+    pieces: int
+
+
+@dataclass(eq=False)
+class Report:
+    """What a process sends to all others in a step in which a buffer changes that took no part so far.
+
+    Attributes:
+        pieces: number of pieces that the process has computed.
+        changes: the changes by buffer.
+        problems: for each buffer that can't follow the rule, what it does.
+    """
+
+    pieces: int
+    changes: dict[str, Change]
+    problems: dict[str, str]
+
+
+class StepBuffers:
+    """Give all buffers of the module one value after each step; see the top of this file.
+
+    Args:
+        gradients: the gradient sum. If it is exact, means are exact sums, too.
+        state: the result of `state_dict`, from a checkpoint of any layout; empty for a new run.
+
+    Attributes:
+        batch_norm: the statistics of torch's normalisation layers.
+        buffers: all other buffers that can follow the rule, by name.
+        averaged: those of them that take part in every step, since they have changed before.
+    """
+
+    def __init__(self, gradients: GradientSum, state: Mapping[str, Any]) -> None:
+        self.batch_norm = BatchNormStats(gradients, state.get("statistics", ()))
+        self.strategy = gradients.strategy
+        self.exact = gradients.exact
+        self._check_messages = gradients.check_messages
+        # With stages, all processes get the values of all buffers, since each of them calls `validation_step`.
+        self._communicates = self.batch_norm.world_size > 1 or self.strategy.staged
+        self.buffers: dict[str, Buffer] = {}
+        self._left_out: set[str] = set()  # names of buffers that can't follow the rule
+        self._exponents: dict[str, int | None] = dict(state.get("buffers", {}))
+        self._reduction: Reduction | None = None  # of `averaged`
+        self._steps_to_compare = COMPARED_STEPS  # steps left in which contents are compared
+        self._pieces = 0  # of this process in this step
+        self._changes: dict[str, list[Tensor | None]] = {}  # values after each piece of buffers not in `averaged`
+        self._problems: dict[str, str] = {}
+        self._differs: Tensor | None = None  # for each of `averaged`, whether it was an integer that differed
+        self._noticed: set[str] = set()
+        self._find()
+        self.averaged = {path: each for path, each in self.buffers.items() if path in self._exponents}
+
+    # --- one step ---
+
+    def begin(self, step_batch: StepBatch) -> None:
+        """Save the buffers before a step, as far as they may have changed since the last one."""
+        self.batch_norm.begin(step_batch)
+        self._pieces, self._changes, self._problems = 0, {}, {}
+        if self._steps_to_compare:
+            self._find()
+        for path, buffer in self.buffers.items():
+            if path in self.averaged or self._steps_to_compare or buffer.was_touched():
+                buffer.save()
+        like = {path: each.start for path, each in self.averaged.items() if each.start is not None}
+        if like:
+            self._make_reduction(like).begin(step_batch.step)
+        else:
+            self._reduction = None
+
+    def _make_reduction(self, like: Mapping[str, Tensor]) -> Reduction:
+        """Return the reduction of these buffers: that of the last step, or a new one if the buffers are others."""
+        old = self._reduction
+        if (
+            old is None
+            or list(map(_form, old.like.values())) != list(map(_form, like.values()))
+            or {*old.like} != {*like}
+        ):
+            self._read_integers()
+            self._exponents = self.state_dict().get("buffers", {})
+            self._reduction = Reduction(like, self.exact, self._exponents, self._check_messages)
+        assert self._reduction is not None
+        return self._reduction
+
+    def before_forward(self) -> None:
+        """Restore the buffers before the step, for the next micro-batch."""
+        self.batch_norm.before_forward()
+        if self._pieces:
+            for buffer in self._changing():
+                buffer.restore()
+
+    def after_forward(self) -> None:
+        """Record the buffers after a micro-batch."""
+        self.batch_norm.after_forward()
+        if not self.buffers and not self._steps_to_compare:
+            return
+        for path, buffer in self.buffers.items():
+            if path in self.averaged or path in self._changes or path in self._problems or not buffer.computed_here:
+                continue
+            if buffer.was_touched() or (self._steps_to_compare and buffer.has_other_content()):
+                self._changes[path] = [buffer.start] * self._pieces
+        if self._steps_to_compare:
+            for buffer in self._find():  # registered by this micro-batch
+                buffer.tensor, buffer.start, buffer.version, buffer.registered = None, None, -1, False
+                if buffer.computed_here and buffer.now is not None:
+                    self._changes[buffer.path] = [None] * self._pieces
+                else:
+                    del self.buffers[buffer.path]
+        for path, values in self._changes.items():
+            values.append(self.buffers[path].value())
+        if self._reduction is not None:
+            self._reduction.add([self._value(self.averaged[path]) for path in self._reduction.like])
+        self._pieces += 1
+
+    def _value(self, buffer: Buffer) -> Tensor | None:
+        """Return the value after a micro-batch of one of `averaged`."""
+        if not buffer.computed_here:
+            return None
+        value = buffer.value()
+        if value is None or buffer.start is None or _form(value) != _form(buffer.start):
+            self._problems[buffer.path] = CHANGES_FORM
+            return buffer.start
+        return value
+
+    def before_backward(self) -> None:
+        """Give the layers copies of the buffers before the step, for what activation checkpointing computes again.
+
+        It then reads what the forward pass has read, and only these copies change. The graph may need the tensors
+        themselves, so they are left as they are.
+        """
+        for buffer in self._changing():
+            if (start := buffer.start) is not None:
+                if buffer.scratch is None or _form(buffer.scratch) != _form(start):
+                    buffer.scratch = torch.empty_like(start)
+                buffer.scratch.data.copy_(start)
+            if buffer.registered:
+                buffer.layer._buffers[buffer.name] = None if start is None else buffer.scratch
+
+    def after_backward(self) -> None:
+        """Note the buffers that change in a backward pass only. They have no value after a forward pass."""
+        changing = {*self.averaged, *self._changes}
+        for path, buffer in self.buffers.items():
+            if path not in changing and buffer.computed_here and buffer.was_touched():
+                self._problems[path] = CHANGES_IN_BACKWARD
+
+    def finish(self, step_batch: StepBatch) -> None:
+        """Set the buffers to their values after the step. Every process calls this.
+
+        Raises:
+            UserError: with an exact sum, a buffer can't follow the rule. All processes raise it.
+        """
+        self.batch_norm.finish(step_batch)
+        if not self.buffers and not self._steps_to_compare:
+            return
+        results: dict[str, Tensor] = {}
+        reports = self._gather()
+        if self._reduction is not None:
+            results, differs = self._reduction.result(step_batch.num_nonempty, self._communicates)
+            self._differs = differs if self._differs is None else self._differs | differs
+            if self.exact or self._steps_to_compare or differs.device.type == "cpu":  # else the host would wait
+                self._read_integers()
+        problems = {path: what for report in reports for path, what in report.problems.items()}
+        joining: dict[str, Buffer] = {}
+        for path in sorted({path for report in reports for path in report.changes}):
+            buffer = self._buffer_of(path, reports)
+            value = self._reduce_change(buffer, reports, step_batch.step)
+            if value is None:
+                problems[path] = CHANGES_FORM
+                continue
+            results[path] = value
+            if buffer.start is not None and _form(value) == _form(buffer.start):
+                joining[path] = buffer
+        self._set(results)
+        self.averaged |= joining
+        for path, what in problems.items():
+            self._leave_out(path, what)
+        self._steps_to_compare = max(self._steps_to_compare - 1, 0)
+
+    def _gather(self) -> list[Report]:
+        """Return the reports of all processes; none, if no process has something to report."""
+        report = Report(self._pieces, {}, self._problems)
+        for path, values in self._changes.items():
+            buffer, present = self.buffers[path], [value for value in values if value is not None]
+            persistent = buffer.name not in buffer.layer._non_persistent_buffers_set
+            layer, forms = path.rpartition(".")[0], set(map(_form, present))
+            report.changes[path] = Change(layer, buffer.name, persistent, forms, len(present))
+        if not self._any_process(bool(report.changes or report.problems)):
+            return []
+        return gather_objects(report) if self._communicates else [report]
+
+    def _buffer_of(self, path: str, reports: Sequence[Report]) -> Buffer:
+        """Return the buffer that a process has changed, which this one may not have registered yet."""
+        if path not in self.buffers:
+            change = next(report.changes[path] for report in reports if path in report.changes)
+            layer = self.strategy.lightning_module.get_submodule(change.layer)
+            layer.register_buffer(change.name, None, change.persistent)
+            self.buffers[path] = Buffer(layer, change.name, path, self.strategy.holds(layer), registered=False)
+        return self.buffers[path]
+
+    def _reduce_change(self, buffer: Buffer, reports: Sequence[Report], step: int) -> Tensor | None:
+        """Return the value of a buffer that did not take part in the step's reduction; None if it has none."""
+        start, path = buffer.start, buffer.path
+        forms: set[tuple[torch.Size, torch.dtype]] = set()
+        count = 0
+        for report in reports:
+            if path in report.changes:
+                forms |= report.changes[path].forms
+                count += report.changes[path].pieces
+            elif report.pieces and start is not None and not self.strategy.staged:  # no piece has changed it there
+                forms.add(_form(start))
+                count += report.pieces
+        if len(forms) != 1 or count == 0:
+            return None
+        shape, dtype = forms.pop()
+        like = torch.empty(shape, dtype=dtype, device=self.strategy.root_device if start is None else start.device)
+        reduction = Reduction({path: like}, self.exact, {}, self._check_messages)
+        reduction.begin(step)
+        values = self._changes.get(path, [start] * self._pieces if buffer.computed_here else [])
+        for value in values:
+            if value is not None:
+                reduction.add([value.to(like.device)])
+        result, differs = reduction.result(count, self._communicates)
+        if bool(differs):
+            self._report(path, DIFFERS)
+        self._exponents[path] = reduction.exponents()[path]
+        return result[path]
+
+    def _set(self, results: Mapping[str, Tensor]) -> None:
+        """Set buffers to their values after the step."""
+        owners: dict[int, set[str]] = {}  # by tensor, since layers may share one
+        for path, buffer in self.buffers.items() if results else ():
+            owners.setdefault(id(buffer.tensor), set()).add(path)
+        for path, value in results.items():
+            buffer = self.buffers[path]
+            # If only one of the layers that share a tensor has a new value, it has replaced its tensor.
+            buffer.set(value, new_object=not owners[id(buffer.tensor)] <= results.keys())
+
+    def flush(self) -> None:
+        """Read delayed results and raise their errors."""
+        self._read_integers()
+
+    def end_of_epoch(self) -> None:
+        """Search for buffers that were registered since or changed without a trace, through `.data` for example.
+
+        Every process calls this.
+        """
+        known = {*self.buffers, *self._left_out}
+        others = (each for path, each in self.buffers.items() if path not in self.averaged)
+        new = any(path not in known for path, _, _ in other_buffers(self.strategy.lightning_module))
+        new = new or any(not each.was_touched() and each.has_other_content() for each in others)
+        if self._any_process(new):
+            self._steps_to_compare = max(self._steps_to_compare, 1)
+
+    def _any_process(self, new: bool) -> bool:
+        """Return whether `new` is true on any process. Every process calls this."""
+        if not self._communicates:
+            return new
+        # A tensor on the host: the host waits for other hosts, but for no device.
+        device = "cpu" if "cpu" in str(dist.get_backend_config()) else self.strategy.root_device
+        dist.all_reduce(number := torch.tensor([int(new)], device=device), dist.ReduceOp.MAX)
+        return bool(number)
+
+    # --- which buffers there are ---
+
+    def _find(self) -> list[Buffer]:
+        """Find buffers that were registered since the last call, and return them."""
+        module, holds = self.strategy.lightning_module, self.strategy.holds
+        new = [
+            Buffer(layer, name, path, holds(layer))
+            for path, layer, name in other_buffers(module)
+            if path not in self.buffers and path not in self._left_out
+        ]
+        for buffer in new:
+            buffer.save()
+            self.buffers[buffer.path] = buffer
+        return new
+
+    def _changing(self) -> Iterator[Buffer]:
+        """Yield the buffers that change in this step."""
+        yield from self.averaged.values()
+        yield from (self.buffers[path] for path in self._changes)
+
+    # --- what can't follow the rule ---
+
+    def _read_integers(self) -> None:
+        """Report the integers that have differed between pieces."""
+        if self._differs is not None and self._reduction is not None:
+            differs, self._differs = self._differs.tolist(), None
+            for path in [path for path, differed in zip(self._reduction.like, differs, strict=True) if differed]:
+                self._report(path, DIFFERS)
+
+    def _leave_out(self, path: str, what: str) -> None:
+        """Report a buffer that can't follow the rule, and leave it to each process."""
+        self._report(path, what)
+        if (values := self._changes.get(path)) and values[-1] is not None:
+            self.buffers[path].set(values[-1], new_object=False)
+        self._left_out.add(path)
+        self.buffers.pop(path, None)
+        self.averaged.pop(path, None)
+
+    def _report(self, path: str, what: str) -> None:
+        """Raise an error about a buffer that can't follow the rule, or log it once if the sum is not exact."""
+        layer = type(self.buffers[path].layer).__name__
+        if self.exact:
+            raise UserError(f"exact=true: buffer {path} of {layer} {what}: {REMEDY}")
+        if path not in self._noticed and self.strategy.is_global_zero:
+            LOG.warning(f"buffer {path} of {layer} {what}, so the run depends on the layout: {REMEDY}")
+        self._noticed.add(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exponents from which later sums follow, for a checkpoint. Every process calls this."""
+        state: dict[str, Any] = {}
+        if (exact_sum := self.batch_norm.exact_sum) is not None:
+            state["statistics"] = gather_exponents(self.strategy, exact_sum)
+        known = {path: self._exponents.get(path) for path in self.averaged}
+        if self._reduction is not None:
+            known |= {path: exponent for path, exponent in self._reduction.exponents().items() if path in known}
+        return {**state, "buffers": known} if known else state
+
+
+def module_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the buffers of a module as (name in the module, layer, name in the layer), also names without a tensor.
+
+    Those of metrics are left out, since they are each rank's own until the metric is computed.
+    """
+    in_metrics = {id(part) for layer in module.modules() if isinstance(layer, Metric) for part in layer.modules()}
+    for path, layer in module.named_modules():
+        for name, buffer in layer._buffers.items() if id(layer) not in in_metrics else ():
+            if buffer is None or (buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_meta):
+                yield f"{path}.{name}" if path else name, layer, name
+
+
+def other_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield those of `module_buffers` that are no statistics of torch's normalisation layers."""
+    statistics = {id(layer) for layer in layers_with_statistics(module).values()}
+    for path, layer, name in module_buffers(module):
+        if id(layer) not in statistics or name not in STATISTICS:
+            yield path, layer, name
+
+
+# --- values ---
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Return a tensor's version counter, which every change in place raises; -1 if it has none."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and dtype of a tensor."""
+    return tensor.shape, tensor.dtype
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool]:
+    """Return the shape of a tensor, and what kind of numbers it has."""
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements as one vector: float32 or float64, where complex numbers are two each, or int64."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype == torch.uint64:
+        tensor = tensor.contiguous().view(torch.int64)
+    is_float = tensor.is_floating_point()
+    return tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32) if is_float else torch.int64)
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor with the shape and dtype of `like` of which `flat` has the elements (see `_flat`)."""
+    if like.is_complex():
+        real = flat.to(torch.empty(0, dtype=like.dtype).real.dtype)
+        return torch.view_as_complex(real.view(*like.shape, 2))
+    if like.dtype == torch.uint64:
+        return flat.contiguous().view(torch.uint64).view(like.shape)
+    return flat.to(like.dtype).view(like.shape)
+
+
+def _keys(flat: Tensor) -> Tensor:
+    """Return int64 numbers, one for each element, in the order of the elements. Equal keys are equal bits."""
+    if not flat.is_floating_point():
+        return flat
+    bits = flat.contiguous().view(INTEGERS[flat.dtype])
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).long()
+
+
+def _from_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the floating-point elements of which `_keys` returned the keys."""
+    bits = keys.to(INTEGERS[dtype])
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
+
+
+def _restore(layer: nn.Module, name: str, tensor: Tensor | None, value: Tensor | None) -> None:
+    """Make `tensor` the buffer of a layer, with the content `value`."""
+    layer._buffers[name] = tensor
+    if tensor is not None and value is not None:
+        if tensor.shape != value.shape:
+            tensor.resize_(value.shape)
+        tensor.data.copy_(value)  # `.data` hides this from autograd and from the version counter
+
+
+SavedBuffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+
+
+def copy_buffers(module: nn.Module) -> SavedBuffers:
+    """Return the buffers of a module and copies of their content, for `restore_buffers`."""
+    return [
+        (layer, name, tensor, None if tensor is None else tensor.detach().clone())
+        for layer in module.modules()
+        for name, tensor in layer._buffers.items()
+    ]
+
+
+def restore_buffers(saved: SavedBuffers) -> None:
+    """Give the layers of a module the tensors and the content that `copy_buffers` returned."""
+    for each in saved:
+        _restore(*each)

@@ -1,0 +1,480 @@
+"""The buffers after a step: the same bits however the pieces are shared, and what can't follow the rule is named."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.callbacks import ranks
+from lockstep.errors import UserError
+from lockstep.step import buffers
+from lockstep.step.buffers import StepBuffers
+
+FEATURES = 4
+Values = dict[str, Tensor]
+
+
+class Layer(nn.Module):
+    """For mypy, which does not know the buffers of a layer."""
+
+    center: Any
+    mask: Any
+    late: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+class Center(Layer):
+    """A buffer that is replaced in each step, and a large one that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(FEATURES))
+        self.register_buffer("table", torch.randn(10))
+
+    def forward(self, x: Tensor) -> None:
+        self.center = 0.9 * self.center + 0.1 * x.mean(0)
+
+
+class Hidden(Center):
+    def forward(self, x: Tensor) -> None:
+        self.center.data.mul_(0.9).add_(0.1 * x.mean(0))
+
+
+class OwnNorm(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("var", torch.ones(FEATURES), persistent=False)
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> None:
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.var.lerp_(x.var(0, unbiased=False), 0.1)
+        self.steps += 1
+        self.ready.fill_(True)
+
+
+class Spectral(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.old, self.new = (
+            wrap(nn.Linear(FEATURES, 3)) for wrap in (nn.utils.spectral_norm, parametrizations.spectral_norm)
+        )
+
+    def forward(self, x: Tensor) -> None:
+        self.new(x), self.old(x)
+
+
+class Dtypes(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+        for name in ("bfloat16", "float16", "float64", "complex64", "complex128"):
+            self.register_buffer(f"of_{name}", torch.zeros(2, dtype=getattr(torch, name)))
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> None:
+        for name, buffer in self.named_buffers():
+            buffer.add_(x.mean().to(buffer.dtype) * (1j if buffer.is_complex() else 1))
+            if name == "empty":
+                self.empty = buffer.clone()
+
+
+class Infinite(Layer):
+    """The smallest values seen, by column; a column of which a sample is nan; and a mask that is made when needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.full((3,), torch.inf))
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> None:
+        self.least[0] = torch.minimum(self.least[0], x[:, 0].min())
+        self.least[2] = x.mean() if x[0, 0] < 0.3 else torch.nan
+        if self.mask is None:
+            self.mask = torch.triu(torch.full((3, 3), -torch.inf), 1)
+
+
+class Rare(Layer):
+    """Buffers that change late and in some pieces only, and one that is registered by the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rare", torch.ones(FEATURES))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> None:
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(FEATURES))
+        self.late = self.late + x.mean(0)
+        if x.max() > 0.97:
+            self.rare.mul_(x.mean())
+
+
+class Tied(Layer):
+    """Two layers with one buffer, which one of them replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Center(), Center()
+        self.two.center = self.one.center
+
+    def forward(self, x: Tensor) -> None:
+        self.one(x)
+
+
+KINDS = [Center, Hidden, OwnNorm, Spectral, Dtypes, Infinite, Rare, Tied]
+
+
+class Group:
+    """Ranks that are threads of this process: what a collective returns follows from what all of them pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self.size, self.local = size, threading.local()
+        self.barrier, self.values = threading.Barrier(size, timeout=20), [None] * size
+        monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+        for module in (buffers, ranks):
+            monkeypatch.setattr(module, "gather_objects", self.gather)
+        monkeypatch.setattr(ranks, "broadcast_from_rank_zero", lambda value: self.gather(value)[0])
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.local.rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        values = torch.stack(self.gather(tensor.clone()))
+        tensor.copy_(values.amax(0) if op == dist.ReduceOp.MAX else values.sum(0))
+
+    def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+
+        def thread(rank: int) -> None:
+            self.local.rank = rank
+            try:
+                results[rank] = of_rank(rank)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(self.size)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, UserError):
+                raise result
+        return results
+
+
+def step_buffers(module: Any, exact: bool, replicas: int, state: dict[str, Any], rank: int = 0) -> StepBuffers:
+    trainer = SimpleNamespace(datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=replicas, pieces=3)))
+    vars(module)["trainer"] = trainer
+    strategy = SimpleNamespace(
+        lightning_module=module,
+        holds=lambda thing: True,
+        gather_dicts=lambda values: values,
+        staged=False,
+        is_global_zero=rank == 0,
+        root_device=torch.device("cpu"),
+    )
+    gradients: Any = SimpleNamespace(strategy=strategy, exact=exact, check_messages=False)
+    return StepBuffers(gradients, state)
+
+
+def step(after: StepBuffers, number: int, pieces: Sequence[Tensor], nonempty: int) -> None:
+    """One step of this process, whose forward passes are calls of the module."""
+    batch: Any = SimpleNamespace(step=number, num_nonempty=nonempty)
+    after.begin(batch)
+    for piece in pieces:
+        after.before_forward()
+        after.strategy.lightning_module(piece)
+        after.after_forward()
+        after.before_backward()
+        after.after_backward()
+    after.finish(batch)
+    after.end_of_epoch()
+
+
+def data(number: int) -> list[Tensor]:
+    """The pieces of a step, of unequal size; every fourth step has one piece."""
+    generator = torch.Generator().manual_seed(number)
+    pieces = list(torch.rand(8, FEATURES, generator=generator).split(3))
+    return pieces[: 1 if number % 4 == 3 else 3]
+
+
+def values_of(module: nn.Module) -> Values:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def trained(
+    kind: type[nn.Module],
+    group: Group | None = None,
+    exact: bool = True,
+    counts: Sequence[int] = (3,),
+    stop: int | None = None,
+    steps: int = 8,
+) -> Any:
+    """The buffers of each rank after some steps, where rank r computes `counts[r]` of the pieces.
+
+    After step `stop` the run is stopped, and continues from a checkpoint.
+    """
+
+    torch.manual_seed(0)
+    original = kind()
+
+    def of_rank(rank: int) -> Values:
+        module = deepcopy(original)
+        objects = dict(module.named_buffers())
+        after = step_buffers(module, exact, len(counts), {}, rank)
+        first = sum(counts[:rank])
+        for number in range(steps):
+            if number == stop:
+                after = step_buffers(module, exact, len(counts), after.state_dict(), rank)
+            pieces = data(number)
+            step(after, number, pieces[first : first + counts[rank]], len(pieces))
+        same = [name for name, buffer in module.named_buffers() if buffer is objects.get(name)]
+        assert set(same) >= objects.keys() - {"one.center", "last"}, "others may have references to a buffer"
+        return values_of(module)
+
+    return of_rank(0) if group is None else group.run(of_rank)
+
+
+def equal(one: Values, other: Values) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(a.view(-1).view(torch.uint8), other[name].view(-1).view(torch.uint8)) for name, a in one.items()
+    )
+
+
+# --- what follows the rule ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", [(2, 1), (0, 3), (1, 1, 1)])
+def test_the_same_bits_on_every_layout(monkeypatch: pytest.MonkeyPatch, kind: Any, counts: tuple[int, ...]) -> None:
+    one = trained(kind)
+    assert all(equal(rank, one) for rank in trained(kind, Group(monkeypatch, len(counts)), counts=counts))
+    assert not equal(trained(kind, steps=2), one), "the control"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [1, 5])
+def test_the_same_bits_after_a_stop_on_another_layout(monkeypatch: pytest.MonkeyPatch, kind: Any, stop: int) -> None:
+    one = trained(kind)
+    assert equal(trained(kind, stop=stop), one)
+    assert all(equal(rank, one) for rank in trained(kind, Group(monkeypatch, 2), counts=(1, 2), stop=stop))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_an_exact_sum_all_ranks_have_the_same_buffers(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    first, second = trained(kind, Group(monkeypatch, 2), exact=False, counts=(2, 1))
+    one = trained(kind, exact=False)
+    assert equal(first, second)
+    for name, value in one.items():
+        torch.testing.assert_close(first[name], value, equal_nan=True)
+
+
+def mean_center(exact: bool) -> Tensor:
+    center = torch.zeros(FEATURES, dtype=torch.float64)
+    for number in range(8):
+        center = torch.stack([0.9 * center + 0.1 * piece.mean(0).double() for piece in data(number)]).mean(0)
+    return center
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("kind", [Center, Hidden])
+def test_a_mean_is_that_over_the_pieces_and_what_does_not_change_keeps_its_bits(kind: Any, exact: bool) -> None:
+    torch.manual_seed(0)
+    table = kind().table
+    values = trained(kind, exact=exact)
+    torch.testing.assert_close(values["center"].double(), mean_center(exact), rtol=1e-5, atol=0)
+    assert torch.equal(values["table"], table)
+
+
+def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None:
+    values = trained(OwnNorm)
+    assert (int(values["steps"]), bool(values["ready"])) == (8, True)
+    infinite = trained(Infinite)
+    assert infinite["mask"].isinf().sum() == 3
+    assert infinite["least"].isfinite().tolist()[0]
+    assert infinite["least"].isinf().tolist() == [False, True, False]
+
+
+def test_what_a_piece_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward pass, and activation checkpointing in a backward pass, sees the buffers before the step."""
+    seen: list[float] = []
+
+    class Sees(Center):
+        def forward(self, x: Tensor) -> None:
+            seen.append(float(self.center.sum()))
+            super().forward(x)
+
+    module = Sees()
+    after: Any = step_buffers(module, True, 1, {})
+    batch = SimpleNamespace(step=0, num_nonempty=2)
+    after.begin(batch)
+    for piece in data(0)[:2]:
+        after.before_forward()
+        module(piece)
+        after.after_forward()
+        after.before_backward()
+        module(piece)
+    after.finish(batch)
+    assert seen == [0, 0, 0, 0]
+    expected = torch.stack([0.1 * piece.mean(0) for piece in data(0)[:2]]).mean(0)
+    torch.testing.assert_close(module.center, expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_activation_checkpointing_updates_batch_norm_once(exact: bool, pieces: int, reentrant: bool) -> None:
+    def statistics(checkpointing: bool) -> Values:
+        norm = nn.BatchNorm1d(FEATURES)
+        after: Any = step_buffers(norm, exact, 1, {})
+        batch = SimpleNamespace(step=0, num_nonempty=pieces)
+        after.batch_norm.leaves_one_to_torch = True
+        after.begin(batch)
+        for piece in data(0)[:pieces]:
+            after.before_forward()
+            x = piece.clone().requires_grad_()
+            y = checkpoint(norm, x, use_reentrant=reentrant) if checkpointing else norm(x)
+            after.after_forward()
+            after.before_backward()
+            y.square().sum().backward()
+        after.finish(batch)
+        return values_of(norm)
+
+    assert equal(statistics(True), statistics(False))
+
+
+def test_what_never_changes_is_not_copied_after_the_first_steps() -> None:
+    module = Center()
+    after = step_buffers(module, True, 1, {})
+    for number in range(4):
+        step(after, number, data(number), len(data(number)))
+    copy = after.buffers["table"].start
+    step(after, 4, data(4), 3)
+    assert after.buffers["table"].start is copy
+    assert [*after.averaged] == ["center"]
+
+
+def test_a_checkpoint_without_other_buffers_is_that_of_earlier_versions() -> None:
+    norm = nn.BatchNorm1d(FEATURES)
+    norm.train()
+    after = step_buffers(norm, True, 1, {})
+    step(after, 0, data(0), 3)
+    state = after.state_dict()
+    assert state.keys() == {"statistics"}
+    restored: Any = step_buffers(norm, True, 1, state).batch_norm.exact_sum
+    assert restored.exponents == state["statistics"]
+
+
+# --- what can't follow it ---
+
+
+class Pointer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ptr", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> None:
+        self.ptr += len(x)
+
+
+class Sizes(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> None:
+        self.last = x[:, 0].clone()
+
+
+REFUSED = [(Pointer, "buffer ptr of Pointer differs"), (Sizes, "buffer last of Sizes has different shapes")]
+
+
+@pytest.mark.parametrize(("kind", "text"), REFUSED)
+def test_what_has_no_mean_is_refused_on_every_layout(monkeypatch: pytest.MonkeyPatch, kind: Any, text: str) -> None:
+    with pytest.raises(UserError, match=f"^exact=true: {text}.*: "):
+        trained(kind)
+    for error in trained(kind, Group(monkeypatch, 2), counts=(2, 1)):
+        assert str(error).startswith(f"exact=true: {text}")
+
+
+@pytest.mark.parametrize(("kind", "text"), REFUSED)
+def test_without_an_exact_sum_one_line_says_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any, text: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        trained(kind, Group(monkeypatch, 2), exact=False, counts=(2, 1))
+    assert [record.message.startswith(text) for record in caplog.records] == [True]
+
+
+def test_a_change_in_the_backward_pass_is_refused() -> None:
+    module = Center()
+    after: Any = step_buffers(module, True, 1, {})
+    batch = SimpleNamespace(step=0, num_nonempty=1)
+    after.begin(batch)
+    after.after_forward()
+    module.table.add_(1)
+    after.after_backward()
+    with pytest.raises(UserError, match="buffer table of Center changes in the backward pass"):
+        after.finish(batch)
+
+
+# --- buffers that differ between ranks ---
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_validated_is_what_is_saved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exact: bool
+) -> None:
+    """A hook has changed the buffers of one rank only."""
+    group = Group(monkeypatch, 2)
+
+    def of_rank(rank: int) -> Any:
+        module: Any = nn.Sequential(nn.Linear(2, 2), Center())
+        module[0].requires_grad_(False).weight.zero_()
+        module[0].bias.zero_()
+        module[1].table.fill_(0)
+        module[1].center += rank
+        trainer = SimpleNamespace(
+            datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=2, exact=exact)),
+            strategy=SimpleNamespace(
+                root_device=torch.device("cpu"), all_gather=lambda local: torch.stack(group.gather(local))
+            ),
+            is_global_zero=rank == 0,
+            training=True,
+            sanity_checking=False,
+            global_step=3,
+        )
+        ranks.ReplicaConsistencyCheck().on_validation_start(trainer, module)
+        return float(module[1].center.sum())
+
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        results = group.run(of_rank)
+    text = "after step 3 buffer 1.center differs between the ranks"
+    if exact:
+        assert [str(result).startswith(f"{text}: ") for result in results] == [True, True]
+    else:
+        assert results == [0, 0]
+        assert [record.message.startswith(text) for record in caplog.records] == [True]
