@@ -126,7 +126,8 @@ class StepPlateau(Cut):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.999)
+        options = {"patience": 0, "factor": 0.5, "threshold": 9.0, "threshold_mode": "abs"}  # nothing is better by 9
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", **options)
         follows = {"monitor": self.hparams.monitor, "interval": "step", "frequency": self.hparams.every}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **follows}}
 

@@ -333,7 +333,7 @@ class ReplaceableOptimizer:
         (RunsOptimizer, [], {"lr", "optimizer", "scheduler"}),
         (OptimizerByName, [], set()),
         (OptimizerByName, ["lr=0.1"], {"lr"}),
-        (ReplaceableOptimizer, [], set()),
+        (ReplaceableOptimizer, [], {"optimizer"}),  # as in project.models.ImageClassifier: conf/optimizer counts
         (ReplaceableOptimizer, ["lr=0.1"], {"optimizer"}),
         (ReplaceableOptimizer, ["optimizer=adamw"], {"optimizer"}),
     ],

@@ -36,7 +36,7 @@ from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import (
-    SETTERS,
+    LR_SETTERS,
     OptimizerCheck,
     refuse_keys_without_effect,
     training_arguments,
@@ -105,7 +105,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     offered = without_defaulted(arguments, target, config)
     if "lr" in offered and "lr" in argument_names:
         options = {"lr": offered["lr"], **options}
-    yielding = () if SETTERS["lr"] & config.requested else ("lr",)
+    yielding = () if LR_SETTERS & config.requested else ("lr",)
     # The networks in `options` may have a `later:lr`, and an optimizer of their own with a default.
     module = instantiate("model", options, yielding, **{"lr": arguments["lr"], **offered})
     setting = f"model._target_={config.model['_target_']}"

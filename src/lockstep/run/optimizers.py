@@ -24,13 +24,8 @@ CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
 }
-# Constructor argument -> keys and groups of train.yaml. If the user sets one of them, the run's value is passed even if
-# the argument has a default.
-SETTERS = {
-    "lr": {"lr", "lr_scaling", "reference_batch_size", "optimizer"},
-    "optimizer": {"optimizer"},
-    "scheduler": {"scheduler"},
-}
+# If the user sets one of these keys and groups, the run's `lr` is passed even if the constructor has a default for it.
+LR_SETTERS = {"lr", "lr_scaling", "reference_batch_size", "optimizer"}
 ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
     "requires_grad_(False)"
@@ -148,17 +143,14 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
 def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config) -> dict[str, Any]:
     """Return the arguments of `training_arguments` without those for which the constructor's own defaults hold.
 
-    A run always has an `lr`, an optimizer and a schedule, mostly by default. Such a default must not replace one that
-    the constructor has, except that a module which takes the run's optimizer takes its `lr` too. `None` is no default.
+    A run always has an `lr`, mostly that of its optimizer. It must not replace the default of a constructor which makes
+    an optimizer of its own. `None` is no default.
     """
-    takes, has_default = parameters(target), {name for name, value in defaults(target).items() if value is not None}
-    holds = {name for name in has_default & set(SETTERS) if not SETTERS[name] & config.requested}
-    if "lr" not in takes and config.requested & SETTERS["lr"]:  # the given lr acts through the optimizer only
-        holds.discard("optimizer")
-    holds |= text_defaults(target)
-    if "optimizer" in takes - holds:
-        holds.discard("lr")
-    return {name: value for name, value in arguments.items() if name not in holds}
+    held = text_defaults(target)
+    makes_optimizer = "optimizer" not in parameters(target) - held
+    if makes_optimizer and defaults(target).get("lr") is not None and not LR_SETTERS & config.requested:
+        held.add("lr")
+    return {name: value for name, value in arguments.items() if name not in held}
 
 
 def text_defaults(target: Any) -> set[str]:
