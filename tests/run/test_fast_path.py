@@ -11,7 +11,11 @@ import torch
 from conftest import ROOT, Program
 from own_runs import train
 
+from lockstep.config import check as config
+from lockstep.config.check import check
+from lockstep.launch import machine
 from lockstep.launch.machine import cgroup_cpu_limits
+from lockstep.run.api import compose
 
 POLICY = "OMP_WAIT_POLICY"
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
@@ -96,3 +100,25 @@ def test_numbers_below_the_normal_ones_are_zero_in_all_threads_of_a_worker(proje
     assert "\n0 of 1048576 are left" in f"\n{run.stdout}"
     bits = torch.full((8,), 1 << 21, dtype=torch.int32)
     assert bool((bits.view(torch.float32) * 1.5).view(torch.int32).all())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "flags", "threads"),
+    [
+        (["precision=bf16-mixed"], 2, "avx512_bf16 amx_bf16 amx_tile", 1),
+        (["precision=auto"], 8, "amx_bf16", 1),
+        (["precision=bf16-mixed", "threads=2"], 2, "amx_bf16", 2),
+        (["precision=bf16-mixed"], 2, "avx512_bf16", 2),  # its kernels have no barriers without sleep
+        (["precision=bf16-mixed"], 9, "amx_bf16", 9),
+        ([], 2, "amx_bf16", 2),
+        (["exact=true"], 2, "", 1),
+    ],
+)
+def test_one_thread_computes_bf16_with_amx(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], cores: int, flags: str, threads: int
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(machine.computes_bf16, "__defaults__", (str(tmp_path / "cpuinfo"),))
+    monkeypatch.setattr(machine.has_amx, "__defaults__", (str(tmp_path / "cpuinfo"),))
+    monkeypatch.setattr(config, "cores_per_worker", lambda workers: cores)
+    assert check(dict(compose("accelerator=cpu", *overrides))).worker_threads == threads

@@ -25,11 +25,12 @@ from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count
+from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count, has_amx
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, if neither max_epochs nor max_steps is given
+AMX_CORES = 8  # of a worker, up to which one thread computes bf16 with AMX
 EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions with which exact=true works
 
 
@@ -58,9 +59,14 @@ class Config(RunKeys):
     @property
     def worker_threads(self) -> int:
         """CPU threads of one worker."""
-        workers = max(1, self.layout.world_size // self.layout.num_nodes)
+        if self.threads:
+            return self.threads
+        cores = cores_per_worker(max(1, self.layout.world_size // self.layout.num_nodes))
+        on_cpu_in_bf16 = self.layout.accelerator == "cpu" and self.precision.startswith("bf16")
+        # oneDNN's AMX kernels wait for their threads in a loop without sleep (docs/decisions/threads.md).
+        wait_without_sleep = on_cpu_in_bf16 and cores <= AMX_CORES and has_amx()
         # The order of sums depends on the number of threads, so under `exact` it must not depend on the layout.
-        return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
+        return 1 if self.layout.exact or wait_without_sleep else cores
 
     @property
     def scaled_lr(self) -> float:

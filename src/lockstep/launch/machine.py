@@ -76,10 +76,20 @@ def computes_bf16(accelerator: str, cpuinfo: str = "/proc/cpuinfo") -> bool:
     """
     if accelerator == "gpu":
         return _gpus_compute_bf16()
+    return not BF16.isdisjoint(_cpu_flags(cpuinfo))
+
+
+def has_amx(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Check whether the CPU has Intel's AMX instructions for bf16."""
+    return "amx_bf16" in _cpu_flags(cpuinfo)
+
+
+def _cpu_flags(cpuinfo: str) -> list[str]:
+    """Return Linux's names of the CPU's instructions; systems other than Linux have no such file."""
     with suppress(OSError):
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
-        return flags is not None and not BF16.isdisjoint(flags[1].split())
-    return False  # systems other than Linux have no such file
+        return flags[1].split() if flags else []
+    return []
 
 
 @cache
