@@ -11,7 +11,7 @@ from callbacks.test_dashboard import Board
 from conftest import SEVERAL, Program, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from own_runs import jobs, train
+from own_runs import DDP, jobs, train
 from torch import Tensor
 
 from lockstep.step.metrics import Count, ExactMean
@@ -113,3 +113,14 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tm
     said = "test/own_mean, logged in on_test_epoch_end, differs between ranks"
     assert [line for line in swept.stderr.splitlines() if "differs between ranks" in line and said not in line] == []
     assert swept.stderr.count(said) == 1, "on four ranks, which have 6 and 3 samples"
+
+
+@pytest.mark.slow
+def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(project: Path, tmp_path: Path) -> None:
+    task = ("data.val_fraction=0.3", "pieces=6", "exact=true", "max_steps=2", "seed=7")
+    alone, several = (train(project, tmp_path / str(len(on)), "NoisyScore", *task, *on) for on in ((), DDP))
+    names = ("val/acc", "val/noise")
+    one, other = ([run.summary["metrics"][name] for name in names] for run in (alone, several))
+    assert one == pytest.approx(other, rel=1e-6)
+    control = train(project, tmp_path / "control", "NoisyScore", *task, "seed=8").summary["metrics"]
+    assert control["val/noise"] != pytest.approx(one[1], rel=1e-3)

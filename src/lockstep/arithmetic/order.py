@@ -47,6 +47,11 @@ def preparation_seed(seed: int, step: int, piece: int) -> int:
     return int(hash64(seed, 0xBA7C4, step, piece) >> 1)
 
 
+def evaluation_seed(seed: int, sample: int) -> int:
+    """Return the 63-bit seed of an evaluation's batch, a function of (seed, number of its first sample)."""
+    return int(hash64(seed, 0xE7A1, sample) >> 1)
+
+
 def cuts(samples: int, pieces: int) -> list[int]:
     """Cut `samples` neighbouring samples into `pieces` parts whose sizes differ by at most one.
 

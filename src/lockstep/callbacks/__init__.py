@@ -6,6 +6,7 @@ it out.
 
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.ema import EMA
+from lockstep.callbacks.evaluation_seed import EvaluationSeed
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.ranks import DummyBatchOnEmptyRank, ReplicaConsistencyCheck
@@ -16,6 +17,7 @@ __all__ = [
     "Checkpoint",
     "Console",
     "DummyBatchOnEmptyRank",
+    "EvaluationSeed",
     "Meter",
     "Preemption",
     "ReplicaConsistencyCheck",

@@ -152,6 +152,11 @@ class DataModule(pl.LightningDataModule):
         """
         return self.evaluation_shares(split)[self.rank].samples
 
+    def first_sample(self, split: str, batch_idx: int) -> int:
+        """Return the number of the first sample of a batch that this process evaluates; 0 if it has no sample."""
+        chunks = self._chunks(getattr(self.splits, split))
+        return chunks[batch_idx][0] if chunks else 0
+
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
         limit = getattr(self.trainer, f"limit_{split}_batches", None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
@@ -224,7 +224,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     set_up_worker(config, folder)
     module = make_module(config, splits)
     data = make_data(config, splits)
-    callbacks = [DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
+    callbacks = [EvaluationSeed(), DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
     trainer = make_trainer(config, folder, callbacks)
     run = RunRecord(config, splits, folder, trainer, started)
     with weights_must_fit(config):

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lockstep.callbacks import EvaluationSeed
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.config.check import Config
 from lockstep.data import Spec, Splits
@@ -105,7 +106,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     module = load_module(config, splits)
     module.predict_step = prediction_step(module)  # type: ignore[method-assign]
     data, collector = make_data(config, splits), PredictionCollector()
-    trainer = make_trainer(config, folder, [collector])
+    trainer = make_trainer(config, folder, [EvaluationSeed(), collector])
     began = time.perf_counter()
     trainer.predict(module, datamodule=data, return_predictions=False)
     parts = gather_objects(collector.predictions)

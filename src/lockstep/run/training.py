@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
-from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
+from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed, Preemption, ReplicaConsistencyCheck
 from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.io import not_plain
@@ -83,6 +83,7 @@ def fit_and_test(
     record = provenance.checkpoint_record(config, splits)
     names = ParameterNameCheck(module)
     callbacks: list[pl.Callback] = [
+        EvaluationSeed(),
         DummyBatchOnEmptyRank(),
         ReplicaConsistencyCheck(),
         *store_leases(),
