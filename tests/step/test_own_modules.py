@@ -141,7 +141,7 @@ def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(
     [
         (("optimizer=adamw",), "optimizer has no effect, since mine.LitDigits takes no optimizer"),
         (("scheduler=cosine",), "scheduler has no effect, since mine.LitDigits takes no scheduler"),
-        ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
+        ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging takes over the schedule"),
     ],
 )
 def test_what_would_be_ignored_is_refused(project: Path, tmp_path: Path, options: tuple[str, ...], says: str) -> None:

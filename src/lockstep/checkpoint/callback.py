@@ -185,7 +185,8 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mo
     names = sorted(logged)
     message = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
     same_stage = [name for name in names if name.startswith("val") == metric.startswith("val")]
-    near = [*difflib.get_close_matches(metric, same_stage, n=1), *same_stage]
+    known = [name for name in same_stage if direction_of_name(name)]
+    near = [*difflib.get_close_matches(metric, same_stage, n=1, cutoff=0.85), *known, *same_stage]
     if not near:
         return message
     message += f"; give {key}={near[0]}"

@@ -262,11 +262,13 @@ def _check_callback(
         )
     if isinstance(callback, EarlyStopping) and callback.patience < 0:
         raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
-    if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+    if isinstance(callback, GradientAccumulationScheduler):
         raise UserError(
             f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "
-            "use accumulate_grad_batches, or callbacks=ema for an average of the weights"
+            "use accumulate_grad_batches"
         )
+    if isinstance(callback, StochasticWeightAveraging):
+        raise UserError(f"{setting}: {kind} takes over the schedule and adds an epoch: use callbacks=ema")
     if not isinstance(callback, WeightAveraging):
         return
     for extra in config.extras.values():

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.utils.data import ConcatDataset
 
 from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed
@@ -28,6 +29,7 @@ from lockstep.launch.process_group import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.summary import RunRecord
 from lockstep.run.worker_setup import set_up_worker
+from lockstep.step.passes import overrides_method
 from lockstep.text import join_names
 
 REFUSED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # a user may not give them: the checkpoint has them
@@ -223,6 +225,8 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     set_up_worker(config, folder)
     module = make_module(config, splits)
+    if not overrides_method(module, "test_step", pl.LightningModule):
+        raise UserError(f"{type(module).__name__} has no test_step, which evaluates the images of any split: add one")
     data = make_data(config, splits)
     callbacks = [EvaluationSeed(), DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
     trainer = make_trainer(config, folder, callbacks)
