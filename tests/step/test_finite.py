@@ -72,7 +72,7 @@ def test_a_sum_that_overflows_is_finite() -> None:
 
 
 def test_sparse_and_mixed_gradients_are_checked() -> None:
-    sparse = torch.sparse_coo_tensor([[1, 1]], [1.0, float("inf")], (3,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, float("inf")], (3,), check_invariants=True)
     for exactly in (False, True):
         assert not all_finite([torch.ones(2), sparse], exactly)
         assert all_finite([torch.ones(2), torch.ones(2, dtype=torch.float64), torch.empty(0)], exactly)

@@ -86,6 +86,9 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
 class WithBuffer(small_models.MnistCNN):
     """Has a buffer that follows the images, and another that never changes."""
 
+    centre: Tensor
+    fixed: Tensor
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.register_buffer("centre", torch.zeros(3))
@@ -142,6 +145,7 @@ def test_one_more_kernel_for_each_parameter_is_found(count: Callable[..., Counts
     class Clamps(small_models.MnistCNN):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             for parameter in self.parameters():
+                assert parameter.grad is not None
                 parameter.grad.clamp_(-9, 9)
 
     module: nn.Module = Clamps(**small_models.task())

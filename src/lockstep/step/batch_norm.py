@@ -125,4 +125,3 @@ class BatchNormStats:
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
         torch._foreach_copy_(self.counters, counts)
-
