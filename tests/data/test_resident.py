@@ -116,7 +116,12 @@ def test_sets_that_do_not_fit_are_refused() -> None:
 def test_the_hosts_part_of_a_step_is_page_locked_with_resident_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers of the augmentation come from the host, and a GPU copies only from such memory asynchronously."""
     locked: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: locked.append(tensor) or tensor)
+
+    def lock(tensor: torch.Tensor) -> torch.Tensor:
+        locked.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made = data(layout(batch_size=10), put=True)
     step_batch = step_batches(made)[0]
