@@ -209,7 +209,7 @@ def _library(file: str) -> str:
 
 def _user_line(lines: list[Line]) -> str:
     """Return the innermost line that is none of this file or of an installed package, `file:line`."""
-    own = [line for line in lines if line[0] != __file__ and not _library(line[0]) and "/lib/python" not in line[0]]
-    file, number = (own or lines)[0]
+    users = [line for line in lines if line[0] != __file__ and not _library(line[0]) and "/lib/python" not in line[0]]
+    file, number = (users or lines)[0]
     path = Path(file)
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{number}"

@@ -193,10 +193,10 @@ class ModuleTests:
 
 def on_gpu(runs: Runs, kind: str) -> list[str]:
     """Return the lines with this kind of fault on a GPU; skip the test if this is unknown."""
-    found = runs.result("probe")["gpu"]
-    if isinstance(found, str):
-        pytest.skip(f"the steps can't be called outside a run: {found}")
-    return [line for line, fault in found.items() if fault == kind]
+    result = runs.result("probe")["gpu"]
+    if isinstance(result, str):
+        pytest.skip(f"the steps can't be called outside a run: {result}")
+    return [line for line, fault in result.items() if fault == kind]
 
 
 def fail(message: str) -> NoReturn:
