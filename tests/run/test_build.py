@@ -47,10 +47,11 @@ def test_callbacks_that_the_run_replaces_are_refused_with_what_to_use(target: st
 
 def test_deterministic_kernels_fill_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for exact, accelerator in ((True, "gpu"), (False, "gpu"), (True, "cpu")):
-        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        flags: Any = torch.utils.deterministic
+        monkeypatch.setattr(flags, "fill_uninitialized_memory", True)
         layout: Any = SimpleNamespace(exact=exact, accelerator=accelerator)
         assert needs_deterministic_kernels(layout) == (exact and accelerator == "gpu")
-        assert torch.utils.deterministic.fill_uninitialized_memory != (exact and accelerator == "gpu")
+        assert flags.fill_uninitialized_memory != (exact and accelerator == "gpu")
 
 
 class Lazy(pl.LightningModule):

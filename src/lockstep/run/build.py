@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
-from lockstep.arithmetic.layout import Assignment
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.checkpoint.run_checks import SharedFileCheck
@@ -289,7 +288,8 @@ def needs_deterministic_kernels(layout: Layout) -> bool:
     """
     needed = bool(layout.exact) and layout.accelerator == "gpu"
     if needed:
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        flags: Any = torch.utils.deterministic
+        flags.fill_uninitialized_memory = False
     return needed
 
 
