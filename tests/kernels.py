@@ -1,8 +1,12 @@
-"""Count the kernels that code would start on a GPU, on the CPU."""
+"""Count the kernels that code would start on a GPU, and where it would wait for one, on the CPU."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # operations that start no kernel: views, and memory without content
@@ -10,7 +14,8 @@ FREE = {
     *("view", "detach", "t", "transpose", "as_strided", "expand", "permute", "select", "slice", "unsqueeze", "squeeze"),
     *("split", "split_with_sizes", "unbind", "alias", "_unsafe_view", "_reshape_alias", "unfold", "lift_fresh", "set_"),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "is_pinned", "sym_size"),
-    *("record_stream", "_has_compatible_shallow_copy_type", "_local_scalar_dense"),
+    *("record_stream", "_has_compatible_shallow_copy_type", "_local_scalar_dense", "promote_types"),
+    *("profiler::_record_function_enter_new", "profiler::_record_function_exit"),
 }
 
 
@@ -38,3 +43,30 @@ class Kernels(TorchDispatchMode):
     def host_reads(self) -> int:
         """How often the host has read a number, for which it would wait for a GPU."""
         return self.seen["_local_scalar_dense"]
+
+
+# calls by which the host reads a tensor
+READING = {
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.nonzero, Tensor.unique, Tensor.equal),
+    *(Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
+}
+
+
+class HostReads(TorchFunctionMode):
+    """Count inside the `with` block how often the host reads a tensor; of tensors that are always on the CPU too.
+
+    Attributes:
+        seen: how often each line has read, as `file.py:line`. A line of torch or Lightning counts for its caller.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READING or (func is Tensor.to and "cpu" in map(str, (*args[1:], *(kwargs or {}).values()))):
+            frame = sys._getframe(1)
+            while frame.f_back is not None and "site-packages" in frame.f_code.co_filename:
+                frame = frame.f_back
+            self.seen[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] += 1
+        return func(*args, **(kwargs or {}))

@@ -31,6 +31,7 @@ class ClassWeights(Callback):
             raise ValueError(f"class_weights={weights}: {ask}")
         self.choice, self.num_classes = weights, num_classes
         self.weights: Tensor | None = None  # float64 [num_classes]; set in `setup`
+        self.on_device: Tensor | None = None  # a copy on the module's device
         self.of_step: Tensor | None = None  # [num_classes]; their mean over the samples of the current step is 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -44,12 +45,14 @@ class ClassWeights(Callback):
                 raise UserError(f"{both}: leave one of them out")
             counts = torch.from_numpy(data.labels).bincount(minlength=self.num_classes)
             weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
-        self.weights = torch.tensor(weights, dtype=torch.float64)
+        self.weights, self.on_device = torch.tensor(weights, dtype=torch.float64), None
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.weights is not None:
             mean = self.weights[torch.from_numpy(trainer.datamodule.labels_of_step(batch))].mean()
-            self.of_step = (self.weights / mean).to(pl_module.device)
+            if self.on_device is None or self.on_device.device != pl_module.device:
+                self.on_device = self.weights.to(pl_module.device, non_blocking=True)
+            self.of_step = self.on_device / float(mean)  # a number, so that nothing is copied at each step
 
     def __call__(self, losses: Tensor, y: Tensor) -> Tensor:
         """Return losses [n] of samples with the classes y [n], each times its class's weight in the current step."""

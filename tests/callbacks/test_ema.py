@@ -15,7 +15,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lockstep.callbacks import EMA
+from lockstep.callbacks.ema import Average
 from lockstep.run.summary import weights_sha256
+from lockstep.testing.fake_gpu import DEVICE, fake_gpu, move
 
 TASK = (*NORMS, "max_epochs=3", "lr=0.1")
 OURS = ("callbacks=ema", "callbacks.ema.decay=0.8", "callbacks.ema.update_every_n_steps=2")
@@ -95,3 +97,15 @@ def test_weights_of_few_digits_are_refused(run_train: Program) -> None:
     run = run_train(*TASK, *OURS, "precision=bf16-true", ok=False)
     assert run.returncode == 2
     assert re.fullmatch("error: callbacks.ema: .*has too few digits for an average.*\n", run.stderr), str(run)
+
+
+def test_no_update_waits_for_a_gpu() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with fake_gpu(copies=True) as gpu:
+        move(module)
+        average = Average(module, 0.9)
+        for _ in range(3):
+            average.update_parameters(module)
+        assert {value.device for value in average.module.state_dict().values()} == {DEVICE}
+    assert gpu.faults == {}
+    assert int(average.n_averaged) == 3

@@ -3,6 +3,7 @@
 No GPU is needed: the device is the CPU here, the free memory a number.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,3 +111,25 @@ def test_sets_that_do_not_fit_are_refused() -> None:
         match=r"^speed.resident=true: the data sets take 0 MiB, and cpu has 0 MiB free: use speed.resident=false$",
     ):
         place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, True, 2 * SIZE - 1)
+
+
+def test_the_hosts_part_of_a_step_is_page_locked_with_resident_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers of the augmentation come from the host, and a GPU copies only from such memory asynchronously."""
+    locked: list[torch.Tensor] = []
+
+    def lock(tensor: torch.Tensor) -> torch.Tensor:
+        locked.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = data(layout(batch_size=10), put=True)
+    step_batch = step_batches(made)[0]
+    (micro_batch,) = step_batch.micro_batches
+    numbers = micro_batch.augmentation_numbers
+    micro_batch.batch = tuple(part.to("meta") for part in micro_batch.batch)  # in place of a GPU
+    step_batch.pin_memory()
+    assert [each is numbers for each in locked] == [True]
+    made.layout = replace(made.layout, accelerator="gpu")
+    assert made.train_dataloader().pin_memory
+    assert not made.val_dataloader().pin_memory  # all of it is on the GPU

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep.config.check import check
 from lockstep.data.datasets import Spec
 from lockstep.errors import UserError
-from lockstep.run.build import initialise_lazy_layers, make_callbacks
+from lockstep.run.build import initialise_lazy_layers, make_callbacks, needs_deterministic_kernels
 
 
 class OwnBar(pl.callbacks.ProgressBar):
@@ -43,6 +43,15 @@ def test_callbacks_that_the_run_replaces_are_refused_with_what_to_use(target: st
         make_callbacks(config, splits, tmp_path, pl.LightningModule())
     if "LearningRateFinder" in target:
         assert make_callbacks(config, splits, tmp_path, HasLr())
+
+
+def test_deterministic_kernels_fill_no_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for exact, accelerator in ((True, "gpu"), (False, "gpu"), (True, "cpu")):
+        flags: Any = torch.utils.deterministic
+        monkeypatch.setattr(flags, "fill_uninitialized_memory", True)
+        layout: Any = SimpleNamespace(exact=exact, accelerator=accelerator)
+        assert needs_deterministic_kernels(layout) == (exact and accelerator == "gpu")
+        assert flags.fill_uninitialized_memory != (exact and accelerator == "gpu")
 
 
 class Lazy(pl.LightningModule):

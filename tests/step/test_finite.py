@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from kernels import Kernels
 from plain import QUIET
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +17,7 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite
-from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.finite import FiniteGradientCheck, all_finite
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
@@ -52,6 +53,39 @@ def message(folder: Path, module: pl.LightningModule, x: Tensor, y: Tensor, late
 def samples() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.rand(48, 1, 4, 4, generator=generator), torch.randint(0, 3, (48,), generator=generator)
+
+
+@pytest.mark.parametrize("exactly", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_one_element_that_is_not_finite_is_found(exactly: bool, value: float, dtype: torch.dtype) -> None:
+    for size in (1, 7, 33, 70_001):
+        for at in {0, size // 2, size - 1}:
+            gradients = [torch.ones(3, dtype=dtype), torch.randn(size).to(dtype), torch.empty(0, dtype=dtype)]
+            assert all_finite(gradients, exactly)
+            gradients[1][at] = value
+            assert not all_finite(gradients, exactly)
+
+
+def test_a_sum_that_overflows_is_finite() -> None:
+    assert all_finite([torch.full((4,), 3e38)], exactly=True)
+
+
+def test_sparse_and_mixed_gradients_are_checked() -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, float("inf")], (3,), check_invariants=True)
+    for exactly in (False, True):
+        assert not all_finite([torch.ones(2), sparse], exactly)
+        assert all_finite([torch.ones(2), torch.ones(2, dtype=torch.float64), torch.empty(0)], exactly)
+
+
+def test_on_a_gpu_the_number_of_kernels_does_not_grow_with_the_parameters() -> None:
+    def count(parameters: int) -> int:
+        gradients = [torch.ones(5) for _ in range(parameters)]
+        with Kernels() as kernels:
+            all_finite(gradients, exactly=True)
+        return kernels.kernels
+
+    assert count(62) == count(2) <= 7
 
 
 @pytest.mark.parametrize("later", [False, True])

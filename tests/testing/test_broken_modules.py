@@ -42,6 +42,8 @@ FAULTS = [
     ("OwnGenerator", "a_layout_has_the_same_weights", "a second run on one device differs too"),
     ("OtherWeights", "it_builds", "built twice with one seed, the module has other weights: net.1.weight: draw them"),
     ("NotPlain", "its_hyperparameters_are_plain", r"activation \(function\): .*save_hyperparameters\(ignore=\['activ"),
+    ("Reads", "no_line_waits_for_a_gpu", r"wait at each call of \S*broken_code.py:\d+: compute with tensors instead"),
+    ("OnHost", "every_constant_is_on_the_gpu", r"broken_code.py:\d+ would have a tensor that is on the CPU: make a"),
     ("NotExported", "it_exports", "can't be exported for batches of 1, 2, 7: .*without `if` and loops that depend on"),
     ("Resized", "it_exports", "on_after_batch_transfer changes images in evaluation, .*move this into forward"),
     ("NoForward", "it_exports", "has no forward: define it"),

@@ -99,6 +99,7 @@ class ExactSum:
         self.step = step
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
+        self.counts_alone: list[int] | None = None  # the message's counts, if this is the only process
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
         self.grid_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
@@ -107,7 +108,7 @@ class ExactSum:
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
         flats = [self._flat(self.groups[g], values) for g in self.local_groups]
         # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
-        maxima = [0.0] * len(flats) if self.in_chunks else _largest(flats)
+        maxima = [0.0] * len(flats) if self.in_chunks else _largest(flats, False)
         for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
             grid_exponent = self.grid_exponents[g]
             limit = 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)  # upper limit of an element
@@ -131,20 +132,27 @@ class ExactSum:
         Raises:
             CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
-        all_reduce(self.pack(), "sum")
+        all_reduce(self.pack(alone=all_reduce is reduce_alone), "sum")
         sums, maxima = self.unpack(all_reduce, divisor)
         self.update_grids(maxima)
         return sums
 
-    def pack(self) -> Tensor:
+    def pack(self, alone: bool = False) -> Tensor:
         """Do the first half of `total`: return the int64 tensor to sum in place over all processes.
 
         Add nothing after this.
+
+        Args:
+            alone: whether this is the only process. The host then knows the counts, so a GPU need not get them.
         """
         for part, num_added in zip(self.parts, self.num_added, strict=True):
             if not num_added:
                 part.zero_()
-        self.counts.copy_(torch.tensor([*self.num_added, len(self.outgrown), *self.present]))
+        counts = [*self.num_added, len(self.outgrown), *self.present]
+        self.counts_alone = counts if alone else None
+        if alone:
+            return self.message
+        self.counts.copy_(torch.tensor(counts))
         if self.names:
             self.checks.copy_(_checksums([*self.parts, self.counts]))
         return self.message
@@ -162,15 +170,15 @@ class ExactSum:
         Raises:
             CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
-        if self.names:
+        if self.names and self.counts_alone is None:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
-        counts = self.counts.tolist()
+        counts = self.counts.tolist() if self.counts_alone is None else self.counts_alone
         groups = len(self.groups)
         self.num_added, outgrown = counts[:groups], counts[groups]
         self.present = [count > 0 for count in counts[groups + 1 :]]
         outgrown_sums, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
         flats = [self._result(g, outgrown_sums.get(g), divisor) for g in self.local_groups]
-        maxima = [largest * divisor for largest in _largest(flats)]
+        maxima = [largest * divisor for largest in _largest(flats, self.in_chunks)]
         sums = self._shaped(flats)
         for index in broken:
             if index in sums:
@@ -307,7 +315,7 @@ class ExactSum:
         broken = torch.zeros(len(self.like), dtype=torch.int64)
         for g, value in self.outgrown:
             parts = value.split([self.like[index].numel() for index in self.groups[g]])
-            for index, part, largest in zip(self.groups[g], parts, maxima := _largest(parts), strict=True):
+            for index, part, largest in zip(self.groups[g], parts, maxima := _largest(parts, True), strict=True):
                 if not largest < 2.0**HIGHEST:  # nan too
                     broken[index] = 1
                     part.zero_()
@@ -339,15 +347,14 @@ class ExactSum:
         return sums, {index for index, bad in enumerate(broken.tolist()) if bad}
 
 
-def _largest(flats: Sequence[Tensor]) -> list[float]:
+def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:
     """Return the largest absolute value of each tensor; nan if the tensor has one."""
     if not flats:
         return []
-    if flats[0].device.type == "cpu":  # numpy takes half of the time and propagates nan as torch does
+    if on_cpu:  # numpy takes half of the time and propagates nan as torch does
         return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
-    ends = torch.stack([end for flat in flats for end in torch.aminmax(flat if len(flat) else flat.new_zeros(1))])
-    low, high = ends.double().view(-1, 2).unbind(1)
-    return torch.maximum(-low, high).tolist()
+    norms = torch._foreach_norm([flat if len(flat) else flat.new_zeros(1) for flat in flats], math.inf)
+    return torch.stack(norms).double().tolist()  # few kernels for all tensors together, and one read
 
 
 def _checksums(parts: Sequence[Tensor]) -> Tensor:

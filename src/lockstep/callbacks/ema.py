@@ -1,11 +1,11 @@
 """Average the weights over the steps. The run validates, saves and tests the average."""
 
-from typing import Any
+import itertools
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.launch.signals import Interrupted
@@ -41,7 +41,7 @@ class EMA(EMAWeightAveraging):
             # Lightning moves the module to the device after this hook, but not the average. The average's counter stays
             # on the host, which reads it at each update and would have to wait for a device.
             module = pl_module.to(trainer.strategy.root_device)
-            self._average_model = AveragedModel(module, multi_avg_fn=self._update, use_buffers=True)
+            self._average_model = Average(module, self.decay)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average if nothing was left to train: Lightning then does not call `on_train_end`."""
@@ -51,12 +51,31 @@ class EMA(EMAWeightAveraging):
         if isinstance(exception, Interrupted):  # the summary must have the weights of the last checkpoint
             self.on_train_end(trainer, pl_module)
 
+
+class Average(AveragedModel):
+    """torch's AveragedModel with EMA's decay, for which the host never waits for a GPU.
+
+    torch copies its counter to the device at each update, for each dtype.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self.decay = decay
+
     @torch.no_grad()
-    def _update(self, averages: Any, values: Any, count: Tensor | int) -> None:
-        if averages[0].is_floating_point():
-            assert self._average_model is not None
-            updates = int(self._average_model.n_averaged)  # `count` is the same number on the device
-            decay = min(self.decay, (1 + updates) / (10 + updates))
-            torch._foreach_lerp_(averages, values, 1 - decay)  # lerp keeps the bits of frozen weights
-        else:
-            torch._foreach_copy_(averages, values)
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move the average towards the weights and buffers of a module; the first time, copy them."""
+        updates = int(self.n_averaged)  # on the host
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        averages, values = (itertools.chain(each.parameters(), each.buffers()) for each in (self.module, model))
+        for average, value in zip(averages, values, strict=False):
+            pair = average.detach(), value.detach().to(average.device, non_blocking=True)
+            by_dtype.setdefault(average.dtype, []).append(pair)
+        for dtype, pairs in by_dtype.items():
+            ours, theirs = map(list, zip(*pairs, strict=True))
+            if updates and dtype.is_floating_point:
+                decay = min(self.decay, (1 + updates) / (10 + updates))
+                torch._foreach_lerp_(ours, theirs, 1 - decay)  # lerp keeps the bits of frozen weights
+            else:
+                torch._foreach_copy_(ours, theirs)
+        self.n_averaged += 1

@@ -179,6 +179,8 @@ class DataModule(pl.LightningDataModule):
 
     def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)
+        # of a step, the random numbers are on the host, even if its images are on the GPU
+        pinned = not resident or isinstance(dataset, StepDataset)
         workers = 0 if resident else self.num_workers  # a loader process would have to read from the GPU
         if workers is None and gains_from_loader_processes(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
@@ -187,7 +189,7 @@ class DataModule(pl.LightningDataModule):
             batch_sampler=sampler,
             num_workers=workers or 0,
             collate_fn=_identity,
-            pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and not resident,
+            pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and pinned,
             persistent_workers=keep_workers and bool(workers),
             # Python 3.14 starts loader processes from a server process by default, but `set_parent_death_signal` works
             # only if this process is their parent.
@@ -269,7 +271,7 @@ class DataModule(pl.LightningDataModule):
         if key not in self._scales:
             moments = self.splits.spec.mean, self.splits.spec.std
             mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in moments)
-            self._scales[key] = (1 / (255 * std)).to(*key), (-mean / std).to(*key)
+            self._scales[key] = (1 / (255 * std)).to(*key, True), (-mean / std).to(*key, True)  # True: non-blocking
         scale, shift = self._scales[key]
         # Two operations, because a fused one may round differently in a kernel's vectorised body and its scalar tail.
         return images.to(dtype).mul_(scale).add_(shift)

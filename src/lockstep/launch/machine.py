@@ -17,6 +17,8 @@ from pathlib import Path, PurePath
 from lockstep.launch.environment import environment
 
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of CPU instructions: x86, x86, ARM
+# device files: of NVIDIA's driver, Windows' Linux, AMD's ROCm, and Jetson
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu", "/dev/nvgpu")
 
 
 def available_cores() -> int:
@@ -52,7 +54,7 @@ def cpu_cap() -> int:
 
 def gpu_count() -> int:
     """Return the number of CUDA devices that this process may use."""
-    if not glob.glob("/dev/nvidia[0-9]*") and not glob.glob("/dev/dxg"):
+    if not any(map(glob.glob, GPU_FILES)):  # torch takes seconds to import
         return 0
     import torch
 

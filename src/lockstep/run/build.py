@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
-from lockstep.arithmetic.layout import Assignment
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.checkpoint.run_checks import SharedFileCheck
@@ -283,6 +283,18 @@ def _check_callback(
         raise UserError(f"{setting}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
 
 
+def needs_deterministic_kernels(layout: Layout) -> bool:
+    """Return whether torch must use deterministic kernels: on a GPU, if the result must be exact.
+
+    torch would then also fill all new memory, with one more kernel for each tensor. Leave that out.
+    """
+    needed = bool(layout.exact) and layout.accelerator == "gpu"
+    if needed:
+        flags: Any = torch.utils.deterministic
+        flags.fill_uninitialized_memory = False
+    return needed
+
+
 def make_trainer(
     config: Config,
     folder: Path,
@@ -353,7 +365,7 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder,
         # False, not None: with None, torch would keep the setting of an earlier run in this process.
-        **({"deterministic": bool(layout.exact) and layout.accelerator == "gpu"} | debug_options),
+        **({"deterministic": needs_deterministic_kernels(layout)} | debug_options),
     )
     # An error is reported as one of `debug.trainer`, because all other arguments are checked already.
     return call("debug.trainer", make_step_trainer)

@@ -75,8 +75,11 @@ class StepBatch:
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "StepBatch":
-        """Return a copy with its tensors in page-locked memory, from which a GPU copies asynchronously."""
-        return self._moved(Tensor.pin_memory)
+        """Return a copy with its tensors in page-locked memory, from which a GPU copies asynchronously.
+
+        Tensors that are on a GPU already stay there.
+        """
+        return self._moved(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> "StepBatch":
         tensors = [(each.batch, each.augmentation_numbers) for each in self.micro_batches]

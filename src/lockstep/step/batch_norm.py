@@ -49,6 +49,8 @@ class BatchNormStats:
         layers, kinds = layers_with_statistics(module), STATISTICS[:2]
         self.layers: list[Any] = list(layers.values())
         self.buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers for kind in kinds]
+        # At least float32: half precision would round each sum.
+        self.wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in self.buffers]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
         # An exact sum rounds, also where a step has only one sample: then another layout may have idle processes.
         self.leaves_one_to_torch = self.world_size == 1 and not (gradients.exact and layout.pieces > 1)
@@ -78,7 +80,8 @@ class BatchNormStats:
             if self.exact_sum is not None:
                 self.exact_sum.begin(step_batch.step)
             else:
-                self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
+                pairs = zip(self.buffers, self.wide, strict=True)
+                self.total = [torch.zeros_like(buffer, dtype=dtype) for buffer, dtype in pairs]
 
     def before_forward(self) -> None:
         """Restore the statistics before the step, for the next micro-batch."""
@@ -92,7 +95,8 @@ class BatchNormStats:
         if self.active and self.exact_sum is not None:
             self.exact_sum.add(self.buffers)
         elif self.active:
-            torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
+            pairs = zip(self.buffers, self.wide, strict=True)
+            torch._foreach_add_(self.total, [buffer.to(dtype) for buffer, dtype in pairs])
         elif self.buffers:
             self.after = self.after or [torch.empty_like(tensor) for tensor in (*self.buffers, *self.counters)]
             torch._foreach_copy_(self.after[: len(self.buffers)], self.buffers)
@@ -121,8 +125,3 @@ class BatchNormStats:
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
         torch._foreach_copy_(self.counters, counts)
-
-
-def _wide(buffer: Tensor) -> torch.dtype:
-    """Return the dtype in which a buffer is summed: at least float32, because half precision would round each time."""
-    return torch.promote_types(buffer.dtype, torch.float32)

@@ -98,10 +98,7 @@ class FiniteGradientCheck(StepHook):
         if not gradients and not staged:
             return False
         self.flush()
-        # A float32 sum may overflow, and with `one_step_later` nothing checks the elements again.
-        wide = torch.float64 if self.one_step_later else None
-        sums = [gradient.sum(dtype=wide) for gradient in gradients] or [next(module.parameters()).new_zeros(())]
-        finite = torch.stack(sums).isfinite().all()
+        finite = all_finite(gradients or [next(module.parameters()).new_zeros(1)], self.one_step_later)
         if staged:
             dist.all_reduce(finite := finite.int(), dist.ReduceOp.MIN)
         if self.one_step_later:
@@ -205,6 +202,22 @@ class FiniteGradientCheck(StepHook):
         ]
         losses = [loss for loss in losses if not math.isnan(loss)]
         return (min(losses), losses[-1]) if losses and losses[-1] > GROWTH * max(min(losses), 1.0) else None
+
+
+def all_finite(gradients: Sequence[Tensor], exactly: bool = False) -> Tensor:
+    """Return whether all elements are finite, as a tensor, for which the host need not wait.
+
+    On a GPU these are few kernels for all tensors together. On a CPU a sum of each tensor takes less time.
+
+    Args:
+        gradients: the tensors.
+        exactly: whether the answer must be right. Without it, finite tensors whose sum overflows may count as infinite.
+    """
+    parts = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in gradients]
+    parts = [part for part in parts if part.numel()] or [torch.zeros(1, device=gradients[0].device)]
+    if exactly or parts[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(parts, math.inf)).isfinite().all()
+    return torch.stack([part.sum() for part in parts]).isfinite().all()
 
 
 def cause(findings: Sequence[Findings]) -> str:

@@ -231,7 +231,7 @@ class ExactGradientSum(GradientSum):
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Start the sum of this step's collected gradients over all processes."""
-        exact_sum, units = self.sum, self.sum.pack()
+        exact_sum, units = self.sum, self.sum.pack(alone=self.world_size == 1)
         work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
 
         def wait() -> Result:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 from torch import Tensor
 
+from lockstep.testing.fake_gpu import ON_CPU, WAITS
 from lockstep.testing.probe import CLOSE, EXPORTED
 from lockstep.testing.runs import SAVED, STEPS, Runs
 from lockstep.testing.server import server
@@ -153,6 +154,25 @@ class ModuleTests:
                     why = "what a module collects itself has one device's samples"
                 fail(f"{name} is {values[0]:.6g} {first} and {values[1]:.6g} {second}: {why}: {advice}")
 
+    def test_no_line_waits_for_a_gpu(self, runs: Runs) -> None:
+        """Check on a GPU that is not there that no step reads a number: the host would wait until it is computed.
+
+        What torchmetrics reads to check its input counts in `training_step` only.
+        """
+        if lines := on_gpu(runs, WAITS):
+            fail(
+                f"on a GPU, the host would wait at each call of {join_names(lines)}: compute with tensors instead of "
+                ".item(), float(), .cpu(), `if` and masks (torch.where), and give metrics validate_args=False"
+            )
+
+    def test_every_constant_is_on_the_gpu(self, runs: Runs) -> None:
+        """Check on a GPU that is not there that no step mixes tensors of two devices."""
+        if lines := on_gpu(runs, ON_CPU):
+            fail(
+                f"on a GPU, {join_names(lines)} would have a tensor that is on the CPU: make a constant a buffer "
+                "(register_buffer), or create it where the batch is (device=x.device)"
+            )
+
     def test_it_exports(self, runs: Runs) -> None:
         """Check that torch.export exports `forward` for batches of any size, with the same numbers."""
         probed = runs.result("probe")
@@ -169,6 +189,14 @@ class ModuleTests:
                 f"forward can't be exported for batches of {sizes}: {error}: compute with torch's operations only, "
                 "without .item(), and without `if` and loops that depend on values or on the size of the batch"
             )
+
+
+def on_gpu(runs: Runs, kind: str) -> list[str]:
+    """Return the lines with this kind of fault on a GPU; skip the test if this is unknown."""
+    result = runs.result("probe")["gpu"]
+    if isinstance(result, str):
+        pytest.skip(f"the steps can't be called outside a run: {result}")
+    return [line for line, fault in result.items() if fault == kind]
 
 
 def fail(message: str) -> NoReturn:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import not_plain
 from lockstep.config.check import Config
-from lockstep.data import Spec, Splits
+from lockstep.data import DataModule, Spec, Splits
 from lockstep.data.datasets import fetch
 from lockstep.run.build import make_module
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
+from lockstep.testing.fake_gpu import faults_of_steps
 
 SAMPLES = 8  # of the batch that is tried
 CLOSE = 1e-6  # relative difference in float64 that counts as rounding; a module may compute parts in float32
@@ -47,7 +48,8 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         `initial`: names of initial weights that differ between two modules of one seed; `hyperparameters`: names and
         types of those that are no plain data; `mean`: the loss of a batch twice over that of the batch; `mixing_layer`:
         the result of `find_mixing_layer`; `transfer`: whether `on_after_batch_transfer` changes images in evaluation;
-        `export`: the error of an export. `skipped` is a text, if forward takes no images.
+        `export`: the error of an export; `gpu`: the kind of fault by line, of `faults_of_steps`, or a text: why it is
+        unknown. `skipped` is a text, if forward takes no images.
     """
     set_up_worker(config, folder)
     module, other = make_module(config, splits), make_module(config, splits)
@@ -57,6 +59,11 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         "hyperparameters": {name: type(module.hparams[name]).__qualname__ for name in not_plain(module.hparams)},
         "skipped": None,
     }
+    try:
+        data = DataModule(splits, config.layout, config.seed)
+        results["gpu"] = faults_of_steps(make_module(config, splits), data, splits).faults
+    except Exception as error:  # the runs show whether the module works
+        results["gpu"] = first_line(error)
     batch = prepared(splits)
     if batch is None:
         return {**results, "skipped": "a batch of this data set is not (images, labels)"}

@@ -1,0 +1,153 @@
+"""The kernels and host reads of a whole training step do not grow. All of this is counted on the CPU.
+
+A change that makes them fewer lowers the numbers here.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import small_models
+import torch
+from kernels import HostReads, Kernels
+from plain import QUIET
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.arithmetic.exact_sum import ExactSum
+from lockstep.arithmetic.layout import resolve
+from lockstep.data import DataModule, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.step.buffers import COMPARED_STEPS
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.strategies import Auto
+
+COUNTED = COMPARED_STEPS + 2  # number of the step that is counted: the contents of buffers are compared no more
+
+
+class Counts(NamedTuple):
+    kernels: int
+    reads: int
+    lines: dict[str, int]  # that read
+    seen: dict[str, int]  # operations
+
+
+class CountStep(pl.Callback):
+    """Count one step, from the begin of its batch to its end."""
+
+    def __init__(self) -> None:
+        self.kernels, self.reads = Kernels(), HostReads()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == COUNTED:
+            self.reads.__enter__()
+            self.kernels.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == COUNTED:
+            self.kernels.__exit__(None, None, None)
+            self.reads.__exit__(None, None, None)
+
+
+@pytest.fixture
+def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counts]:
+    """Return a function that trains a module for some steps and counts the last one, with sums as on a GPU."""
+    make = ExactSum.__init__
+
+    def make_as_on_gpu(self: ExactSum, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.in_chunks = False
+
+    monkeypatch.setattr(ExactSum, "__init__", make_as_on_gpu)
+
+    def count(module: pl.LightningModule, exact: bool, pieces: int) -> Counts:
+        generator = torch.Generator().manual_seed(0)
+        size, samples = 12, 8 * (COUNTED + 2)
+        x = torch.randint(0, 256, (samples, 1, size, size), generator=generator, dtype=torch.uint8)
+        y = torch.randint(0, 3, (samples,), generator=generator)
+        splits = Splits(TensorDataset(x, y), None, None, Spec(1, size, ("a", "b", "c")), "none", Augment(2, True))
+        layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=pieces)
+        strategy = Auto().make_lightning_strategy(layout)
+        counted = CountStep()
+        options = QUIET | {"default_root_dir": tmp_path, "max_epochs": 1, "logger": False, "callbacks": [counted]}
+        gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
+        trainer = StepTrainer(gradients, [FiniteGradientCheck("stop", one_step_later=True)], 3, **options)
+        trainer.fit(module, datamodule=DataModule(splits, layout, seed=3, num_workers=0))
+        reads = dict(counted.reads.seen)
+        return Counts(counted.kernels.kernels, sum(reads.values()), reads, dict(counted.kernels.seen))
+
+    return count
+
+
+class WithBuffer(small_models.MnistCNN):
+    """Has a buffer that follows the images, and another that never changes."""
+
+    centre: Tensor
+    fixed: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("centre", torch.zeros(3))
+        self.register_buffer("fixed", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = super().forward(x)
+        if self.training:
+            self.centre.lerp_(logits.detach().mean(0), 0.1)
+        return logits * self.fixed
+
+
+NETS: dict[str, Callable[[], Any]] = {
+    "mnist_cnn": small_models.mnist_cnn,
+    "resnet18": small_models.resnet18,
+    "with_buffer": lambda: WithBuffer(**small_models.task()),
+}
+# net, exact, pieces; at most so many kernels and host reads
+LIMITS = [
+    ("mnist_cnn", False, 1, 81, 2),
+    ("mnist_cnn", False, 4, 275, 2),
+    ("mnist_cnn", True, 1, 121, 4),
+    ("mnist_cnn", True, 4, 346, 7),
+    ("resnet18", False, 1, 381, 2),
+    ("resnet18", False, 4, 1278, 2),
+    ("resnet18", True, 1, 682, 4),
+    ("resnet18", True, 4, 1961, 12),
+    ("with_buffer", False, 4, 370, 3),
+    ("with_buffer", True, 4, 463, 13),
+]
+
+
+@pytest.mark.parametrize(("net", "exact", "pieces", "kernels", "reads"), LIMITS)
+def test_a_step_takes_no_more_kernels_and_host_reads(
+    net: str, exact: bool, pieces: int, kernels: int, reads: int, count: Callable[..., Counts]
+) -> None:
+    found = count(NETS[net](), exact, pieces)
+    assert found.kernels <= kernels, found.seen
+    assert found.reads <= reads, found.lines
+
+
+class Reads(small_models.MnistCNN):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        output["loss"].item()
+        return output
+
+
+def test_a_planted_read_is_found(count: Callable[..., Counts]) -> None:
+    assert count(Reads(**small_models.task()), False, 4).reads == count(small_models.mnist_cnn(), False, 4).reads + 4
+
+
+def test_one_more_kernel_for_each_parameter_is_found(count: Callable[..., Counts]) -> None:
+    class Clamps(small_models.MnistCNN):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.clamp_(-9, 9)
+
+    module: nn.Module = Clamps(**small_models.task())
+    more = count(module, False, 1).kernels - count(small_models.mnist_cnn(), False, 1).kernels
+    assert more == len(list(module.parameters()))
