@@ -81,11 +81,10 @@ class PredictionCollector(pl.Callback):
         ids = batch[1]
         if not isinstance(outputs, Tensor) or outputs.shape[:1] != ids.shape:
             returned = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            method = (
-                "predict_step" if overrides_method(type(pl_module), "predict_step", pl.LightningModule) else "forward"
-            )
+            own = overrides_method(type(pl_module), "predict_step", pl.LightningModule)
+            method = f"{type(pl_module).__name__}.{'predict_step' if own else 'forward'}"
             raise UserError(
-                f"{type(pl_module).__name__}.{method} returned {returned}: it must return a tensor with {plural(len(ids), 'row')}, "
+                f"{method} returned {returned}: it must return a tensor with {plural(len(ids), 'row')}, "
                 "one for each image"
             )
         masks = outputs.dtype == torch.uint8 and outputs.ndim == 3
