@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 
 from lockstep.errors import UserError
@@ -25,6 +25,7 @@ from lockstep.step.gradients import GradientSum
 from lockstep.step.lightning_quirks import (
     NoProfiler,
     NoSignals,
+    QuickStage,
     StepEpochLoop,
     StepFitLoop,
     StepLogs,
@@ -36,7 +37,7 @@ from lockstep.step.lightning_quirks import (
 from lockstep.step.passes import Outputs, Step, StepHook, StepPasses
 
 
-class StepTrainer(pl.Trainer):
+class StepTrainer(QuickStage, pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps.
 
     Args:
@@ -45,6 +46,8 @@ class StepTrainer(pl.Trainer):
         seed: the run's seed.
         options: options of Lightning's Trainer.
     """
+
+    profiler: Profiler
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
