@@ -296,13 +296,13 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Update schedules that follow a metric once per step, before the step is saved; see `follow_metrics`."""
+        follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
         if update_plateau_schedulers:
-            if self._followed[interval] != self.global_step:
+            if follows and self._followed[interval] != self.global_step:
                 self._followed[interval] = self.global_step
                 super().update_lr_schedulers(interval, update_plateau_schedulers=True)
             return
         super().update_lr_schedulers(interval, update_plateau_schedulers=False)
-        follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
         if interval == "step" and follows and not validation_or_epoch_end_follows(self.trainer):
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
 
