@@ -67,7 +67,7 @@ def call_hook(trainer: Any, name: str, *args: Any) -> Any:
     module, nobodys = trainer.lightning_module, getattr(pl.Callback, name, None)
 
     def call_all() -> Any:
-        # looked up at each call, as Lightning does: a callback may be added late or set a hook on itself
+        # looked up at each call, as Lightning does: callbacks may be added in a run and set hooks on themselves
         for callback in trainer.callbacks:
             hook = getattr(callback, name)
             if getattr(hook, "__func__", None) is not nobodys and callable(hook):
