@@ -35,6 +35,7 @@ from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # from a scratch folder and the folder with MNIST/
     "step": lambda folder, _: steps.step(folder),
+    "overhead": lambda folder, _: steps.overhead(folder),
     "start": lambda *_: programs.start(),
     "scaling": lambda folder, _: steps.scaling(folder),
     "pieces": lambda folder, _: steps.pieces(folder),

@@ -3,6 +3,8 @@
 It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
 """
 
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.profilers import SimpleProfiler
 from plain import QUIET
 from torch import nn
 from torch.nn import functional as F
@@ -421,3 +424,108 @@ def test_running_statistics_that_are_frozen_stay(tmp_path: Path) -> None:
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         assert torch.equal(before[name], after[name]), name
     assert not torch.equal(before["weight"], after["weight"])
+
+
+class Counted(pl.Callback):
+    """Has one hook in its class, and one that it sets on itself after two steps. Counts the calls of all."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append(f"end {trainer.global_step}")
+        if trainer.global_step == 2:
+            vars(self)["on_after_backward"] = lambda trainer, module: self.seen.append(f"set {trainer.global_step}")
+            late = pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: self.seen.append("late"))
+            trainer.callbacks.append(late)
+
+
+def functions_called(action: Any) -> dict[tuple[str, str], int]:
+    """Run an action. Return how often each Python function was called, by the end of its file's name and its name."""
+    counts: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            counts["/".join(Path(frame.f_code.co_filename).parts[-2:]), frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+HOOKS_OF_A_STEP = [
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+]
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_step_calls_only_hooks_that_somebody_has(tmp_path: Path, profiled: bool) -> None:
+    """With a profiler, which measures each call, all are called."""
+    counted, nobody = Counted(), pl.Callback()
+    options: dict[str, Any] = {"callbacks": [nobody, counted], "limit_val_batches": 0, "max_epochs": 1}
+    if profiled:
+        options["profiler"] = SimpleProfiler()
+    calls = functions_called(lambda: fit(tmp_path, Net(), ours=True, **options))
+    assert counted.seen == ["end 1", "end 2", "late", "set 2", "end 3"]
+    empty = sum(calls["callbacks/callback.py", hook] for hook in HOOKS_OF_A_STEP)
+    contexts = calls["profilers/profiler.py", "profile"]
+    clips = calls["core/module.py", "configure_gradient_clipping"]
+    assert (empty > 0, contexts > 0) == (profiled, profiled)
+    assert clips == 0
+
+
+def test_a_step_calls_fewer_functions_than_lightnings_own(tmp_path: Path) -> None:
+    """Python functions called in a step of a linear network, with ten callbacks that have no hook of a step."""
+
+    def calls(steps: int, ours: bool) -> int:
+        callbacks = [type(f"Callback{number}", (pl.Callback,), {})() for number in range(10)]
+        options: dict[str, Any] = {"callbacks": callbacks, "limit_val_batches": 0, "max_epochs": 9, "max_steps": steps}
+        return sum(functions_called(lambda: fit(tmp_path, Net(), ours, **options)).values())
+
+    ours, theirs = (calls(15, ours) - calls(9, ours) for ours in (True, False))
+    assert ours < theirs * 0.6, "of Lightning's own loop"
+
+
+@pytest.mark.parametrize("clips", ["configure_gradient_clipping", "clip_gradients", "limit"])
+def test_a_gradient_is_clipped_by_a_limit_or_by_the_module(tmp_path: Path, clips: str) -> None:
+    class Own(Net):
+        asked = 0
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.asked += 1
+
+    setattr(Own, "clip_gradients" if clips == "limit" else clips, method)
+    module = Own()
+    trainer, _ = fit(tmp_path, module, ours=True, max_epochs=1, gradient_clip_val=0.1 if clips == "limit" else None)
+    assert module.asked == trainer.global_step == 3
+
+
+def test_a_precision_keeps_its_class_and_its_attributes(tmp_path: Path) -> None:
+    """Checkpoints have its state under its class's name."""
+    plugin = scaled()
+    trainer, _ = fit(tmp_path, Net(), ours=True, max_epochs=1, plugins=[plugin])
+    used = trainer.precision_plugin
+    assert isinstance(used, MixedPrecision)
+    assert (type(used).__qualname__, used.scaler) == ("MixedPrecision", plugin.scaler)
+    assert type(plugin) is MixedPrecision, "the given object does not change"
+
+
+class Doubles(MixedPrecision):
+    """A user's precision, which doubles the loss that the backward pass gets."""
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        return super().pre_backward(tensor, module) * 2
+
+
+def test_a_precision_of_ones_own_is_used(tmp_path: Path) -> None:
+    def trained(kind: type[MixedPrecision], ours: bool) -> torch.Tensor:
+        module = Loud([])
+        fit(tmp_path, module, ours, max_epochs=1, plugins=[kind("bf16-mixed", "cpu")])
+        return weights(module)
+
+    assert torch.equal(trained(Doubles, True), trained(Doubles, False))
+    assert not torch.equal(trained(Doubles, True), trained(MixedPrecision, True))

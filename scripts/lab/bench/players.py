@@ -85,6 +85,7 @@ def play(
     games: int = 1,
     skip: int = 2,
     save_at: int = 0,
+    clock: str = "perf_counter",
     folder: Path,
 ) -> dict[str, list[float]]:
     """Run blocks of all players in turns. In each round each player has one block, in a random order.
@@ -97,6 +98,7 @@ def play(
         steps: steps of a block.
         games: how often all programs start anew. The memory layout of a process affects its speed.
         skip: first steps of a block that don't count, because the other players have used the caches.
+        clock: the function of `time` that measures; see opponents/turns.py.
 
     Returns:
         Seconds of each counted block, by player.
@@ -108,7 +110,7 @@ def play(
         teams: dict[str, list[Player]] = {name: [] for name in commands}
         try:
             for name in commands:
-                environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+                environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CLOCK": clock}
                 environment["WEIGHTS"] = f"{save_at},{weights_of(name, folder)}"
                 for command in commands[name]:
                     teams[name].append(Player(name, command, environment, f"{steps},{skip}", folder / f"{name}.txt"))

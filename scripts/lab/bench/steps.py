@@ -4,9 +4,11 @@ It is compared with a loop written by hand, also on a GPU; in pieces and with ex
 process has one thread.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
@@ -33,6 +35,7 @@ class Case:
     rounds: int  # of each game
     save_at: int  # compare both sides' weights after this step: before rounding has grown, above all by BatchNorm
     limits: tuple[float, float]  # largest difference of weights relative to how far they moved: float32, bf16
+    clock: str = "perf_counter"  # see opponents/turns.py
 
 
 SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
@@ -51,6 +54,11 @@ SCALING_CASES = (
     (replace(SMALL_CASE, batch=256, steps=20, games=1, rounds=8), 1.04),
     (replace(LARGE_CASE, batch=256, steps=3, skip=1, rounds=2), 1.02),
 )
+
+# Processor time, since a step is short beside what other programs take. A block holds three points of the dashboard.
+OVERHEAD_CASE = replace(SMALL_CASE, batch=8, steps=160, skip=10, games=2, rounds=4, clock="process_time")
+OVERHEAD_CASES = [replace(OVERHEAD_CASE, model="linear", data=SMALL | {"image_size": 10}), OVERHEAD_CASE]
+LIGHTNING_LOOP = str(OPPONENTS / "lightning_loop.py")
 
 # All sides of a case use memory at once: about 70 GB for resnet18 with 1,024 images. Nine tenths of the samples are for
 # training. The epoch has no short step and is longer than all blocks, because its end saves. On a GPU float32 means
@@ -96,6 +104,41 @@ def step(folder: Path) -> list[Row]:
         if computes_bf16("cpu"):  # if bf16 is emulated, a step takes up to half a minute
             pairs.append(("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16))
         rows += against(case, folder, pairs)
+    return rows
+
+
+def overhead(folder: Path) -> list[Row]:
+    """Compare the processor time of a step of a small network, nearly all of which is the program around the network.
+
+    Nothing is validated or saved during the blocks.
+    """
+    rows = []
+    for case in OVERHEAD_CASES:
+        training = ("+debug.trainer.limit_val_batches=0", "checkpoint_every=null", "accelerator=cpu")
+        task, command = make_task(case, (case.rounds + 1) * case.steps + 10, folder, training)
+        sides: dict[str, list[Command]] = {
+            "the plain loop": [[BARE_LOOP, "--task", str(task)]],
+            "Fabric": [[LIGHTNING_LOOP, "--task", str(task), "--fabric"]],
+            "Lightning's bare Trainer": [[LIGHTNING_LOOP, "--task", str(task)]],
+            "ours": [command],
+            "ours without callbacks": [[*command, "callbacks=none", "logger=none"]],
+        }
+        same = dict.fromkeys(sides, ("the plain loop", case.limits[0]))
+        blocks, distances = race(case, sides, folder, same, task)
+        times = {side: [1e6 * took / (case.steps - case.skip) for took in taken] for side, taken in blocks.items()}
+        goals = {"Lightning's bare Trainer": 1.0}
+        for side, others in {"ours": list(sides)[:3], "ours without callbacks": list(sides)[2:3]}.items():
+            rows += [
+                row(
+                    f"{case.model}, batch {case.batch}: {side}, against {other}",
+                    times[side],
+                    times[other],
+                    goals.get(other) if side == "ours" and case.model == "linear" else None,
+                    unit="us",
+                    check=f"weights {distances[side]:.1e} apart",
+                )
+                for other in others
+            ]
     return rows
 
 
@@ -149,7 +192,7 @@ def race(
     Raises:
         RuntimeError: the sides do not compute the same.
     """
-    how = {"games": case.games, "skip": case.skip, "save_at": case.save_at}
+    how: dict[str, Any] = {"games": case.games, "skip": case.skip, "save_at": case.save_at, "clock": case.clock}
     blocks = play(sides, case.rounds, case.steps, folder=folder, **how)
     distances = {}
     for side, (other, limit) in (same or {}).items():
@@ -212,7 +255,9 @@ def scaling(folder: Path) -> list[Row]:
 def arguments(case: Case, folder: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
     """Return the arguments of train.py for `steps` steps of a case, with `more`."""
     epochs = 1 + steps * case.batch // int(0.9 * case.data["samples"])
-    overrides = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
+    linear = ("model=mnist_cnn", "model._target_=linear_net.LinearNet", "~model.dropout")
+    model = linear if case.model == "linear" else (f"model={case.model}",)
+    overrides = [*model, "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
     overrides += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]
     return [*TRAIN, *overrides, *more, f"max_epochs={epochs}", f"outputs={folder}/runs"]
 
@@ -221,6 +266,7 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
     """Write the bare loop's task, with the steps that train.py makes. Return its path and train.py's arguments."""
     import torch
 
+    sys.path.insert(1, str(OPPONENTS))  # with the linear network
     from lockstep.arithmetic.order import DataOrder
     from lockstep.config.check import check
     from lockstep.data.build import open_data

@@ -4,22 +4,27 @@ Every class or method names the behaviour and how to see it. tests/step/test_loo
 tests/test_promise_5_evaluation.py fail when the private names used here change.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
+from lockstep.step.passes import overrides_method
 
 
 class NoSignals(_SignalConnector):
@@ -35,6 +40,127 @@ class NoSignals(_SignalConnector):
         """
 
 
+class NoProfiler(PassThroughProfiler):
+    """Measures nothing, without a context manager of its own for each call.
+
+    See it: scripts/lab/benchmark.py overhead; Lightning enters about 60 such contexts in a step of ten callbacks.
+    """
+
+    nothing: AbstractContextManager[None] = nullcontext()
+
+    def profile(self, action_name: str) -> Any:
+        """Return a context in which nothing is measured."""
+        return self.nothing
+
+
+def call_hook(trainer: Any, name: str, *args: Any) -> Any:
+    """Call a hook of the callbacks that have it, in their order, then of the module. Return the module's result.
+
+    Without a profiler, this does what Lightning's `_call_callback_hooks` and `_call_lightning_module_hook` do, which
+    make a name for the profiler for each callback, and set the hook's name through `nn.Module.__setattr__`.
+
+    See it: scripts/lab/benchmark.py overhead; with Lightning's functions a step takes 200 us more.
+    """
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        call._call_callback_hooks(trainer, name, *args)
+        return call._call_lightning_module_hook(trainer, name, *args)
+    module, nobodys = trainer.lightning_module, getattr(pl.Callback, name, None)
+
+    def call_all() -> Any:
+        # looked up at each call, as Lightning does: callbacks may be added in a run and set hooks on themselves
+        for callback in trainer.callbacks:
+            hook = getattr(callback, name)
+            if getattr(hook, "__func__", None) is not nobodys and callable(hook):
+                hook(trainer, module, *args)
+        hook = getattr(module, name)
+        return hook(*args) if callable(hook) else None
+
+    return _call_as(module, name, call_all)
+
+
+def call_of_module(trainer: Any, name: str, *args: Any) -> Any:
+    """Call a method of the module as a hook; see `call_hook`."""
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        return call._call_lightning_module_hook(trainer, name, *args)
+    module = trainer.lightning_module
+    return _call_as(module, name, getattr(module, name), *args)
+
+
+def call_of_strategy(trainer: Any, name: str, *args: Any) -> Any:
+    """Call a method of the strategy as a hook; see `call_hook`."""
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        return call._call_strategy_hook(trainer, name, *args)
+    strategy = trainer.strategy
+    return _call_as(strategy.lightning_module, name, getattr(strategy, name), *args)
+
+
+def _call_as(module: Any, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function while `hook` is the running hook, which `self.log` reads."""
+    attributes = vars(module)  # `nn.Module.__setattr__` would take 5 us
+    before = attributes["_current_fx_name"]
+    attributes["_current_fx_name"] = hook
+    result = function(*args)
+    attributes["_current_fx_name"] = before
+    return result
+
+
+class StepPrecision(Precision):
+    """Calls the hooks around the backward pass and before the optimizer step by `call_hook`."""
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call `on_before_backward`."""
+        call_hook(module.trainer, "on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Call `on_after_backward`. Return the loss without its graph."""
+        call_hook(module.trainer, "on_after_backward")
+        return tensor.detach()
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """Call `on_before_optimizer_step`; clip the gradient if there is a limit, or if the module clips by itself."""
+        trainer = model.trainer
+        call_hook(trainer, "on_before_optimizer_step", optimizer)
+        methods = ("configure_gradient_clipping", "clip_gradients")
+        if trainer.gradient_clip_val or any(overrides_method(model, name, pl.LightningModule) for name in methods):
+            limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            self._clip_gradients(model, optimizer, limit, gradient_clip_algorithm=algorithm)
+
+
+def with_quick_hooks(precision: Precision) -> Precision:
+    """Return a precision plugin that shares the attributes of `precision` and calls hooks as `StepPrecision` does.
+
+    `StepPrecision` stands between the plugin's class and Lightning's base class, since the methods of other precisions
+    call those of the base class.
+    """
+    kind = type(precision)
+    bases = (StepPrecision,) if kind is Precision else (kind, StepPrecision)
+    quick: Precision = object.__new__(type(kind.__name__, bases, {"__qualname__": kind.__qualname__}))
+    quick.__dict__ = precision.__dict__
+    return quick
+
+
+class QuickStage:
+    """For a trainer: compares its stage by identity.
+
+    See it: `RunningStage.TRAINING == RunningStage.TRAINING` takes 1 us, and a step asks 15 times.
+    """
+
+    state: Any
+
+    @property
+    def training(self) -> bool:
+        """Whether the trainer trains now."""
+        return self.state.stage is RunningStage.TRAINING
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        if value:
+            self.state.stage = RunningStage.TRAINING
+        elif self.training:
+            self.state.stage = None
+
+
 class StepLogs(_LoggerConnector):
     """Corrects the weights of means, the values of an evaluation, and the step of logged values."""
 
@@ -46,12 +172,12 @@ class StepLogs(_LoggerConnector):
         if isinstance(batch, StepBatch):
             results: Any = self.trainer._results
             results.batch_size = batch.num_local_samples
-        if self.trainer.evaluating:
+        elif self.trainer.evaluating:
             self.trainer.strategy.start_evaluation_batch()
 
     def on_batch_end(self) -> None:
         """Let the strategy check what the module's hooks of an evaluation batch have done."""
-        if self.trainer.evaluating:
+        if not self.trainer.training and self.trainer.evaluating:  # the latter is slow
             self.trainer.strategy.end_evaluation_batch()
         super().on_batch_end()
 
@@ -170,13 +296,13 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Update schedules that follow a metric once per step, before the step is saved; see `follow_metrics`."""
+        follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
         if update_plateau_schedulers:
-            if self._followed[interval] != self.global_step:
+            if follows and self._followed[interval] != self.global_step:
                 self._followed[interval] = self.global_step
                 super().update_lr_schedulers(interval, update_plateau_schedulers=True)
             return
         super().update_lr_schedulers(interval, update_plateau_schedulers=False)
-        follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
         if interval == "step" and follows and not validation_or_epoch_end_follows(self.trainer):
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
 

@@ -5,9 +5,8 @@ batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
 Private names of Lightning are used in this file, step/lightning_quirks.py and step/evaluation_logs.py only;
 tests/step/test_loop.py fails when they change. This file overrides `_TrainingEpochLoop.advance`, which makes a step. It
-reads the loop's `_results` and `optim_progress`, and calls its `_build_kwargs` and `lightning.pytorch.trainer.call`,
-whose functions run hooks under the profiler and set the hook's name for `self.log`. docs/decisions/lightning-loop.md
-gives the reasons.
+reads the loop's `_results` and `optim_progress`, and calls its `_build_kwargs`. docs/decisions/lightning-loop.md gives
+the reasons.
 """
 
 from collections import OrderedDict
@@ -16,18 +15,29 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer import call
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.step.batch import data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
-from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
-from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
+from lockstep.step.lightning_quirks import (
+    NoProfiler,
+    NoSignals,
+    QuickStage,
+    StepEpochLoop,
+    StepFitLoop,
+    StepLogs,
+    call_hook,
+    call_of_module,
+    call_of_strategy,
+    with_quick_hooks,
+)
+from lockstep.step.passes import Outputs, Step, StepHook, StepPasses
 
 
-class StepTrainer(pl.Trainer):
+class StepTrainer(QuickStage, pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps.
 
     Args:
@@ -37,9 +47,14 @@ class StepTrainer(pl.Trainer):
         options: options of Lightning's Trainer.
     """
 
+    profiler: Profiler
+
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
         gradients.strategy.hooks = hooks
+        gradients.strategy.precision_plugin = with_quick_hooks(gradients.strategy.precision_plugin)
+        if type(self.profiler) is PassThroughProfiler:  # the default
+            self.profiler = NoProfiler()
         self._signal_connector = NoSignals(self)
         self._logger_connector = StepLogs(self)
         default_loop = self.fit_loop  # Lightning's own; only its limits are used
@@ -77,8 +92,6 @@ class StepLoop(StepEpochLoop):
     ) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = StepPasses(trainer, gradients, hooks, seed, self._forward_pass, self._backward_pass)
-        # whether the module or a callback has `on_before_zero_grad`; calling it on all of them takes 20 us per step
-        self._has_zero_grad_hook = True
         self._takes_batch_idx = True  # whether `training_step` takes `batch_idx`
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -91,11 +104,8 @@ class StepLoop(StepEpochLoop):
         self.passes.load_state_dict(state_dict)
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Find out once which hooks and arguments each step needs."""
+        """Find out once which arguments `training_step` takes."""
         super().on_run_start(data_fetcher)
-        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
-        owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-        self._has_zero_grad_hook = any(overrides_method(owner, "on_before_zero_grad", base) for owner, base in owners)
         self._takes_batch_idx = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
 
     def advance(self, data_fetcher: Any) -> None:
@@ -112,7 +122,7 @@ class StepLoop(StepEpochLoop):
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
-        skips_epoch = self._hook("on_train_batch_start", step_batch, self.batch_idx) == -1
+        skips_epoch = call_hook(trainer, "on_train_batch_start", step_batch, self.batch_idx) == -1
         if skips_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
@@ -126,7 +136,7 @@ class StepLoop(StepEpochLoop):
         if skips_epoch:
             raise StopIteration
         self.no_longer_restarting()
-        self._hook("on_train_batch_end", outputs, step_batch, self.batch_idx)
+        call_hook(trainer, "on_train_batch_end", outputs, step_batch, self.batch_idx)
         connector.on_batch_end()
         progress.increment_completed()
         connector.update_train_step_metrics()
@@ -162,14 +172,13 @@ class StepLoop(StepEpochLoop):
     def run_optimizer(self, closure: Callable[[], Tensor]) -> None:
         """Run the module's `optimizer_step`, without counting a step. `closure` sets gradients and returns the loss."""
         args = (self.trainer.current_epoch, self.batch_idx, self.trainer.lightning_module.optimizers(), closure)
-        call._call_lightning_module_hook(self.trainer, "optimizer_step", *args)
+        call_of_module(self.trainer, "optimizer_step", *args)
 
     def _zero_grad(self) -> None:
         """Run the module's `optimizer_zero_grad`, with the hook before it."""
         progress, optimizer = self.automatic_optimization.optim_progress.optimizer.zero_grad, self.trainer.optimizers[0]
         progress.increment_ready()
-        if self._has_zero_grad_hook:
-            self._hook("on_before_zero_grad", optimizer)
+        call_hook(self.trainer, "on_before_zero_grad", optimizer)
         progress.increment_started()
         self.trainer.lightning_module.optimizer_zero_grad(self.trainer.current_epoch, self.batch_idx, optimizer)
         progress.increment_completed()
@@ -179,13 +188,8 @@ class StepLoop(StepEpochLoop):
         self._results.batch = batch
         self._results.batch_size = None  # so `self.log`, which weights its means by this size, reads it from the batch
         args = (batch, self.batch_idx) if self._takes_batch_idx else (batch,)
-        return call._call_strategy_hook(self.trainer, "training_step", *args)
+        return call_of_strategy(self.trainer, "training_step", *args)
 
     def _backward_pass(self, loss: Tensor) -> None:
         """Run the backward pass of a weighted loss."""
-        call._call_strategy_hook(self.trainer, "backward", loss, self.trainer.optimizers[0])
-
-    def _hook(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks in their order, then of the module. Return the result of the module's hook."""
-        call._call_callback_hooks(self.trainer, name, *args)
-        return call._call_lightning_module_hook(self.trainer, name, *args)
+        call_of_strategy(self.trainer, "backward", loss, self.trainer.optimizers[0])

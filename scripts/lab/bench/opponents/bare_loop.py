@@ -39,7 +39,18 @@ def resnet18(channels: int, size: int, classes: int) -> nn.Module:
     return net
 
 
-NETWORKS = {"mnist_cnn": mnist_cnn, "resnet18": resnet18}
+def linear(channels: int, size: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, classes))
+
+
+NETWORKS = {"mnist_cnn": mnist_cnn, "resnet18": resnet18, "linear": linear}
+
+
+def sgd(net: nn.Module, lr: float, fused: bool | None = None) -> torch.optim.Optimizer:
+    decays = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": 5e-4}, {"params": others}]
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True, fused=fused)
 
 
 def main() -> None:
@@ -76,10 +87,7 @@ def fast(options: argparse.Namespace) -> None:
         parameter.data.copy_(initial)
     if options.levers:
         net.to(memory_format=torch.channels_last)
-    decays = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": 5e-4}, {"params": others}]
-    optimizer = torch.optim.SGD(groups, lr=task["lr"], momentum=0.9, nesterov=True, fused=resident or None)
+    optimizer = sgd(net, task["lr"], fused=resident or None)
     autocast = nullcontext() if options.precision == "32" else torch.autocast(device.type, torch.bfloat16)
     if options.compile:
         net.compile(mode=options.compile, dynamic=False)
