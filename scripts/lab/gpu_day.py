@@ -38,10 +38,8 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 import gpu_wheels
 
-if not find_spec("hydra") and gpu_wheels.install():
-    # A machine without network: this process and its children find the packages that were taken along.
+if not find_spec("hydra") and gpu_wheels.install():  # a machine without network: use what was taken along
     sys.path.insert(3, str(gpu_wheels.SITE))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(gpu_wheels.SITE), os.environ.get("PYTHONPATH")]))
 
 from bench.machine import facts
 from common.showing import markdown
@@ -83,7 +81,6 @@ print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", t
 # One of two ranks on one GPU. NCCL refuses two ranks on one GPU; gloo accepts GPU tensors.
 AS_RANK = """
 import os, runpy, sys, torch.distributed as dist
-sys.path.insert(0, "src")
 os.environ["RANK"], os.environ["MASTER_PORT"], *sys.argv = sys.argv[1:]
 os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 start = dist.init_process_group
@@ -303,7 +300,10 @@ def run(programs: Sequence[Sequence[str]], end: float, log: IO[str]) -> list[int
     Raises:
         TimeoutExpired: one was still running at `end`. All are killed.
     """
-    options: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
+    # Lockstep may not be installed; the packages of `sys.path` may be those that were taken along.
+    paths = [str(ROOT / "src"), *([str(gpu_wheels.SITE)] if str(gpu_wheels.SITE) in sys.path else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log, "start_new_session": True}
     running = [subprocess.Popen([sys.executable, *each], **options) for each in programs]
     RUNNING.update(running)
     try:

@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_day
@@ -192,7 +193,12 @@ def test_data_is_taken_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write_mnist(tmp_path / "data")
     write_images(tmp_path / "data" / "cifar10_images")
     ran: list[list[str]] = []
-    monkeypatch.setattr(gpu_wheels.subprocess, "run", lambda command, **_: ran.append(command) or Done())
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(stdout="abc\n")
+
+    monkeypatch.setattr(gpu_wheels.subprocess, "run", run)
     gpu_wheels.collect(tmp_path / "whl", tmp_path / "data")
     assert [command[5 if "pip" in command else 1] for command in ran] == ["download", "wheel", "rev-parse"]
     assert gpu_wheels.commit(tmp_path / "whl") == "abc"
@@ -204,10 +210,6 @@ def test_data_is_taken_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for folder in (unpacked, tmp_path / "data")
     ]
     assert names[0] == names[1] != []
-
-
-class Done:
-    stdout = "abc\n"
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
