@@ -128,6 +128,10 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
     assert all(f"{each.part}: {each.name} " in page for each in [*right, *wrong])
     assert "error: out of luck" in (tmp_path / "gpu_day.log").read_text()
 
+    # A first trial that fails leaves nothing to compare with: its control says nothing then.
+    alone = replace(right[2], name="a control without a first")
+    assert not gpu_day.carried_out(alone, 60, {}, Day("cpu", 2), tmp_path)["good"]
+
     # A later call keeps what was as promised, its bits too, and runs the rest again.
     later = [
         replace(right[0], commands=[[("-c", "exit('not to be run again')")]]),
