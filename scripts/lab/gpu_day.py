@@ -484,7 +484,6 @@ def main() -> int:
     to.mkdir(parents=True, exist_ok=True)
     if options.begun:
         shutil.copytree(options.begun, to, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    signal.signal(signal.SIGTERM, end_all)
     chosen = [part for part in known if part in (options.parts or known)]
     return carry_out(day, [trial for trial in listed if trial.part in chosen], to, options.minutes, options.jobs)
 
@@ -525,4 +524,5 @@ def carry_out(day: Day, listed: Sequence[Trial], to: Path, minutes: float, jobs:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_all)
     sys.exit(main())
