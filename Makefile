@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python s
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train sweep dashboard quick test proof lint docs docs-serve schema project lock clean
+.PHONY: help setup lowest train sweep dashboard quick test proof lint docs docs-serve schema project lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,13 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -c 'import lockstep.run.training' # check that it works, and compile its bytecode
 	@touch $@
+
+lowest: ## build .venv with the lowest versions that pyproject.toml allows, the rest as new as possible
+	@$(PYTHON) -m venv --clear .venv
+	@$(PYTHON) scripts/lab/lowest.py pyproject.toml > .venv/lowest.txt
+	@$(BIN)/python -m pip install --quiet uv
+	@$(UV) install --python $(BIN)/python --quiet --constraint .venv/lowest.txt --editable '.[dev]'
+	@touch $(STAMP)
 
 train: setup ## train: make train ARGS="strategy=ddp devices=2"
 	@$(BIN)/python src/train.py $(ARGS)

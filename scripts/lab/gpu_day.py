@@ -1,18 +1,22 @@
 """Run the trials that need a GPU, the most informative first, and write one page:
 
-    python scripts/lab/gpu_day.py                       # all: half an hour at most
-    python scripts/lab/gpu_day.py layouts bits          # some parts
-    python scripts/lab/gpu_day.py --accelerator=cpu     # a rehearsal of the same trials without a GPU
+    python scripts/lab/gpu_day.py --minutes=9 first probe    # some parts; without names all, in their order
+    python scripts/lab/gpu_day.py page FOLDER                # put a folder's results into docs/results/gpu.md
+    python scripts/lab/gpu_day.py --accelerator=cpu --short  # a rehearsal without a GPU: minutes
 
 Each trial runs programs under a time limit and kills all their processes if one hangs. After each trial the program
-writes gpu_day.md and gpu_day.json into the folder `--to`; a later call with other parts adds to them. A refusal in one
-line counts as a good result. Trials of one task must end with the same bits, and their control with others.
+writes gpu_day.md, gpu_day.json and gpu_day.log into the folder `--to`; gpu_probe.py and benchmark.py write their
+figures there. A later call continues that folder, or that of `--from`: it runs what is left, and again what was not as
+promised. A refusal in one line counts as a good result of a layout. Trials of one task must end with the same bits, and
+their control with others. What was expected before stands beside each result.
 Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,21 +24,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import IO, Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
+import gpu_wheels
+
+if not find_spec("hydra") and gpu_wheels.install():  # a machine without network: use what was taken along
+    sys.path.insert(3, str(gpu_wheels.SITE))
+
 from bench.machine import facts
+from common.showing import markdown
 
 from lockstep.config.value_checks import ROOT, unknown_name_message
 from lockstep.launch.machine import gpu_count
 from lockstep.run.summary import git_info, write_summary
 
-OUTPUTS = "OUTPUTS"  # placeholder in a command for the trial's own folder
+OUTPUTS, TO = "OUTPUTS", "FOLDER_OF_THE_PAGE"  # placeholders in a command: the trial's own folder, and `--to`
+PAGE = ROOT / "docs" / "results" / "gpu.md"
+BEGIN, END = "<!-- results: gpu_day.py page writes them -->", "<!-- end of the results -->"
+PART_MINUTES = 8
+TOGETHER = ("bits", "layouts", "kills")  # parts that measure no time: their trials may run at once
 TASK = ["data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128"]
 TASK += ["max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60"]
 EXACT = ["exact=true", "pieces=4", "model.dropout=0.3"]
@@ -47,7 +65,19 @@ LAYOUTS = {
     "dp": "strategy=dp",
     "compiled": "devices=1 compile=true",
 }
+REFUSED = ("4 pieces, exact, 16-mixed", "4 pieces, exact, bf16-true", "ddp, bf16 on the wire, 64-true")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
+NETWORKS = ("resnet18", "resnet9", "fast_cnn")
+RECIPES = {"mnist_fast": (0.99, "0.9932, 6 to 15 s"), "mnist_best": (0.995, "0.9955, 10 to 25 s")}
+WHAT_IS_THERE = """
+import glob, platform, shutil, torch
+gpus = torch.cuda.is_available()
+print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN",
+      torch.backends.cudnn.version(), "NCCL", torch.cuda.nccl.version() if gpus else None, "TF32 of convolutions",
+      torch.backends.cudnn.allow_tf32, "of products", torch.backends.cuda.matmul.allow_tf32, "devices",
+      glob.glob("/dev/nvidia[0-9]*"), f"/dev/shm {shutil.disk_usage('/dev/shm').total >> 20} MiB", "compiler",
+      shutil.which("gcc"))
+"""
 # One of two ranks on one GPU. NCCL refuses two ranks on one GPU; gloo accepts GPU tensors.
 AS_RANK = """
 import os, runpy, sys, torch.distributed as dist
@@ -57,6 +87,24 @@ start = dist.init_process_group
 dist.init_process_group = lambda backend, **options: start(backend.replace("nccl", "gloo"), **options)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+RUNNING: set[subprocess.Popen[Any]] = set()
+
+
+@dataclass(frozen=True)
+class Day:
+    """Where the trials run, and with what.
+
+    Attributes:
+        data_dir: the folder with MNIST/raw and cifar10_images; None: the parts that need them are not as promised.
+        short: few and small trials, for a rehearsal.
+        again: measure again what has figures.
+    """
+
+    accelerator: str
+    devices: int
+    data_dir: Path | None = None
+    short: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,132 +118,411 @@ class Trial:
     code: int = 0  # expected exit code of each program
     task: str = ""  # trials of one task end with the same bits: the first one's
     differs: bool = False  # a control, which must end with other bits
+    accuracy: float = 0  # the smallest test accuracy
+    says: str = ""  # text that the last line of the output must have
+    watched: bool = False  # measure the GPU's utilisation and memory meanwhile
+    needs: str = ""  # a folder in the data folder
+    expected: str = ""  # what was expected before any run
 
 
-Row = dict[str, Any]  # a row of the page: part, trial, verdict, good, seconds, weights_sha256
+Row = dict[str, Any]  # a row of the page: part, trial, verdict, good, seconds, weights_sha256, figures, expected
 
 
-def trials(accelerator: str, devices: int) -> Iterator[Trial]:
-    """Yield all trials in order."""
-    cpu = accelerator == "cpu"
-    train = ("src/train.py", *TASK, f"accelerator={accelerator}", f"outputs={OUTPUTS}")
-    exact, all_devices = (*train, *EXACT), f"devices={devices}"
+def trials(day: Day) -> Iterator[Trial]:
+    """Yield all trials, part by part, the most informative part first."""
+    cpu, short = day.accelerator == "cpu", day.short
+    on = f"accelerator={day.accelerator}"
+    train = ("src/train.py", *TASK, on, f"outputs={OUTPUTS}")
+    exact, all_devices = (*train, *EXACT), f"devices={day.devices}"
+    probe = ["scripts/lab/gpu_probe.py", f"--to={TO}", f"--device={'cpu' if cpu else 'cuda'}"]
+    probe += ["--short"] * short + ["--again"] * day.again
 
-    for (layout, options), precision in product(LAYOUTS.items(), PRECISIONS):
-        command = (*train, all_devices, *options.split(), f"precision={precision}")
-        yield Trial("layouts", f"{layout}, {precision}", [[command]], 240 if "compile" in options else 90)
-    yield Trial("tests", "tests/test_gpu.py", [[("-m", "pytest", "-q", "tests/test_gpu.py")]], 500)
+    yield Trial("first", "what is there", [[("-c", WHAT_IS_THERE)]], 60, expected="torch 2.11 or newer, one GPU")
+    yield Trial("first", "a short run", [[(*train, "max_steps=null", "max_epochs=2")]], expected="completes, 4 to 15 s")
+    for model in NETWORKS[2 if short else 0 :]:
+        sizes = (f"model={model}", "data.channels=3", "data.image_size=32", "pieces=4", "exact=true")
+        yield Trial("first", f"{model}, exact, 4 pieces", [[(*train, *sizes)]], expected="no operation is refused")
+
+    yield Trial("probe", "gpu_probe.py", [[probe]], 470, expected="see the table of steps")
+
     begun = f"{OUTPUTS}/begun"
-    yield Trial("bits", "4 pieces", [[exact]], task="exact")
-    yield Trial(
-        "bits", "data on the host", [[(*exact, "speed.resident=auto" if cpu else "speed.resident=false")]], task="exact"
-    )
-    stopped, resumed = (*exact, "max_steps=6", f"hydra.run.dir={begun}"), (*exact, f"resume={begun}", "max_steps=8")
-    yield Trial("bits", "stopped in mid-epoch, resumed", [[stopped], [resumed]], task="exact")
-    yield Trial("bits", "control: another seed", [[(*exact, "seed=1")]], task="exact", differs=True)
+    yield Trial("bits", "4 pieces", [[exact]], task="exact", expected="the first")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     ranks = [("-c", AS_RANK, rank, port, *exact, "strategy=ddp", f"outputs={OUTPUTS}/{rank}") for rank in "01"]
-    yield Trial("bits", "two ranks on one device, gloo", [ranks], task="exact")
-    if devices > 1:
-        for strategy in ("ddp", "dp"):
+    same: Row = {"task": "exact", "expected": "the same"}
+    yield Trial("bits", "two ranks on one device, gloo", [ranks], **same)
+    another: Row = {"task": "exact", "differs": True, "expected": "others"}
+    yield Trial("bits", "control: another seed", [[(*exact, "seed=1")]], **another)
+    if not short:
+        on_host = "speed.resident=auto" if cpu else "speed.resident=false"
+        yield Trial("bits", "data on the host", [[(*exact, on_host)]], **same)
+        stopped, resumed = (*exact, "max_steps=6", f"hydra.run.dir={begun}"), (*exact, f"resume={begun}", "max_steps=8")
+        yield Trial("bits", "stopped in mid-epoch, resumed", [[stopped], [resumed]], **same)
+        yield Trial("bits", "dp on one device", [[(*exact, "strategy=dp", "devices=1")]], **same)
+        for strategy in ("ddp", "dp") if day.devices > 1 else ():
             command = (*exact, f"strategy={strategy}", all_devices)
-            yield Trial("bits", f"{strategy} on {devices}", [[command]], task="exact")
-    chaos = ("scripts/lab/chaos.py", "--faults=4", "--layouts=single", "--seed=2", f"accelerator={accelerator}")
-    yield Trial("kills", "killed, ended, stopped, each time resumed", [[chaos]], 300)
-    yield Trial("kills", "control: resumed with another seed", [[(*chaos, "--control")]], 300, code=1)
+            yield Trial("bits", f"{strategy} on {day.devices}", [[command]], **same)
+
+    for (layout, options), precision in product(LAYOUTS.items(), PRECISIONS):
+        if short and (layout not in ("one device", "4 pieces, exact") or precision not in ("32-true", "16-mixed")):
+            continue
+        command = (*train, all_devices, *options.split(), f"precision={precision}")
+        expected = "refused" if f"{layout}, {precision}" in REFUSED else "completes"
+        limit = 240 if "compile" in options else 90
+        yield Trial("layouts", f"{layout}, {precision}", [[command]], limit, expected=expected)
+
+    says = "skipped" if cpu else " passed"  # without a GPU they are skipped
+    tests = [[("-m", "pytest", "-q", "tests/test_gpu.py")]]
+    yield Trial("tests", "tests/test_gpu.py", tests, 400, says=says, expected="6 passed")
+    yield Trial(
+        "exact",
+        "gpu_probe.py --exact",
+        [[(*probe, "--exact", "--minutes=4")]],
+        300,
+        expected="4 pieces: 1.1 to 2 times ours",
+    )
+
+    for seed, (name, (accuracy, expected)) in product(range(1 if short else 3), RECIPES.items()):
+        command = ("src/train.py", f"experiment={name}", on, f"seed={seed}", f"data_dir={day.data_dir}")
+        command = (*command, f"outputs={OUTPUTS}", *["max_epochs=1", "batch_size=8"] * short)
+        if short and name != "mnist_fast":
+            continue
+        limits: Row = {"accuracy": 0 if short else accuracy, "needs": "MNIST/raw", "expected": expected}
+        yield Trial("mnist", f"{name}, seed {seed}", [[command]], 120, watched=True, **limits)
+
+    photos = ("src/train.py", "experiment=photos", on, f"data_dir={day.data_dir}/cifar10_images", f"outputs={OUTPUTS}")
+    few = ("max_epochs=1", "batch_size=8", "model=mnist_cnn") if short else ("max_epochs=3",)
+    of_photos: Row = {"needs": "cifar10_images", "watched": True}
+    yield Trial("cifar", "from JPEG, few epochs", [[(*photos, *few)]], 120, expected="10 to 25 s", **of_photos)
+    if not short:
+        yield Trial("cifar", "from JPEG, the recipe", [[photos]], 240, expected="0.80, 40 to 120 s", **of_photos)
+
+    size: tuple[str, ...] = (
+        "data.samples=50000",
+        "data.channels=3",
+        "data.image_size=32",
+        "batch_size=512",
+        "max_epochs=5",
+    )
+    if short:
+        size = ("data.samples=200", "batch_size=32", "max_epochs=1", "model=mnist_cnn")
+    command = ("src/train.py", "model=resnet18", "data=synthetic", on, f"outputs={OUTPUTS}", "threads=1", *size)
+    yield Trial("utilisation", "resnet18, float32", [[command]], 120, watched=True, expected="at least 80%")
+    if not short:
+        tuned = (*command, "precision=bf16-mixed", "+optimizer.fused=true")
+        yield Trial("utilisation", "resnet18, bf16, fused", [[tuned]], 120, watched=True, expected="at least 70%")
+
+    chaos = ("scripts/lab/chaos.py", f"--faults={1 if short else 4}", "--layouts=single", "--seed=2", on)
+    yield Trial(
+        "kills", "killed, ended, stopped, each time resumed", [[chaos]], 300, expected="the bits of an unhurt run"
+    )
+    if not short:
+        control = (*chaos, "--control")
+        yield Trial("kills", "control: resumed with another seed", [[control]], 300, code=1, expected="other bits")
+
+    fit = ("scripts/fit_memory.py", "model=resnet18", "data=synthetic", "data.channels=3", on)
+    large = ("data.image_size=224", "data.samples=4096", "batch_size=1024")
+    size = ("data.image_size=32", "data.samples=64", "batch_size=8") if short else large
+    expected = "1024 images of 224 x 224 fit in 4 to 8 pieces"
+    yield Trial("memory", "fit_memory.py", [[(*fit, *size)]], 300, expected=expected)
     if not cpu:
-        yield Trial("benchmark", "benchmark.py gpu", [[("scripts/lab/benchmark.py", "gpu")]], 560)
+        benchmark = ("scripts/lab/benchmark.py", "gpu", f"--json={TO}")
+        yield Trial("benchmark", "benchmark.py gpu", [[benchmark]], 470, expected="every goal met")
 
 
-def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Row:
+@contextmanager
+def utilisation(measure: bool) -> Iterator[dict[str, float]]:
+    """Measure utilisation and memory of the first GPU inside the `with` block. The result is filled at its end."""
+    found: dict[str, float] = {}
+    if not measure or not shutil.which("nvidia-smi"):
+        yield found
+        return
+    query = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+    with tempfile.TemporaryFile("w+") as lines:
+        process = subprocess.Popen([*query, "-lms", "250"], stdout=lines, stderr=lines, start_new_session=True)
+        RUNNING.add(process)
+        try:
+            yield found
+        finally:
+            kill(process)
+        lines.seek(0)
+        points = [tuple(map(int, pair)) for pair in re.findall(r"^(\d+), (\d+)$", lines.read(), re.MULTILINE)]
+    active = [percent for percent, _ in points if percent]
+    if active:
+        found |= {"mean % of the GPU while it works": mean(active), "peak MiB": max(used for _, used in points)}
+
+
+def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None], day: Day, to: Path) -> Row:
     """Run a trial within `seconds` and return its row.
 
     Args:
         bits: digest of the weights of each task's first trial. It is filled here.
+        to: the folder of the page.
     """
 
-    def row(verdict: str, good: bool, sha256: str | None = None) -> Row:
-        fields = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good}
-        return fields | {"seconds": time.monotonic() - began, "weights_sha256": sha256}
+    def row(verdict: str, good: bool, sha256: str | None = None, **figures: float) -> Row:
+        fields = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good, "figures": figures}
+        return fields | {"seconds": time.monotonic() - began, "weights_sha256": sha256, "expected": trial.expected}
 
     began, codes = time.monotonic(), [0]
     if seconds < 1:
         return row("left out: the time is up", False)
+    if trial.needs and not (day.data_dir and (day.data_dir / trial.needs).is_dir()):
+        return row(f"left out: --data-dir has no {trial.needs}", False)
     with tempfile.TemporaryDirectory() as outputs, tempfile.TemporaryFile("w+") as log:
-        options: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
-        for programs in trial.commands:
-            commands = [[sys.executable, *(part.replace(OUTPUTS, outputs) for part in each)] for each in programs]
-            running = [subprocess.Popen(command, **options) for command in commands]
-            try:
-                codes = [each.wait(max(0.1, began + seconds - time.monotonic())) for each in running]
-            except subprocess.TimeoutExpired:
-                return row(f"HANGS: killed after {seconds:.0f} s", False)
-            finally:
-                for each in running:
-                    if each.poll() is None:
-                        os.killpg(each.pid, signal.SIGKILL)
-                        each.wait()
+        with utilisation(trial.watched) as used:
+            for programs in trial.commands:
+                told = [[part.replace(OUTPUTS, outputs).replace(TO, str(to)) for part in each] for each in programs]
+                try:
+                    codes = run(told, began + seconds, log)
+                except subprocess.TimeoutExpired:
+                    append_log(trial, log, to)
+                    return row(f"HANGS: killed after {seconds:.0f} s", False)
+        append_log(trial, log, to)
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()] or ["no output"]
-        digests = [json.loads(file.read_text()).get("weights_sha256") for file in Path(outputs).rglob("summary.json")]
+        summaries = [json.loads(file.read_text()) for file in sorted(Path(outputs).rglob("summary.json"))]
     message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[-1])
-    sha256 = next(filter(None, digests), None)
+    sha256 = next(filter(None, (each.get("weights_sha256") for each in summaries)), None)
     if codes != [trial.code] * len(codes):
         refused = trial.part == "layouts" and codes == [2]
         return row(f"refused: {message}" if refused else f"EXIT {codes}: {message}", refused)
     if trial.task:
-        same = sha256 == bits.setdefault(trial.task, sha256)
-        return row("the same bits" if same else "other bits", same != trial.differs and sha256 is not None, sha256)
-    return row(message if trial.code else next((line for line in lines if " fits" in line), lines[-1]), True, sha256)
+        if sha256 and not trial.differs:
+            bits.setdefault(trial.task, sha256)
+        same = sha256 == bits.get(trial.task)
+        comparable = sha256 is not None and trial.task in bits
+        return row("the same bits" if same else "other bits", comparable and same != trial.differs, sha256)
+    if trial.says not in lines[-1]:
+        return row(f"does not say {trial.says!r}: {lines[-1]}", False)
+    figures = {**used, **(figures_of(summaries[-1]) if summaries else {})}
+    if trial.accuracy and not figures.get("test/acc", 0) >= trial.accuracy:
+        return row(f"test/acc is less than {trial.accuracy}", False, sha256, **figures)
+    verdict = "{status}, {steps} steps".format(**summaries[-1]) if "steps" in (summaries or [{}])[-1] else lines[-1]
+    return row(message if trial.code else verdict, True, sha256, **figures)
 
 
-def write_page(rows: Sequence[Row], machine: Sequence[str], folder: Path) -> None:
-    """Write gpu_day.md and gpu_day.json."""
-    folder.mkdir(parents=True, exist_ok=True)
+def run(programs: Sequence[Sequence[str]], end: float, log: IO[str]) -> list[int]:
+    """Run Python programs at once and return their exit codes.
+
+    Raises:
+        TimeoutExpired: one was still running at `end`. All are killed.
+    """
+    # Lockstep may not be installed; the packages of `sys.path` may be those that were taken along.
+    paths = [str(ROOT / "src"), *([str(gpu_wheels.SITE)] if str(gpu_wheels.SITE) in sys.path else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log, "start_new_session": True}
+    running = [subprocess.Popen([sys.executable, *each], **options) for each in programs]
+    RUNNING.update(running)
+    try:
+        return [each.wait(max(0.1, end - time.monotonic())) for each in running]
+    finally:
+        for each in running:
+            kill(each)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a program and its children if it is still running."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    RUNNING.discard(process)
+
+
+def end_all(*_: object) -> None:
+    """Kill all programs and end. The results of finished trials are written already."""
+    for each in list(RUNNING):
+        kill(each)
+    os._exit(143)
+
+
+def append_log(trial: Trial, log: IO[str], to: Path) -> None:
+    """Append the end of a trial's output to gpu_day.log."""
+    log.seek(0)
+    with (to / "gpu_day.log").open("a") as file:
+        file.write(f"== {trial.part}: {trial.name}\n{log.read()[-4000:]}\n")
+
+
+def figures_of(summary: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of a run that stand on the page."""
+    speed, metrics = summary.get("throughput") or {}, summary.get("metrics") or {}
+    named = {"test/acc": metrics.get("test/acc"), "samples/s": speed.get("samples_per_second")}
+    named |= {"s to the first step": speed.get("seconds_to_first_step"), "s in the worker": speed.get("seconds")}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def results(rows: Sequence[Row], machine: Sequence[str], steps: Sequence[Row], ratios: Sequence[Row]) -> str:
+    """Return the results as Markdown.
+
+    Args:
+        steps: the rows of gpu_probe.py.
+        ratios: the rows of benchmark.py.
+    """
     bad = [f"{row['part']}, {row['trial']}" for row in rows if not row["good"]]
-    lines = ["# A day on a GPU", "", *(f"- {line}" for line in machine)]
-    lines += ["", f"{len(rows) - len(bad)} of {len(rows)} as promised; not: {'; '.join(bad) or 'none'}.", ""]
-    lines += ["| part | trial | | verdict | s | weights |", "|---|---|---|---|---|---|"]
+    lines = [*(f"- {line}" for line in machine), ""]
+    lines += [f"{len(rows) - len(bad)} of {len(rows)} as promised; not: {'; '.join(bad) or 'none'}.", ""]
+    table = []
     for row in rows:
-        cells = (row["part"], row["trial"], "" if row["good"] else "**NOT**", row["verdict"].replace("|", "\\|"))
-        lines.append(f"| {' | '.join(cells)} | {row['seconds']:.1f} | {(row['weights_sha256'] or '')[:12]} |")
-    (folder / "gpu_day.md").write_text("\n".join(lines) + "\n")
-    write_summary(folder / "gpu_day.json", {"machine": machine, "rows": rows})
+        figures = ", ".join(f"{name} {value:,.4g}" for name, value in row["figures"].items())
+        cells = [f"{row['part']}: {row['trial']}", "" if row["good"] else "**NOT**", row["verdict"], figures]
+        table.append([*cells, row["expected"], f"{row['seconds']:.1f}", (row["weights_sha256"] or "")[:12]])
+    lines += [markdown(("trial", "", "verdict", "figures", "expected before", "s", "weights"), table)]
+    if steps:
+        lines += [
+            "",
+            "Microseconds, launches and waits are those of a step; `of plain` is relative to the plain loop.",
+            "",
+        ]
+        lines += [markdown(STEP_NAMES, step_cells(steps))]
+    if ratios:
+        lines += ["", "Both sides in turns, seconds a step:", ""]
+        cells = [
+            [each["what"], each["ours"], each["other"], f"{each['ratio']:.3f}", each["goal"] or ""] for each in ratios
+        ]
+        lines += [markdown(("benchmark.py gpu", "ours", "other", "ratio", "goal"), cells)]
+    return "\n".join(lines) + "\n"
+
+
+STEP_NAMES: tuple[str, ...] = (
+    "network, batch, precision: side",
+    "us",
+    "expected before",
+    "of plain",
+    "cpu us",
+    "images/s",
+    "launches",
+)
+STEP_NAMES = (*STEP_NAMES, "waits", "busy", "MiB")
+
+
+def step_cells(steps: Sequence[Row]) -> Iterator[list[str]]:
+    """Yield a line of the table for each row of gpu_probe.py. The expectations are an H100's."""
+    from gpu_probe import PREDICTIONS
+
+    plain = {
+        (row["model"], row["batch"], row["precision"]): row.get("us") for row in steps if row["side"] == "plain loop"
+    }
+    for row in sorted(steps, key=lambda row: (row["model"], row["batch"], row["precision"])):
+        case = row["model"], row["batch"], row["precision"]
+        name = "{}, {}, {}: {}".format(*case, row["side"])
+        low, high = PREDICTIONS.get((*case, row["side"]), (0, 0))
+        expected = f"{low:,.0f} to {high:,.0f}" if high else ""
+        if "us" not in row:
+            yield [name, f"**FAILED** {row.get('error')}", expected, *[""] * 7]
+            continue
+        relative = f"{row['us'] / plain[case]:.2f}" if plain.get(case) else ""
+        waits = ", ".join(f"{each} {count}" for each, count in row["waits"].items()) or "0"
+        speed = [f"{row['cpu_us']:,.0f}", f"{row['batch'] / row['us'] * 1e6:,.0f}", f"{row['launches']}", waits]
+        memory = f"{row['peak_mib']:,.0f}" if "peak_mib" in row else ""
+        yield [name, f"{row['us']:,.0f}", expected, relative, *speed, f"{row['busy']:.2f}", memory]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's files: rows, machine, steps, ratios."""
+
+    def content(name: str, default: Any) -> Any:
+        return json.loads((folder / name).read_text()) if (folder / name).exists() else default
+
+    day, ratios = content("gpu_day.json", {}), content("gpu.json", {})
+    found = {"rows": day.get("rows", []), "machine": day.get("machine", [])}
+    return found | {"steps": content("probe.json", []), "ratios": ratios.get("rows", [])}
+
+
+def write_page(folder: Path) -> int:
+    """Put the results of a folder into docs/results/gpu.md."""
+    found = read(folder)
+    if not found["rows"]:
+        print(f"error: {folder} has no results of gpu_day.py", file=sys.stderr)
+        return 2
+    cards = {row["device"] for row in found["steps"]} - {"cpu"}
+    if not cards:
+        print(f"error: {folder} was not measured on a GPU: docs/results/gpu.md is for GPUs", file=sys.stderr)
+        return 2
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    heading = f"## Measured on {' and '.join(sorted(cards))}"
+    PAGE.write_text(f"{before}{BEGIN}\n\n{heading}\n\n{results(**found)}\n{END}{after}")
+    print(f"{PAGE.relative_to(ROOT)}: {len(found['rows'])} trials, {len(found['steps'])} rows of steps")
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="some of layouts, tests, bits, kills, benchmark (default: all)")
+    parser.add_argument("parts", nargs="*", help="some parts (default: all), or: page FOLDER")
     parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--short", action="store_true", help="few and small trials, for a rehearsal")
     parser.add_argument(
         "--minutes", type=float, default=30, help="time for all trials; those that have not begun by then are left out"
     )
-    parser.add_argument("--to", type=Path, default=ROOT / "outputs" / "gpu_day", help="folder for the page")
+    parser.add_argument("--jobs", type=int, default=6, help=f"trials at once in {', '.join(TOGETHER)}")
+    parser.add_argument("--again", action="store_true", help="run again what was as promised, too")
+    parser.add_argument(
+        "--data-dir", type=Path, help="folder with MNIST/raw and cifar10_images (default: that of .whl/)"
+    )
+    parser.add_argument("--to", type=Path, default=ROOT / "outputs" / "gpu_day", help="folder for the results")
+    parser.add_argument("--from", dest="begun", type=Path, help="a folder of results to continue")
     options = parser.parse_args()
+    if options.parts[:1] == ["page"] and len(options.parts) == 2:
+        return write_page(Path(options.parts[1]))
     devices = 2 if options.accelerator == "cpu" else gpu_count()
     if not devices:
         print("error: torch finds no GPU on this machine: use --accelerator=cpu for a rehearsal", file=sys.stderr)
         return 2
-    listed = list(trials(options.accelerator, devices))
+    data_dir = options.data_dir or gpu_wheels.unpack_data()
+    day = Day(options.accelerator, devices, data_dir and data_dir.absolute(), options.short, options.again)
+    listed = list(trials(day))
     known = dict.fromkeys(trial.part for trial in listed)
     if wrong := [part for part in options.parts if part not in known]:
         print(f"error: {wrong[0]}: {unknown_name_message(wrong[0], known)}", file=sys.stderr)
         return 2
-    parts, page = options.parts or list(known), options.to / "gpu_day.json"
-    rows: list[Row] = json.loads(page.read_text())["rows"] if page.exists() else []
-    rows = [row for row in rows if row["part"] not in parts]
-    machine = [*facts(), f"commit {dict(git_info() or {}).get('commit')}"]
-    bits: dict[str, str | None] = {}
-    end = time.monotonic() + 60 * options.minutes
-    for trial in (each for each in listed if each.part in parts):
-        # A rehearsal may share its machine with other programs.
-        limit = 5 * trial.seconds if options.accelerator == "cpu" else trial.seconds
-        rows.append(carried_out(trial, min(limit, end - time.monotonic()), bits))
-        print("{part}: {trial}: {verdict} ({seconds:.1f} s)".format(**rows[-1]), flush=True)
-        write_page(rows, machine, options.to)
+    if options.begun and not (options.begun / "gpu_day.json").exists():
+        print(f"error: --from={options.begun} has no gpu_day.json", file=sys.stderr)
+        return 2
+    to: Path = options.to.absolute()
+    to.mkdir(parents=True, exist_ok=True)
+    if options.begun:
+        shutil.copytree(options.begun, to, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    chosen = [part for part in known if part in (options.parts or known)]
+    return carry_out(day, [trial for trial in listed if trial.part in chosen], to, options.minutes, options.jobs)
+
+
+def carry_out(day: Day, listed: Sequence[Trial], to: Path, minutes: float, jobs: int) -> int:
+    """Run trials, and write what is known after each. Return the exit code.
+
+    Args:
+        to: the folder of the results. Those of earlier calls that are as promised are not run again.
+        jobs: trials at once in the parts that measure no time.
+    """
+    rows, machine = read(to)["rows"], read(to)["machine"]
+    asked = {(trial.part, trial.name) for trial in listed}
+    rows = [row for row in rows if (row["part"], row["trial"]) not in asked or (row["good"] and not day.again)]
+    kept = {(row["part"], row["trial"]) for row in rows}
+    firsts = {(trial.part, trial.name): trial.task for trial in listed if trial.task and not trial.differs}
+    bits = {firsts[key]: row["weights_sha256"] for row in rows if (key := (row["part"], row["trial"])) in firsts}
+    commit = dict(git_info() or {}).get("commit") or gpu_wheels.commit()
+    machine = list(dict.fromkeys([*machine, *facts(), f"commit {commit}"]))  # a later call may be on another card
+    end = time.monotonic() + 60 * minutes
+    slow = 5 if day.accelerator == "cpu" else 1  # a rehearsal may share its machine with other programs
+    for part in dict.fromkeys(trial.part for trial in listed):
+        part_end = min(end, time.monotonic() + slow * 60 * PART_MINUTES)
+
+        def one(trial: Trial, part_end: float = part_end) -> Row:
+            return carried_out(trial, min(slow * trial.seconds, part_end - time.monotonic()), bits, day, to)
+
+        waiting = [trial for trial in listed if trial.part == part and (part, trial.name) not in kept]
+        first, rest = waiting[:1], waiting[1:]  # the first one's bits are the others'
+        with ThreadPoolExecutor(jobs if part in TOGETHER else 1) as pool:
+            for row in (each for some in (first, rest) for each in pool.map(one, some)):
+                rows.append(row)
+                print("{part}: {trial}: {verdict} ({seconds:.1f} s; expected: {expected})".format(**row), flush=True)
+                write_summary(to / "gpu_day.json", {"machine": machine, "rows": rows})
+                found = read(to)
+                (to / "gpu_day.md").write_text("# A day on a GPU\n\n" + results(**found))
     return 0 if all(row["good"] for row in rows) else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_all)
     sys.exit(main())

@@ -82,7 +82,7 @@ OTHER: dict[str, Any] = {
 # Without a list there are no images; an index that lies elsewhere is the same one; the others are in
 # tests/run/test_optimizers.py and tests/project/test_tasks.py.
 BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr", "model.monitor"}
-BESIDE |= {"scheduler.mode", "callbacks.early_stopping.mode"}
+BESIDE |= {"scheduler.mode", "callbacks.checkpoint.mode", "callbacks.early_stopping.mode"}
 BESIDE |= {f"data.{name}" for name in ("labels", "values", "mask", "classes", "unlabelled")}
 
 

@@ -5,15 +5,19 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_day
+import gpu_probe
+import gpu_wheels
 import pytest
 import torch
 import torch.distributed as dist
 from bench import steps
 from bench.players import OPPONENTS
-from gpu_day import Trial
+from gpu_day import Day, Trial
+from small_data import write_images, write_mnist
 
 from lockstep.config import check as config
 from lockstep.config.check import check
@@ -68,19 +72,19 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_every_trial_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for layouts and precisions that don't go together, and what is to be refused."""
+    """But for layouts and precisions that don't go together, as expected."""
     monkeypatch.setattr(config, "gpu_count", lambda: 2)
     monkeypatch.setattr(config, "compiler_lacking", lambda accelerator: None)
     refused = []
-    for trial in gpu_day.trials("gpu", 2):
+    for trial in gpu_day.trials(Day("gpu", 2, Path("data"))):
         for command in (command for programs in trial.commands for command in programs if "src/train.py" in command):
             try:
                 check(
                     compose(*(each for each in command[command.index("src/train.py") + 1 :] if "resume=" not in each))
                 )
             except UserError as refusal:
-                refused.append((trial.part, "don't go together" in str(refusal)))
-    assert refused == [("layouts", True)] * 3
+                refused.append((trial.name, "don't go together" in str(refusal)))
+    assert refused == [(name, True) for name in gpu_day.REFUSED]
 
 
 def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +100,9 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
         trial("nothing to compare", "pass", task="one", differs=True),
         trial("a failure", "exit('error: out of luck')"),
         trial("not refused", "pass", code=2),
+        trial("an accuracy missed", "print('test/acc 0.5')", accuracy=0.9),
+        trial("tests that are skipped", "print('6 skipped')", says=" passed"),
+        trial("data that is missing", "pass", needs="MNIST/raw"),
         trial(
             "a hanging one", f"import os, time; print(os.getpid(), file=open('{tmp_path}/pid', 'w')); time.sleep(99)"
         ),
@@ -104,26 +111,109 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
         trial("the first", left("a"), task="one"),
         trial("the same", left("a"), task="one"),
         trial("a control", left("b"), task="one", differs=True),
-        trial("refused", "import sys; print('error: no'); sys.exit(2)", part="layouts"),
+        trial("refused", "import sys; print('error: no'); sys.exit(2)", part="layouts", expected="completes"),
     ]
     wrong[-1] = replace(wrong[-1], seconds=2)
     monkeypatch.setattr(gpu_day, "trials", lambda *_: [*right, *wrong])
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--accelerator=cpu", f"--to={tmp_path}"])
+    call = ["gpu_day.py", "--accelerator=cpu", f"--data-dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*call, f"--to={tmp_path}"])
     assert gpu_day.main() == 1
     found = {row["trial"]: row for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]}
-    assert [name for name, row in found.items() if row["good"]] == [each.name for each in right]
-    assert [name for name, row in found.items() if not row["good"]] == [each.name for each in wrong]
+    assert {name for name, row in found.items() if row["good"]} == {each.name for each in right}
+    assert {name for name, row in found.items() if not row["good"]} == {each.name for each in wrong}
     assert found["a hanging one"]["verdict"] == "HANGS: killed after 10 s"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     page = (tmp_path / "gpu_day.md").read_text()
-    assert all(f"| {each.name} |" in page for each in [*right, *wrong])
+    assert all(f"{each.part}: {each.name} " in page for each in [*right, *wrong])
+    assert "error: out of luck" in (tmp_path / "gpu_day.log").read_text()
 
-    monkeypatch.setattr(gpu_day, "trials", lambda *_: [right[-1], replace(wrong[-1], name="later", seconds=99)])
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "bits", "--minutes=0"])
-    assert gpu_day.main() == 1
-    later = [(row["trial"], row["verdict"]) for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]]
-    assert later == [("refused", "refused: no"), ("later", "left out: the time is up")]
+    # A first trial that fails leaves nothing to compare with: its control says nothing then.
+    alone = replace(right[2], name="a control without a first")
+    assert not gpu_day.carried_out(alone, 60, {}, Day("cpu", 2), tmp_path)["good"]
+
+    # A later call keeps what was as promised, its bits too, and runs the rest again.
+    later = [
+        replace(right[0], commands=[[("-c", "exit('not to be run again')")]]),
+        trial("a run that differs", left("a"), task="one"),
+        trial("not yet begun", "pass"),
+    ]
+    monkeypatch.setattr(gpu_day, "trials", lambda *_: later)
+    asked = [*call, "bits", f"--from={tmp_path}", f"--to={tmp_path / 'next'}"]
+    for minutes, verdicts in {0: ["left out: the time is up"] * 2, 1: ["the same bits", "no output"]}.items():
+        monkeypatch.setattr(sys, "argv", [*asked, f"--minutes={minutes}"])
+        assert gpu_day.main() == 1  # others of the first call are still wrong
+        rows = json.loads((tmp_path / "next" / "gpu_day.json").read_text())["rows"]
+        assert rows[0] == found["the first"]
+        assert [(row["trial"], row["verdict"]) for row in rows[-2:]] == list(
+            zip(("a run that differs", "not yet begun"), verdicts, strict=True)
+        )
+
+
+@pytest.mark.slow
+def test_the_whole_day_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part, in its short form, with programs in processes of their own; then its page."""
+    write_mnist(tmp_path / "data")
+    write_images(tmp_path / "data" / "cifar10_images")
+    to = tmp_path / "to"
+    asked = ["--accelerator=cpu", "--short", "--jobs=2", f"--data-dir={tmp_path / 'data'}", f"--to={to}"]
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *asked])
+    assert gpu_day.main() == 0, (to / "gpu_day.log").read_text()
+    assert sorted(path.name for path in to.iterdir()) == ["gpu_day.json", "gpu_day.log", "gpu_day.md", "probe.json"]
+    found = gpu_day.read(to)
+    assert len({row["part"] for row in found["rows"]}) == 11
+    assert {row["verdict"] for row in found["rows"] if row["part"] == "bits"} == {"the same bits", "other bits"}
+    assert {row["side"] for row in found["steps"]} >= {*gpu_probe.FIRST, *gpu_probe.EXACT} - {"loop, CUDA graph"}
+    assert not [row for row in found["steps"] if "error" in row]
+
+    # The page is for GPUs, so it refuses the rehearsal.
+    assert gpu_day.write_page(to) == 2
+    page = tmp_path / "gpu.md"
+    page.write_text(f"before\n{gpu_day.BEGIN}\nnothing yet\n{gpu_day.END}\nafter\n")
+    (to / "probe.json").write_text(json.dumps([row | {"device": "NVIDIA X"} for row in found["steps"]]))
+    monkeypatch.setattr(gpu_day, "PAGE", page)
+    monkeypatch.setattr(gpu_day, "ROOT", tmp_path)
+    assert gpu_day.write_page(to) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{gpu_day.END}\nafter\n")
+    assert "## Measured on NVIDIA X" in text
+    assert "nothing yet" not in text
+
+
+def test_predictions_are_for_cases_of_the_probe() -> None:
+    measured = {case.key for exact in (False, True) for case in gpu_probe.cases(exact, short=False)}
+    assert set(gpu_probe.PREDICTIONS) <= measured
+
+
+def test_a_side_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_probe, "loop", lambda *_: 1 / 0)
+    case = gpu_probe.Case("mnist_cnn", 8, "bf16", "plain loop")
+    row = gpu_probe.measured(case, torch.device("cpu"), gpu_probe.Clock(torch.device("cpu"), 1, 1, 1))
+    assert row["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_data_is_taken_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path / "data")
+    write_images(tmp_path / "data" / "cifar10_images")
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(stdout="abc\n")
+
+    monkeypatch.setattr(gpu_wheels.subprocess, "run", run)
+    gpu_wheels.collect(tmp_path / "whl", tmp_path / "data")
+    assert [command[5 if "pip" in command else 1] for command in ran] == ["download", "wheel", "rev-parse"]
+    assert gpu_wheels.commit(tmp_path / "whl") == "abc"
+    assert gpu_wheels.install(tmp_path / "whl") is False
+    unpacked = gpu_wheels.unpack_data(tmp_path / "whl", tmp_path / "site")
+    assert unpacked is not None
+    names = [
+        sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        for folder in (unpacked, tmp_path / "data")
+    ]
+    assert names[0] == names[1] != []
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
