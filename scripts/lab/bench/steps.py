@@ -119,14 +119,14 @@ def overhead(folder: Path) -> list[Row]:
         sides: dict[str, list[Command]] = {
             "the plain loop": [[BARE_LOOP, "--task", str(task)]],
             "Fabric": [[LIGHTNING_LOOP, "--task", str(task), "--fabric"]],
-            "Lightning's bare Trainer": [[LIGHTNING_LOOP, "--task", str(task)]],
+            "Lightning": [[LIGHTNING_LOOP, "--task", str(task)]],
             "ours": [command],
             "ours without callbacks": [[*command, "callbacks=none", "logger=none"]],
         }
         same = dict.fromkeys(sides, ("the plain loop", case.limits[0]))
         blocks, distances = race(case, sides, folder, same, task)
         times = {side: [1e6 * took / (case.steps - case.skip) for took in taken] for side, taken in blocks.items()}
-        goals = {"Lightning's bare Trainer": 1.0}
+        goals = {"Lightning": 1.0}
         for side, others in {"ours": list(sides)[:3], "ours without callbacks": list(sides)[2:3]}.items():
             rows += [
                 row(

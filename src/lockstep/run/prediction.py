@@ -81,8 +81,8 @@ class PredictionCollector(pl.Callback):
         ids = batch[1]
         if not isinstance(outputs, Tensor) or outputs.shape[:1] != ids.shape:
             returned = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            own = overrides_method(type(pl_module), "predict_step", pl.LightningModule)
-            method = f"{type(pl_module).__name__}.{'predict_step' if own else 'forward'}"
+            has_method = overrides_method(type(pl_module), "predict_step", pl.LightningModule)
+            method = f"{type(pl_module).__name__}.{'predict_step' if has_method else 'forward'}"
             raise UserError(
                 f"{method} returned {returned}: it must return a tensor with {plural(len(ids), 'row')}, "
                 "one for each image"
