@@ -275,7 +275,7 @@ class FirstLoss(Net):
 
 DRAWS, STATE = "draws random numbers that are not those of torch", "depends on a state that it changes itself"
 HIDDEN = {DrawsFromNumpy: DRAWS, FlipsSometimes: DRAWS, OwnGenerator: DRAWS, DrawsInPreparation: DRAWS}
-HIDDEN |= dict.fromkeys((MovingScale, Teacher, Remembers, FirstLoss), STATE)
+HIDDEN |= dict.fromkeys((MovingScale, Remembers, FirstLoss), STATE)
 
 
 @pytest.mark.parametrize(("kind", "why"), HIDDEN.items())
@@ -325,6 +325,19 @@ class CopyAsTeacher(Net):
         return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, self.teacher(batch[0]))
 
 
+class FirstScale(Net):
+    """It sets a parameter by the samples of its first call."""
+
+    def set_up(self) -> None:
+        self.scale, self.is_set = nn.Parameter(torch.ones(())), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.scale.data.copy_(x.abs().mean())
+            self.is_set = True
+        return self.net(x / self.scale)
+
+
 class AveragedBetweenSteps(CopyAsTeacher):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return Net.training_step(self, batch, batch_idx)
@@ -341,6 +354,9 @@ def test_parameters_that_the_step_changes_are_refused_with_exact(
         with pytest.raises(StepRefused, match=f"^exact=true: {says}"):
             fit(tmp_path, CopyAsTeacher(), pieces=pieces, exact=True)
         fit(tmp_path, AveragedBetweenSteps(), pieces=pieces, exact=True)
+    for kind, name in ((Teacher, "teacher.weight"), (FirstScale, "scale")):
+        with pytest.raises(StepRefused, match=rf"^exact=true: training_step changes parameters itself \({name}"):
+            fit(tmp_path, kind(), exact=True)
     fit(tmp_path, CopyAsTeacher(), pieces=1)
     assert "changes parameters" not in caplog.text, "a single pass computes the step, on any layout"
     modules = [CopyAsTeacher(), CopyAsTeacher()]

@@ -67,10 +67,10 @@ class FirstStepCheck(StepHook):
         micro_batch = step.batch.micro_batches[0]
         with trial_passes(step, self.compiled) as tensors:
             trial = _Trial(step, micro_batch, tensors)
+            if step.data.layout.exact or step.data.layout.pieces > 1:
+                trial.check_parameters()  # before all others, since some modules set parameters in the first call
             if step.data.layout.exact:
                 trial.check_repeats()
-            if step.data.layout.exact or step.data.layout.pieces > 1:
-                trial.check_parameters()
             trial.check_parts()
 
 
