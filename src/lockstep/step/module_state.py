@@ -129,7 +129,7 @@ def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 def _own_objects(values: Iterable[Any]) -> list[Any]:
     """Return the objects of a user's own classes among some values, in their containers, and in such objects."""
-    found: list[Any] = []
+    own_objects: list[Any] = []
     seen: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
@@ -142,9 +142,9 @@ def _own_objects(values: Iterable[Any]) -> list[Any]:
                 waiting += value.values() if isinstance(value, dict) else value
         elif _is_own(value):
             seen[id(value)] = value
-            found.append(value)
+            own_objects.append(value)
             waiting += vars(value).values()
-    return found
+    return own_objects
 
 
 def _is_own(value: Any) -> bool:
