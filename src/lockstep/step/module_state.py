@@ -37,7 +37,7 @@ class SavedAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = [(layer, _copied_attributes(layer)) for layer in module.modules()]
-        objects = _own_objects(value for layer in module.modules() for value in vars(layer).values())
+        objects = _users_objects(value for layer in module.modules() for value in vars(layer).values())
         self._objects = [(each, {name: (value, _copied(value)) for name, value in _small(each)}) for each in objects]
 
     def restore(self) -> None:
@@ -127,9 +127,9 @@ def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _own_objects(values: Iterable[Any]) -> list[Any]:
+def _users_objects(values: Iterable[Any]) -> list[Any]:
     """Return the objects of a user's own classes among some values, in their containers, and in such objects."""
-    own_objects: list[Any] = []
+    objects: list[Any] = []
     seen: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
@@ -140,14 +140,14 @@ def _own_objects(values: Iterable[Any]) -> list[Any]:
             seen[id(value)] = value
             if len(value) <= LARGE:
                 waiting += value.values() if isinstance(value, dict) else value
-        elif _is_own(value):
+        elif _is_users(value):
             seen[id(value)] = value
-            own_objects.append(value)
+            objects.append(value)
             waiting += vars(value).values()
-    return own_objects
+    return objects
 
 
-def _is_own(value: Any) -> bool:
+def _is_users(value: Any) -> bool:
     """Check whether a value is an object with attributes, of a class of the user or a plain namespace."""
     if isinstance(value, SimpleNamespace):
         return True
