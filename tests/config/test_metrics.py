@@ -36,7 +36,8 @@ LARGEST = """
     val/acc_best val/log_likelihood multiclassaccuracy_0
 """
 UNKNOWN = (
-    "val/rec val/score val/top1 val/neg_loss val/one_minus_iou val/acc_gap val/loss_acc val/loss_ratio val/quality"
+    "val/rec val/score val/top1 val/neg_loss val/one_minus_iou val/acc_gap val/loss_acc val/loss_ratio val/quality "
+    "val/1-acc 1-iou val/inaccuracy val/negloss"
 )
 
 

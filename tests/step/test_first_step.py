@@ -2,8 +2,11 @@
 
 import logging
 import random
+import re
 from collections import deque
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -258,9 +261,21 @@ class Remembers(Net):
         return loss
 
 
+class FirstLoss(Net):
+    """It divides by the mean of all losses, which the same samples leave as it is."""
+
+    def set_up(self) -> None:
+        self.losses: list[float] = []
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, y)
+        self.losses.append(float(loss))
+        return loss / (sum(self.losses) / len(self.losses))
+
+
 DRAWS, STATE = "draws random numbers that are not those of torch", "depends on a state that it changes itself"
 HIDDEN = {DrawsFromNumpy: DRAWS, FlipsSometimes: DRAWS, OwnGenerator: DRAWS, DrawsInPreparation: DRAWS}
-HIDDEN |= dict.fromkeys((MovingScale, Teacher, Remembers), STATE)
+HIDDEN |= dict.fromkeys((MovingScale, Remembers, FirstLoss), STATE)
 
 
 @pytest.mark.parametrize(("kind", "why"), HIDDEN.items())
@@ -280,6 +295,75 @@ def test_without_exact_it_trains_as_without_the_trial(tmp_path: Path, kind: Any)
         fit(tmp_path, module, check=check)
         states.append(module)
     same_state(*states)
+
+
+class FlipsRarely(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].flip(-1) if random.random() < 0.001 else batch[0]
+        return F.cross_entropy(self(x), batch[1])
+
+
+def test_random_numbers_that_change_no_loss_yet_are_named_with_exact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, FlipsRarely())
+    assert "random numbers" not in caplog.text
+    fit(tmp_path, FlipsRarely(), exact=True)
+    assert "No loss has changed by them in 8 calls" in caplog.text
+
+
+class CopyAsTeacher(Net):
+    """An average of the weights that begins with them, so that the first average changes nothing."""
+
+    def set_up(self) -> None:
+        self.teacher = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.data = 0.5 * slow.data + 0.5 * fast.data
+        logits = self(batch[0])
+        return F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, self.teacher(batch[0]))
+
+
+class FirstScale(Net):
+    """It sets a parameter by the samples of its first call."""
+
+    def set_up(self) -> None:
+        self.scale, self.is_set = nn.Parameter(torch.ones(())), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.scale.data.copy_(x.abs().mean())
+            self.is_set = True
+        return self.net(x / self.scale)
+
+
+class AveragedBetweenSteps(CopyAsTeacher):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Net.training_step(self, batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        CopyAsTeacher.training_step(self, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), 0)
+
+
+def test_parameters_that_the_step_changes_are_refused_with_exact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    says = r"training_step changes parameters itself \(teacher.1.weight, teacher.1.bias"
+    for pieces in (1, 4):
+        with pytest.raises(StepRefused, match=f"^exact=true: {says}"):
+            fit(tmp_path, CopyAsTeacher(), pieces=pieces, exact=True)
+        fit(tmp_path, AveragedBetweenSteps(), pieces=pieces, exact=True)
+    for kind, name in ((Teacher, "teacher.weight"), (FirstScale, "scale")):
+        with pytest.raises(StepRefused, match=rf"^exact=true: training_step changes parameters itself \({name}"):
+            fit(tmp_path, kind(), exact=True)
+    fit(tmp_path, CopyAsTeacher(), pieces=1)
+    assert "changes parameters" not in caplog.text, "a single pass computes the step, on any layout"
+    modules = [CopyAsTeacher(), CopyAsTeacher()]
+    for module, check in zip(modules, (True, False), strict=True):
+        fit(tmp_path, module, pieces=4, check=check)
+    assert re.search(says, caplog.text)
+    same_state(*modules)
 
 
 # --- buffers of integers ---
@@ -349,6 +433,42 @@ def test_logged_values_metrics_and_attributes_are_those_of_the_steps(tmp_path: P
     assert values[0] == values[1]
     assert checked.losses == unchecked.losses
     assert len(checked.losses) == 4
+
+
+class Mean:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.count = 0
+        self.parts = SimpleNamespace(largest=0.0)
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self.count += 1
+        self.last = value
+        self.parts.largest = max(self.parts.largest, value)
+
+
+class WithObjects(Net):
+    """It has averages of its own class, one of them in a dict."""
+
+    def set_up(self) -> None:
+        self.mean, self.means = Mean(), {"loss": Mean()}
+
+    def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, y)
+        for mean in (self.mean, self.means["loss"]):
+            mean.add(float(loss))
+        return loss
+
+
+def test_objects_of_a_users_class_are_those_of_the_steps(tmp_path: Path) -> None:
+    for exact in (True, False):
+        checked, unchecked = WithObjects(), WithObjects()
+        for module, check in ((checked, True), (unchecked, False)):
+            fit(tmp_path, module, exact=exact, check=check)
+        for one, other in ((checked.mean, unchecked.mean), (checked.means["loss"], unchecked.means["loss"])):
+            assert one.count == 4
+            assert vars(one) == vars(other)
 
 
 def test_generators_are_those_of_a_run_without_the_trial(tmp_path: Path) -> None:

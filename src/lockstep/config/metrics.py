@@ -35,6 +35,8 @@ OTHER = _set("""
     seconds count num number lr grad norm
 """)
 LOSSES = _set("loss losses err error errors distance divergence")  # at a name's end: `dice_loss`
+TURNED = ("neg", "minus", "inaccuracy")  # begins of a longer word: `negloss`
+OPPOSITE = re.compile(r"(^|[/. ])1 ?-")  # `1-acc`
 STAGES = _set("train training val valid validation test eval step epoch dataloader idx")
 
 
@@ -56,7 +58,7 @@ def direction_of_name(metric: str) -> str | None:
     named_words = [word for word in words(metric) if word not in STAGES]
     if {"log", "likelihood"} <= set(named_words):
         return "min" if {"neg", "negative"} & set(named_words) else "max"
-    if OTHER & set(named_words):
+    if OTHER & set(named_words) or OPPOSITE.search(metric):
         return None
     modes = [mode for word in named_words if (mode := _direction_of_word(word))]
     if len(set(modes)) == 2:  # a score turned into a loss is one, as in `dice_loss`
@@ -66,9 +68,9 @@ def direction_of_name(metric: str) -> str | None:
 
 def _direction_of_word(word: str) -> str | None:
     for form in (word, word.rstrip("0123456789")):  # `ap50` and `acc5`, but `f1` and `l2` have their digits
-        if form in SMALLEST or form.endswith(("loss", "error")):
+        if form in SMALLEST or (form.endswith(("loss", "error")) and not form.startswith(TURNED)):
             return "min"
-        if form in LARGEST or form.endswith(("accuracy", "f1score")):
+        if form in LARGEST or (form.endswith(("accuracy", "f1score")) and not form.startswith(TURNED)):
             return "max"
     return None
 

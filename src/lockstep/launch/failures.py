@@ -221,7 +221,7 @@ def user_code_location(trace: str) -> str:
     The last frame of a SyntaxError has no function.
     """
     frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+)(?:, in (.+))?$', trace, re.MULTILINE)
-    user_frames = [frame for frame in frames if _is_user_code(frame[0])]
+    user_frames = [frame for frame in frames if is_user_code(frame[0])]
     return f"{_format_frame(*user_frames[-1])}; " if user_frames else ""
 
 
@@ -238,12 +238,12 @@ def _last_frame(stack: str) -> str:
     threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]
     stacks = [re.split(r'^ *File ".+/launch/parent.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
     frames = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in stacks]
-    user_frames = [frame for thread in frames for frame in thread if _is_user_code(frame[0])]
+    user_frames = [frame for thread in frames for frame in thread if is_user_code(frame[0])]
     candidates = user_frames or (frames[-1] if frames else [])
     return f"at {_format_frame(*candidates[0])}" if candidates else ""
 
 
-def _is_user_code(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
     lockstep, source = Path(__file__).parents[1], Path(__file__).parents[2]
     if Path(file).parent == source and Path(file).name in PROGRAMS:  # every error passes through one of them

@@ -146,11 +146,11 @@ def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config)
     A run always has an `lr`, mostly that of its optimizer. It must not replace the default of a constructor which makes
     an optimizer of its own. `None` is no default.
     """
-    defaulted = text_defaults(target)
-    makes_optimizer = "optimizer" not in parameters(target) - defaulted
+    left_out = text_defaults(target)
+    makes_optimizer = "optimizer" not in parameters(target) - left_out
     if makes_optimizer and defaults(target).get("lr") is not None and not LR_SETTERS & config.requested:
-        defaulted.add("lr")
-    return {name: value for name, value in arguments.items() if name not in defaulted}
+        left_out.add("lr")
+    return {name: value for name, value in arguments.items() if name not in left_out}
 
 
 def text_defaults(target: Any) -> set[str]:

@@ -67,6 +67,8 @@ class FirstStepCheck(StepHook):
         micro_batch = step.batch.micro_batches[0]
         with trial_passes(step, self.compiled) as tensors:
             trial = _Trial(step, micro_batch, tensors)
+            if step.data.layout.exact or step.data.layout.pieces > 1:
+                trial.check_parameters()  # before all others, since some modules set parameters in the first call
             if step.data.layout.exact:
                 trial.check_repeats()
             trial.check_parts()
@@ -115,6 +117,8 @@ class _Trial:
                 if not whole:
                     batch = repeated(batch, self.micro_batch.size, range(SAMPLES))
                 losses.append(float(self.step.trial_loss(batch, self.micro_batch)))
+                if len(losses) == 1:
+                    self._pass_of_other_samples()
             except Exception as error:
                 if whole:  # the step itself raises it again, with its own message
                     LOG.debug("the first step is not checked, since it fails: %s", error)
@@ -135,6 +139,55 @@ class _Trial:
                 f"{because}: draw from torch's default generator, which is seeded for every piece, and keep no state "
                 f"beside parameters and buffers {RULES}"
             )
+        if draws and self.step.trainer.is_global_zero:
+            LOG.warning(
+                "exact=true: training_step draws random numbers that are not those of torch's default generator. "
+                f"No loss has changed by them in {CALLS} calls: if one ever does, layouts have other bits {RULES}"
+            )
+
+    def _pass_of_other_samples(self) -> None:
+        """Compute other samples, since what a module keeps of the same ones may leave their loss as it is."""
+        size = self.micro_batch.size
+        rows = range(size - min(SAMPLES, size // 2), size)
+        if not rows:
+            return
+        try:
+            self.tensors.restore(parameters=False)
+            self.step.trial_loss(repeated(self.step.prepared(self.micro_batch), size, rows), self.micro_batch)
+        except Exception as error:  # BatchNorm needs two samples, for example
+            LOG.debug("other samples of the first piece are not computed: %s", error)
+
+    def check_parameters(self) -> None:
+        """Check that a pass leaves the parameters as they are, as an average of weights in `training_step` does not.
+
+        They are changed before, each by another factor, because a copy of other parameters would not move at first.
+
+        Raises:
+            StepRefused: a pass changes parameters.
+        """
+        size = self.micro_batch.size
+        try:
+            self.tensors.restore()
+            batch = self.step.prepared(self.micro_batch)
+            if size > SAMPLES:
+                batch = repeated(batch, size, range(SAMPLES))
+            self.tensors.scale_parameters()
+            self.step.trial_loss(batch, self.micro_batch)
+        except Exception as error:
+            LOG.debug("it is not checked whether a pass changes parameters: %s", error)
+            return
+        changed = self.tensors.other_than_scaled()
+        names = [name for name, each in self.step.module.named_parameters() if any(each is other for other in changed)]
+        if not names:
+            return
+        wrong = (
+            f"training_step changes parameters itself ({join_names(names, 3)}), once for each piece of a device, so "
+            f"they depend on the layout: change them between the steps, in on_train_batch_end {RULES}"
+        )
+        if self.step.data.layout.exact:
+            raise StepRefused(f"exact=true: {wrong}")
+        if self.step.trainer.is_global_zero:
+            LOG.warning(wrong)
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:

@@ -1,26 +1,35 @@
 """The state of a module that its own code may change in a pass: saved before trial passes, and restored after them."""
 
 import random
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from copy import copy
+from enum import Enum
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from lockstep.launch.failures import is_user_code
 from lockstep.step.buffers import copy_buffers, restore_buffers
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), np.ndarray)
+LARGE = 100_000  # elements of an object's attribute that is not saved
+FOREIGN = (type, ModuleType, FunctionType, Enum, nn.Module, Tensor, Dataset, DataLoader, pl.Callback, pl.Trainer)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 class SavedAttributes:
     """The plain Python attributes and the buffers of a module's layers, with copies of their content.
 
-    Other objects of a user's own are neither saved nor restored.
+    So are the plain attributes of objects of a user's own classes that a layer has, such as an average or a schedule.
+    Large ones of these objects, such as the images of a data set, are neither saved nor restored.
 
     Args:
         module: the module.
@@ -28,11 +37,15 @@ class SavedAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = [(layer, _copied_attributes(layer)) for layer in module.modules()]
+        objects = _users_objects(value for layer in module.modules() for value in vars(layer).values())
+        self._objects = [(each, {name: (value, _copied(value)) for name, value in _small(each)}) for each in objects]
 
     def restore(self) -> None:
         """Restore the attributes and buffers to the same objects with the same content. Call it once."""
         for layer, attributes in self._layers:
-            _restore(layer, attributes)
+            _restore(layer, attributes, [name for name, _ in _plain_attributes(layer)])
+        for each, attributes in self._objects:
+            _restore(each, attributes, [name for name, _ in _small(each)])
 
 
 class SavedTensors:
@@ -56,6 +69,26 @@ class SavedTensors:
             for parameter, content in self._parameters if parameters else []:
                 parameter.copy_(content)
         restore_buffers(self._buffers)
+
+    def scale_parameters(self) -> None:
+        """Multiply each parameter by another factor near 1."""
+        with torch.no_grad():
+            for number, (parameter, _) in enumerate(self._parameters):
+                if parameter.is_floating_point():
+                    parameter.mul_(_factor(number))
+
+    def other_than_scaled(self) -> list[nn.Parameter]:
+        """Return the parameters whose content is not that of `scale_parameters`."""
+        return [
+            parameter
+            for number, (parameter, content) in enumerate(self._parameters)
+            if parameter.is_floating_point()
+            and not torch.equal(parameter.detach().nan_to_num(), (content * _factor(number)).nan_to_num())
+        ]
+
+
+def _factor(number: int) -> float:
+    return 1 + (1 + number % 64) / 512
 
 
 def generator_states(module: nn.Module) -> list[Any]:
@@ -94,10 +127,54 @@ def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _restore(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Restore a layer's attributes to the same objects with the same content."""
-    for name in [name for name, _ in _plain_attributes(layer) if name not in attributes]:
-        delattr(layer, name)
+def _users_objects(values: Iterable[Any]) -> list[Any]:
+    """Return the objects of a user's own classes among some values, in their containers, and in such objects."""
+    objects: list[Any] = []
+    seen: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, dict | list | tuple | set | deque):
+            seen[id(value)] = value
+            if len(value) <= LARGE:
+                waiting += value.values() if isinstance(value, dict) else value
+        elif _is_users(value):
+            seen[id(value)] = value
+            objects.append(value)
+            waiting += vars(value).values()
+    return objects
+
+
+def _is_users(value: Any) -> bool:
+    """Check whether a value is an object with attributes, of a class of the user or a plain namespace."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    if not hasattr(value, "__dict__") or isinstance(value, FOREIGN):
+        return False
+    home = type(value).__module__
+    file = getattr(sys.modules.get(home), "__file__", None)
+    return is_user_code(file) if file else home == "__main__"
+
+
+def _small(holder: Any) -> list[tuple[str, Any]]:
+    """Return the plain attributes of an object that are not large."""
+    plain = [(name, value) for name, value in vars(holder).items() if _size(value) <= LARGE and _is_plain(value)]
+    generators = [(name, value) for name, value in vars(holder).items() if isinstance(value, GENERATORS)]
+    return [*plain, *generators]
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    return int(value.size) if isinstance(value, np.ndarray) else len(value) if isinstance(value, Sized) else 1
+
+
+def _restore(layer: Any, attributes: Mapping[str, tuple[Any, Any]], now: Iterable[str]) -> None:
+    """Restore an object's attributes to the same objects with the same content; `now` are the names it has now."""
+    for name in [name for name in now if name not in attributes]:
+        vars(layer).pop(name)
     for name, (value, saved) in attributes.items():
         if isinstance(value, Tensor):
             if value.shape != saved.shape or not torch.equal(value, saved):
@@ -119,7 +196,8 @@ def _restore(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> Non
             value.bit_generator.state = saved
         elif isinstance(value, np.random.RandomState | torch.Generator):
             value.set_state(saved)
-        (layer._buffers if name in layer._buffers else vars(layer))[name] = value
+        buffers = layer._buffers if isinstance(layer, nn.Module) else {}
+        (buffers if name in buffers else vars(layer))[name] = value
 
 
 def _set_content(tensor: Tensor, content: Tensor) -> None:

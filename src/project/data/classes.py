@@ -8,7 +8,9 @@ from decimal import Decimal
 from lockstep import UserError, join_names
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
-VARIATIONS = {chr(code) for code in range(0xFE00, 0xFE10)}  # selectors of a character's form
+# Selectors of a character's form, and a joiner that nothing shows.
+VARIATIONS = {chr(code) for code in (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0), *range(0x180B, 0x180E), 0x34F)}
+FILLERS = set("\u115f\u1160\u3164\uffa0\u2800")  # letters and signs that look like blanks
 # How programs write a missing value. `none` may be a class; Python writes `None`.
 MISSING = {"nan", "-nan", "null", "n/a", "#n/a", "<na>"}
 MISSING_AS_WRITTEN = {"None", "NA", "NaT"}
@@ -79,12 +81,12 @@ def ordered(names: Collection[str], known_classes: Sequence[str] = ()) -> list[s
 
 
 def _is_blank(character: str) -> bool:
-    return character.isspace() or unicodedata.category(character) in ("Cc", "Cf", "Zs")
+    return character.isspace() or character in FILLERS or unicodedata.category(character) in ("Cc", "Cf", "Zs")
 
 
 def _look(name: str) -> str:
     """Return the same text for names that look alike. Single letters differ by case: `a` and `A` are often classes."""
-    text = unicodedata.normalize("NFKC", name)
+    text = unicodedata.normalize("NFKC", "".join(" " if each in FILLERS else each for each in name))
     text = "".join(each for each in text if unicodedata.category(each) != "Cf" and each not in VARIATIONS)
     text = " ".join(text.split())
     if NUMBER.fullmatch(text):  # not by Decimal, which rounds long ones
