@@ -76,18 +76,6 @@ class Counts(LitDigits):
         return super().training_step(batch, batch_idx) / self.count
 
 
-class Average(LitDigits):
-    """One that follows its loss in a buffer: each device has its own, and a checkpoint has rank zero's."""
-
-    def extend(self):
-        self.register_buffer("average", torch.ones(()))
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.average.lerp_(loss.detach().to(self.average), 0.5)
-        return loss / self.average
-
-
 class ByRank(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 + self.global_rank)

@@ -343,8 +343,9 @@ class Flips(pl.Callback):
             return to_one(op, tensor, peer)
 
         def flip_output(layer, args, output):
-            if self.what == "activation" and trainer.training and trainer.strategy.substitute is None:
-                if trainer.global_step == self.step and self.calls % 2 == self.device:
+            trains = trainer.training and trainer.strategy.substitute is None
+            if self.what == "activation" and trains and trainer.global_step == self.step:
+                if self.calls % 2 == self.device:
                     flip(output.data)
                 self.calls += 1
 

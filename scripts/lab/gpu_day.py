@@ -69,7 +69,7 @@ REFUSED = ("4 pieces, exact, 16-mixed", "4 pieces, exact, bf16-true", "ddp, bf16
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
 NETWORKS = ("resnet18", "resnet9", "fast_cnn")
 RECIPES = {"mnist_fast": (0.99, "0.9932, 6 to 15 s"), "mnist_best": (0.995, "0.9955, 10 to 25 s")}
-WHAT_IS_THERE = """
+DESCRIBE_MACHINE = """
 import glob, platform, shutil, torch
 gpus = torch.cuda.is_available()
 print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN",
@@ -119,7 +119,7 @@ class Trial:
     task: str = ""  # trials of one task end with the same bits: the first one's
     differs: bool = False  # a control, which must end with other bits
     accuracy: float = 0  # the smallest test accuracy
-    says: str = ""  # text that the last line of the output must have
+    last_line: str = ""  # text that the last line of the output must have
     watched: bool = False  # measure the GPU's utilisation and memory meanwhile
     needs: str = ""  # a folder in the data folder
     expected: str = ""  # what was expected before any run
@@ -137,7 +137,7 @@ def trials(day: Day) -> Iterator[Trial]:
     probe = ["scripts/lab/gpu_probe.py", f"--to={TO}", f"--device={'cpu' if cpu else 'cuda'}"]
     probe += ["--short"] * short + ["--again"] * day.again
 
-    yield Trial("first", "what is there", [[("-c", WHAT_IS_THERE)]], 60, expected="torch 2.11 or newer, one GPU")
+    yield Trial("first", "what is there", [[("-c", DESCRIBE_MACHINE)]], 60, expected="torch 2.11 or newer, one GPU")
     yield Trial("first", "a short run", [[(*train, "max_steps=null", "max_epochs=2")]], expected="completes, 4 to 15 s")
     for model in NETWORKS[2 if short else 0 :]:
         sizes = (f"model={model}", "data.channels=3", "data.image_size=32", "pieces=4", "exact=true")
@@ -172,9 +172,9 @@ def trials(day: Day) -> Iterator[Trial]:
         limit = 240 if "compile" in options else 90
         yield Trial("layouts", f"{layout}, {precision}", [[command]], limit, expected=expected)
 
-    says = "skipped" if cpu else " passed"  # without a GPU they are skipped
+    last_line = "skipped" if cpu else " passed"  # without a GPU they are skipped
     tests = [[("-m", "pytest", "-q", "tests/test_gpu.py")]]
-    yield Trial("tests", "tests/test_gpu.py", tests, 400, says=says, expected="6 passed")
+    yield Trial("tests", "tests/test_gpu.py", tests, 400, last_line=last_line, expected="6 passed")
     yield Trial(
         "exact",
         "gpu_probe.py --exact",
@@ -234,23 +234,23 @@ def trials(day: Day) -> Iterator[Trial]:
 @contextmanager
 def utilisation(measure: bool) -> Iterator[dict[str, float]]:
     """Measure utilisation and memory of the first GPU inside the `with` block. The result is filled at its end."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     if not measure or not shutil.which("nvidia-smi"):
-        yield found
+        yield figures
         return
     query = ["nvidia-smi", "--id=0", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     with tempfile.TemporaryFile("w+") as lines:
         process = subprocess.Popen([*query, "-lms", "250"], stdout=lines, stderr=lines, start_new_session=True)
         RUNNING.add(process)
         try:
-            yield found
+            yield figures
         finally:
             kill(process)
         lines.seek(0)
         points = [tuple(map(int, pair)) for pair in re.findall(r"^(\d+), (\d+)$", lines.read(), re.MULTILINE)]
     active = [percent for percent, _ in points if percent]
     if active:
-        found |= {"mean % of the GPU while it works": mean(active), "peak MiB": max(used for _, used in points)}
+        figures |= {"mean % of the GPU while it works": mean(active), "peak MiB": max(used for _, used in points)}
 
 
 def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None], day: Day, to: Path) -> Row:
@@ -273,9 +273,9 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None], day: 
     with tempfile.TemporaryDirectory() as outputs, tempfile.TemporaryFile("w+") as log:
         with utilisation(trial.watched) as used:
             for programs in trial.commands:
-                told = [[part.replace(OUTPUTS, outputs).replace(TO, str(to)) for part in each] for each in programs]
+                commands = [[part.replace(OUTPUTS, outputs).replace(TO, str(to)) for part in each] for each in programs]
                 try:
-                    codes = run(told, began + seconds, log)
+                    codes = run(commands, began + seconds, log)
                 except subprocess.TimeoutExpired:
                     append_log(trial, log, to)
                     return row(f"HANGS: killed after {seconds:.0f} s", False)
@@ -294,8 +294,8 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None], day: 
         same = sha256 == bits.get(trial.task)
         comparable = sha256 is not None and trial.task in bits
         return row("the same bits" if same else "other bits", comparable and same != trial.differs, sha256)
-    if trial.says not in lines[-1]:
-        return row(f"does not say {trial.says!r}: {lines[-1]}", False)
+    if trial.last_line not in lines[-1]:
+        return row(f"does not say {trial.last_line!r}: {lines[-1]}", False)
     figures = {**used, **(figures_of(summaries[-1]) if summaries else {})}
     if trial.accuracy and not figures.get("test/acc", 0) >= trial.accuracy:
         return row(f"test/acc is less than {trial.accuracy}", False, sha256, **figures)
@@ -425,17 +425,17 @@ def read(folder: Path) -> dict[str, Any]:
         return json.loads((folder / name).read_text()) if (folder / name).exists() else default
 
     day, ratios = content("gpu_day.json", {}), content("gpu.json", {})
-    found = {"rows": day.get("rows", []), "machine": day.get("machine", [])}
-    return found | {"steps": content("probe.json", []), "ratios": ratios.get("rows", [])}
+    contents = {"rows": day.get("rows", []), "machine": day.get("machine", [])}
+    return contents | {"steps": content("probe.json", []), "ratios": ratios.get("rows", [])}
 
 
 def write_page(folder: Path) -> int:
     """Put the results of a folder into docs/results/gpu.md."""
-    found = read(folder)
-    if not found["rows"]:
+    contents = read(folder)
+    if not contents["rows"]:
         print(f"error: {folder} has no results of gpu_day.py", file=sys.stderr)
         return 2
-    cards = {row["device"] for row in found["steps"]} - {"cpu"}
+    cards = {row["device"] for row in contents["steps"]} - {"cpu"}
     if not cards:
         print(f"error: {folder} was not measured on a GPU: docs/results/gpu.md is for GPUs", file=sys.stderr)
         return 2
@@ -443,8 +443,8 @@ def write_page(folder: Path) -> int:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     heading = f"## Measured on {' and '.join(sorted(cards))}"
-    PAGE.write_text(f"{before}{BEGIN}\n\n{heading}\n\n{results(**found)}\n{END}{after}")
-    print(f"{PAGE.relative_to(ROOT)}: {len(found['rows'])} trials, {len(found['steps'])} rows of steps")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{heading}\n\n{results(**contents)}\n{END}{after}")
+    print(f"{PAGE.relative_to(ROOT)}: {len(contents['rows'])} trials, {len(contents['steps'])} rows of steps")
     return 0
 
 
@@ -496,9 +496,9 @@ def carry_out(day: Day, listed: Sequence[Trial], to: Path, minutes: float, jobs:
         jobs: trials at once in the parts that measure no time.
     """
     rows, machine = read(to)["rows"], read(to)["machine"]
-    asked = {(trial.part, trial.name) for trial in listed}
-    rows = [row for row in rows if (row["part"], row["trial"]) not in asked or (row["good"] and not day.again)]
-    kept = {(row["part"], row["trial"]) for row in rows}
+    chosen_trials = {(trial.part, trial.name) for trial in listed}
+    rows = [row for row in rows if (row["part"], row["trial"]) not in chosen_trials or (row["good"] and not day.again)]
+    done_trials = {(row["part"], row["trial"]) for row in rows}
     firsts = {(trial.part, trial.name): trial.task for trial in listed if trial.task and not trial.differs}
     bits = {firsts[key]: row["weights_sha256"] for row in rows if (key := (row["part"], row["trial"])) in firsts}
     commit = dict(git_info() or {}).get("commit") or gpu_wheels.commit()
@@ -511,15 +511,15 @@ def carry_out(day: Day, listed: Sequence[Trial], to: Path, minutes: float, jobs:
         def one(trial: Trial, part_end: float = part_end) -> Row:
             return carried_out(trial, min(slow * trial.seconds, part_end - time.monotonic()), bits, day, to)
 
-        waiting = [trial for trial in listed if trial.part == part and (part, trial.name) not in kept]
+        waiting = [trial for trial in listed if trial.part == part and (part, trial.name) not in done_trials]
         first, rest = waiting[:1], waiting[1:]  # the first one's bits are the others'
         with ThreadPoolExecutor(jobs if part in TOGETHER else 1) as pool:
             for row in (each for some in (first, rest) for each in pool.map(one, some)):
                 rows.append(row)
                 print("{part}: {trial}: {verdict} ({seconds:.1f} s; expected: {expected})".format(**row), flush=True)
                 write_summary(to / "gpu_day.json", {"machine": machine, "rows": rows})
-                found = read(to)
-                (to / "gpu_day.md").write_text("# A day on a GPU\n\n" + results(**found))
+                contents = read(to)
+                (to / "gpu_day.md").write_text("# A day on a GPU\n\n" + results(**contents))
     return 0 if all(row["good"] for row in rows) else 1
 
 

@@ -353,15 +353,15 @@ def cases(exact: bool, short: bool) -> list[Case]:
     if exact:
         sizes = [(model, batch) for batch in batches[:2] for model in models]
         return [Case(model, batch, "TF32", side) for model, batch in sizes for side in EXACT]
-    found = [Case(model, batches[0], "TF32", side) for model in models for side in FIRST]
-    found += [
+    cases = [Case(model, batches[0], "TF32", side) for model in models for side in FIRST]
+    cases += [
         Case(model, batches[0], precision, side) for precision in PRECISIONS[1:] for model in models for side in FEW
     ]
-    found += [Case(model, batch, precision, side) for batch in big for precision in PRECISIONS
+    cases += [Case(model, batch, precision, side) for batch in big for precision in PRECISIONS
               for model in models[1:] for side in FEW]  # fmt: skip
-    found += [Case("mnist_cnn", batch, "TF32", side) for batch in big for side in FEW]
-    found += [Case(model, batches[0], "TF32", side) for model in models for side in OPTIONS]
-    return found + [Case(model, batches[0], precision, side) for precision in ("TF32", "bf16") for model in models
+    cases += [Case("mnist_cnn", batch, "TF32", side) for batch in big for side in FEW]
+    cases += [Case(model, batches[0], "TF32", side) for model in models for side in OPTIONS]
+    return cases + [Case(model, batches[0], precision, side) for precision in ("TF32", "bf16") for model in models
                     for side in COMPILED]  # fmt: skip
 
 

@@ -16,8 +16,8 @@ def constraints(dependencies: Iterable[str]) -> Iterator[str]:
     """Yield a constraint for each dependency with a lower bound, with its marker."""
     for dependency in dependencies:
         requirement, _, marker = dependency.partition(";")
-        if found := re.match(r"([\w-]+)>=([\w.]+)", requirement):
-            yield f"{found[1]}=={found[2]}" + (f"; {marker.strip()}" if marker else "")
+        if match := re.match(r"([\w-]+)>=([\w.]+)", requirement):
+            yield f"{match[1]}=={match[2]}" + (f"; {marker.strip()}" if marker else "")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from conftest import NORMS, Program, checkpoint_of, workers_of
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
-from lockstep.callbacks import EMA
-from lockstep.callbacks.ema import Average
+from lockstep.callbacks.ema import EMA, Average
 from lockstep.run.summary import weights_sha256
 from lockstep.testing.fake_gpu import DEVICE, fake_gpu, move
 
@@ -103,7 +102,7 @@ def test_no_update_waits_for_a_gpu() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with fake_gpu(copies=True) as gpu:
         move(module)
-        average = Average(module, 0.9)
+        average = Average(module, EMA(0.9))
         for _ in range(3):
             average.update_parameters(module)
         assert {value.device for value in average.module.state_dict().values()} == {DEVICE}

@@ -101,7 +101,7 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
         trial("a failure", "exit('error: out of luck')"),
         trial("not refused", "pass", code=2),
         trial("an accuracy missed", "print('test/acc 0.5')", accuracy=0.9),
-        trial("tests that are skipped", "print('6 skipped')", says=" passed"),
+        trial("tests that are skipped", "print('6 skipped')", last_line=" passed"),
         trial("data that is missing", "pass", needs="MNIST/raw"),
         trial(
             "a hanging one", f"import os, time; print(os.getpid(), file=open('{tmp_path}/pid', 'w')); time.sleep(99)"

@@ -41,7 +41,7 @@ class EMA(EMAWeightAveraging):
             # Lightning moves the module to the device after this hook, but not the average. The average's counter stays
             # on the host, which reads it at each update and would have to wait for a device.
             module = pl_module.to(trainer.strategy.root_device)
-            self._average_model = Average(module, self.decay)
+            self._average_model = Average(module, self)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average if nothing was left to train: Lightning then does not call `on_train_end`."""
@@ -58,9 +58,9 @@ class Average(AveragedModel):
     torch copies its counter to the device at each update, for each dtype.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, settings: EMA) -> None:
         super().__init__(model, use_buffers=True)
-        self.decay = decay
+        self.settings = settings
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -74,7 +74,7 @@ class Average(AveragedModel):
         for dtype, pairs in by_dtype.items():
             ours, theirs = map(list, zip(*pairs, strict=True))
             if updates and dtype.is_floating_point:
-                decay = min(self.decay, (1 + updates) / (10 + updates))
+                decay = min(self.settings.decay, (1 + updates) / (10 + updates))
                 torch._foreach_lerp_(ours, theirs, 1 - decay)  # lerp keeps the bits of frozen weights
             else:
                 torch._foreach_copy_(ours, theirs)

@@ -339,14 +339,16 @@ def current_hook(module: Any) -> str:
 
 @contextmanager
 def without_logging(trainer: Any) -> Iterator[None]:
-    """Return a context in which what training logs, by `self.log` or by a logger, leaves no trace."""
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    """Return a context in which what training logs, by `self.log` or by a logger, and its profile leave no trace."""
+    loop, connector, profiler = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.profiler
     results, loggers, current = loop._results, trainer.loggers, connector._current_fx
     loop._results, trainer.loggers = TrainingLogs(noticed=results.noticed), [DummyLogger() for _ in loggers]
+    trainer.profiler = NoProfiler()  # torch's counts each call of `training_step` as a step
     try:
         yield
     finally:
         loop._results, trainer.loggers, connector._current_fx = results, loggers, current
+        trainer.profiler = profiler
 
 
 def logged_objects(trainer: pl.Trainer) -> dict[str, Any]:
