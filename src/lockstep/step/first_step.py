@@ -45,11 +45,14 @@ class FirstStepCheck(StepHook):
 
     Args:
         compiled: whether torch compiles the networks. These passes run them uncompiled.
+
+    Attributes:
+        done: whether the check has been made, or is left out.
     """
 
     def __init__(self, compiled: bool = False) -> None:
         self.compiled = compiled
-        self._done = False
+        self.done = False
 
     def before_step(self, step: Step) -> None:
         """Run the trial passes before step 0.
@@ -57,9 +60,9 @@ class FirstStepCheck(StepHook):
         Raises:
             StepRefused: the module breaks one of the rules.
         """
-        if self._done or step.number or not step.batch.micro_batches:
+        if self.done or step.number or not step.batch.micro_batches:
             return
-        self._done = True
+        self.done = True
         several = step.passes.gradients.world_size > 1
         if step.strategy.staged or (several and any(isinstance(m, nn.SyncBatchNorm) for m in step.module.modules())):
             LOG.debug("the first step is not checked, since a pass needs other processes")

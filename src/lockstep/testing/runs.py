@@ -52,6 +52,7 @@ SHORT: dict[str, Any] = {
 }
 USUAL = {"batch_size": 16, "pieces": 4}  # if the overrides have none
 SILENT = ("meter", "console", "dashboard", "pictures")  # callbacks that only show a run
+WITHOUT_TRIAL = {"_target_": "lockstep.testing.callbacks.WithoutTrial"}
 WATCH = {"_target_": "lockstep.testing.callbacks.Watch"}
 KILL = {"_target_": "lockstep.testing.callbacks.Kill", "after": SAVED + 1}
 EVALUATION: dict[str, Any] = {"pieces": None, "_work": evaluate, "_after": "exact_one"}
@@ -154,6 +155,8 @@ def make_run(overrides: list[str], folder: str, name: str) -> Any:
     raw |= {key: value for key, value in USUAL.items() if key not in chosen}
     splits = opened(tuple(overrides), int(raw["batch_size"]))
     shown = {key: options for key, options in raw["callbacks"].items() if work is fit_and_test and key not in SILENT}
+    if work is fit_and_test:
+        shown["without_trial"] = WITHOUT_TRIAL
     raw = {**raw, **changes, "callbacks": {**shown, **changes.get("callbacks", {})}}
     config = check(raw, trains=work is not evaluate)
     if after:
