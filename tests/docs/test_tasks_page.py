@@ -37,14 +37,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text)
     rng = np.random.default_rng(0)
     for name, text in TABLES.items():
-        head, *rows = text.splitlines()
-        (folder / name).write_text("\n".join([head, *rows * 8]) + "\n")
-        for row in csv.DictReader(text.splitlines()):
-            for path in (row["path"], row.get("outline")):
-                if path:
-                    (folder / path).parent.mkdir(exist_ok=True)
-                    pixels = rng.integers(0, 3 if path == row.get("outline") else 256, (40, 50), dtype=np.uint8)
-                    Image.fromarray(pixels).save(folder / path)
+        header, *rows = csv.reader(text.splitlines())
+        images = [at for at, column in enumerate(header) if column in ("path", "outline")]
+        with (folder / name).open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(header)
+            for copy in range(8):
+                for row in rows:
+                    cells = [cell.replace("/", f"/{copy}_") if at in images else cell for at, cell in enumerate(row)]
+                    table.writerow(cells)
+                    for at in images:
+                        (folder / cells[at]).parent.mkdir(exist_ok=True)
+                        values = 3 if header[at] == "outline" else 256
+                        pixels = rng.integers(0, values, (40, 50), dtype=np.uint8)
+                        Image.fromarray(pixels).save(folder / cells[at])
     return folder
 
 
