@@ -33,7 +33,7 @@ class Refusal:
     program: str = "train"
     gpus: int = 0
     files: dict[str, str] = field(default_factory=dict)
-    found: str = "check"
+    how: str = "check"
 
     def overrides(self, folder: Path) -> list[str]:
         """Return the words of the command, and write its files below `folder`."""

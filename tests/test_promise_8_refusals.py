@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 REFUSALS = read_table()
 
 
-def rows(found: str) -> pytest.MarkDecorator:
-    """Return the rows of the table that are found in one way, as parameters of a test."""
-    chosen = [row for row in REFUSALS if row.found == found]
+def rows(how: str) -> pytest.MarkDecorator:
+    """Return the rows of the table that are run in one way, as parameters of a test."""
+    chosen = [row for row in REFUSALS if row.how == how]
     return pytest.mark.parametrize("row", chosen, ids=[f"{row.program} {row.command}" for row in chosen])
 
 
