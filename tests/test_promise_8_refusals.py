@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, str]] = [
     ("accelerator=gpu", "accelerator=gpu.*no GPU.*accelerator=cpu simulates"),
     ("compile=reduce-overhead", "compile=reduce-overhead: must be a valid boolean"),
     ("speed.resident=true", "speed.resident=true and .*: there is no GPU.*resident=auto"),
+    ("speed.tf32=true", "speed.tf32=true and accelerator=cpu .*: a CPU has no TF32; leave it out"),
     ("num_nodes=2 devices=4", "num_nodes=2: .* On each machine: torchrun --nnodes=2 --nproc-per-node=4 .*train.py"),
     ("elastic=true", "elastic=true and strategy=single .*: only ddp on several devices.*max_restarts=1"),
     ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*: use batch_size=63 or 66, or pieces=4"),
@@ -203,6 +204,8 @@ def test_auto_is_refused_only_where_it_means_mixed_precision(monkeypatch: pytest
         ("+debug.trainer.deterministic=null exact=true", "deterministic=null and exact=true .*deterministic kernels"),
         ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*could not share the pieces evenly"),
         ("compile=true strategy=dp devices=2", "dp runs the network with copies of its weights; use strategy=ddp"),
+        ("speed.tf32=true precision=64-true", "tf32=true and precision=64-true .*nothing is computed in float32"),
+        ("speed.tf32=true precision=bf16-true", "tf32=true and precision=bf16-true .*nothing is computed in float32"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
     ],
 )
@@ -211,6 +214,18 @@ def test_what_can_not_go_together_on_gpus(monkeypatch: pytest.MonkeyPatch, overr
     monkeypatch.setattr(config, "compiler_lacking", lambda accelerator: None)  # a compiler, say
     refused_with(overrides, says)
     assert checked("devices=2", "strategy.sync_batchnorm=true").strategy.__dict__["sync_batchnorm"]  # the control
+
+
+def test_tf32_is_refused_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    for has_tf32 in (True, False):
+        monkeypatch.setattr(config, "computes_bf16", lambda accelerator, has_tf32=has_tf32: has_tf32)
+        for more in ((), ("exact=true", "pieces=4"), ("precision=bf16-mixed",)):
+            if has_tf32:
+                assert checked("speed.tf32=true", *more).speed.tf32 is True
+            else:
+                assert re.search("speed.tf32=true: this GPU has no TF32", refused("speed.tf32=true", *more))
+        assert checked("speed.tf32=false").speed.tf32 is False
 
 
 def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

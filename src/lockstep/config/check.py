@@ -293,6 +293,8 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     # Lightning refuses clipping with a fused optimizer for every mixed precision
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and chosen_precision.endswith("mixed"))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
+    tf32 = "speed.tf32=true" * (keys.speed.tf32 is True)
+    without_float32 = chosen_precision in ("64-true", "bf16-true", "16-true")
     cannot_shrink = other_than_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
@@ -322,6 +324,8 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
             "nothing would be clipped; give gradient_clip_val=0.5, say",
         ),
+        (tf32, cpu, "a CPU has no TF32; leave it out"),
+        (tf32, precision * without_float32, "nothing is computed in float32; give precision=32-true, or leave it out"),
         (
             "speed.resident=true" * (keys.speed.resident is True),
             cpu,
@@ -331,6 +335,8 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     _refuse(pairs)
     if portable and (missing := missing_instructions()):
         raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
+    if tf32 and not computes_bf16("gpu"):  # the same GPUs have bf16 and TF32
+        raise UserError(f"{tf32}: this GPU has no TF32, which came with NVIDIA's Ampere: leave it out")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 

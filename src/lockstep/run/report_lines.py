@@ -16,6 +16,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
+from lockstep.launch.machine import computes_bf16
 from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
@@ -84,14 +85,14 @@ def start_lines(
         *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length}", config.precision, speed_text(module, config.compile)),
+        *wrap_parts(f"run {length}", precision_text(config), speed_text(module, config.compile)),
         f"folder {short_path(folder)}",
     ]
 
 
 def headline(config: Config, splits: Splits, folder: Path) -> str:
     """Return the description of a run for a dashboard, which adds the learning rate."""
-    parts = [*step_parts(config), length_text(config, len(splits.train)), config.precision]
+    parts = [*step_parts(config), length_text(config, len(splits.train)), precision_text(config)]
     return "\n".join([*wrap_parts(*parts), str(folder)])
 
 
@@ -138,6 +139,15 @@ def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     parts = [f"{num_trained:,} trained, {total - num_trained:,} frozen"] * (num_trained < total)
     parts += [f"{num_new:,} newly initialised"] * bool(num_new)
     return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
+
+
+def precision_text(config: Config) -> str:
+    """Return the precision as text. In float32 on a GPU that has TF32, say which products are rounded to it."""
+    gpu = config.layout.accelerator == "gpu"
+    if not (gpu and config.precision == "32-true" and computes_bf16("gpu")):  # the same GPUs have bf16 and TF32
+        return config.precision
+    products = {"auto": "TF32 in convolutions", True: "TF32", False: "no TF32"}[config.speed.tf32]
+    return f"{config.precision} ({products})"
 
 
 def speed_text(module: nn.Module, compiled: bool) -> str:
