@@ -73,6 +73,10 @@ def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(worker_setup, "choose_tf32", chosen.append)
     monkeypatch.setattr(worker_setup.logs, "configure_logging", lambda *args: None)
     monkeypatch.setattr(worker_setup, "keep_freed_memory", lambda: None)
+    for name in ("set_flush_denormal", "set_num_threads"):  # of this process
+        monkeypatch.setattr(torch, name, lambda value: None)
+    monkeypatch.setattr(worker_setup.tempfile, "tempdir", None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for choice in ("auto", "false"):
         worker_setup.set_up_worker(check(dict(compose(f"speed.tf32={choice}", "threads=1"))), tmp_path)
     assert chosen == ["auto", False]
