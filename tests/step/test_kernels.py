@@ -106,8 +106,8 @@ NETS: dict[str, Callable[[], Any]] = {
     "resnet18": small_models.resnet18,
     "with_buffer": lambda: WithBuffer(**small_models.task()),
 }
-# net, exact, pieces; at most so many kernels and host reads. Of the reads of a piece under exact, only those of a step's
-# last piece leave the GPU without work (tests/arithmetic/test_exact_sum.py).
+# net, exact, pieces; at most so many kernels and host reads. Of the reads of each piece under exact, only those of the
+# last one leave the GPU without work (tests/arithmetic/test_exact_sum.py).
 LIMITS = [
     ("mnist_cnn", False, 1, 81, 1),
     ("mnist_cnn", False, 4, 275, 1),
