@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, str]] = [
     ("optimizer.weight_decay=inf", "optimizer.weight_decay=inf: must be finite"),
     ("optimizer=adamw optimizer.betas=[0.9,nan]", "optimizer.betas=.0.9, nan.: must be finite"),
     ("~model._target_", "model._target_=null: must be a dotted path such as"),
-    ("accelerator=gpu", "accelerator=gpu.*no GPU.*accelerator=cpu simulates"),
+    ("accelerator=gpu", "accelerator=gpu.*no GPU.*: no driver has made .*/dev/kfd.*accelerator=cpu simulates"),
     ("compile=reduce-overhead", "compile=reduce-overhead: must be a valid boolean"),
     ("speed.resident=true", "speed.resident=true and .*: there is no GPU.*resident=auto"),
     ("speed.tf32=true", "speed.tf32=true and accelerator=cpu .*: a CPU has no TF32; leave it out"),

@@ -25,7 +25,15 @@ from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count, has_amx
+from lockstep.launch.machine import (
+    compiler_lacking,
+    computes_bf16,
+    cores_per_worker,
+    cpu_cap,
+    gpu_count,
+    has_amx,
+    no_gpu_reason,
+)
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
@@ -225,7 +233,8 @@ def _devices(keys: Keys) -> tuple[str, int]:
     gpus = gpu_count() if keys.accelerator != "cpu" else 0
     if keys.accelerator == "gpu" and not gpus:
         raise UserError(
-            "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
+            f"accelerator=gpu: this machine has no GPU that torch can use: {no_gpu_reason()}; "
+            "accelerator=cpu simulates devices"
         )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
     # SLURM may show each worker only its own GPU, so one visible GPU does not mean one device.
