@@ -160,6 +160,7 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
         (("speed.tf32=false",), "32-true (no TF32)"),
         (("precision=bf16-mixed",), "bf16-mixed"),
         (("accelerator=cpu",), "32-true"),
+        (("compile=true", "speed.cuda_graphs=true"), "32-true (TF32 in convolutions) | compiled, CUDA graphs, "),
     ],
 )
 def test_a_run_on_a_gpu_says_which_products_are_rounded_to_tf32(

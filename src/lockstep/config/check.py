@@ -304,6 +304,9 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     tf32 = "speed.tf32=true" * (keys.speed.tf32 is True)
     without_float32 = chosen_precision in ("64-true", "bf16-true", "16-true")
+    graphs = "speed.cuda_graphs=true" * keys.speed.cuda_graphs
+    in_turn = f"{max(layout.counts)} pieces on one device" * (max(layout.counts) > 1)
+    extras = ", ".join(name for name, options in keys.extras.items() if options)
     cannot_shrink = other_than_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
@@ -333,6 +336,12 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
             "nothing would be clipped; give gradient_clip_val=0.5, say",
         ),
+        (graphs, cpu, "a CPU has no CUDA graphs; leave it out"),
+        (graphs, "compile=false" * (not keys.compile), "graphs are recorded of compiled networks; give compile=true"),
+        (graphs, exact, "whether a graph has the same bits is not known; give speed.cuda_graphs=false"),
+        # https://github.com/pytorch/pytorch/issues/169545: the second backward pass overwrites the first one's gradient
+        (graphs, in_turn, "torch can't add gradients that are a graph's; give as many pieces as devices"),
+        (graphs, f"extras=[{extras}]" * bool(extras), "an extra may keep a gradient, which a graph overwrites"),
         (tf32, cpu, "a CPU has no TF32; leave it out"),
         (tf32, precision * without_float32, "nothing is computed in float32; give precision=32-true, or leave it out"),
         (

@@ -176,6 +176,7 @@ class Speed:
     allocator: Literal["auto", "system"] = "auto"
     resident: Flag | Literal["auto"] = "auto"
     tf32: Flag | Literal["auto"] = "auto"
+    cuda_graphs: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -85,7 +85,7 @@ def start_lines(
         *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length}", precision_text(config), speed_text(module, config.compile)),
+        *wrap_parts(f"run {length}", precision_text(config), speed_text(module, config)),
         f"folder {short_path(folder)}",
     ]
 
@@ -150,12 +150,13 @@ def precision_text(config: Config) -> str:
     return f"{config.precision} ({products})"
 
 
-def speed_text(module: nn.Module, compiled: bool) -> str:
-    """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
+def speed_text(module: nn.Module, config: Config) -> str:
+    """Return the choices that affect speed, as text: memory format, compilation, CUDA graphs, CPU threads."""
     weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
     last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
     threads = torch.get_num_threads()
-    return "channels_last, " * last + "compiled, " * compiled + plural(threads, "thread")
+    chosen = [("channels_last", last), ("compiled", config.compile), ("CUDA graphs", config.speed.cuda_graphs)]
+    return ", ".join([*(name for name, is_chosen in chosen if is_chosen), plural(threads, "thread")])
 
 
 def data_counts(splits: Splits) -> list[str]:
