@@ -290,7 +290,7 @@ def test_pictures_do_not_wait_for_a_gpu() -> None:
             x, y = torch.zeros(4, 1, 4, 4, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
             drawing._last_pass = x, torch.zeros(4, 3, device=DEVICE)
             drawing._count(trainer, None, None, (x, y))
-        assert len(drawing._mistakes._kept) == 5
+        assert len(drawing._mistakes._values) == 5
         assert gpu.faults == {}
         drawing._confusion.compute().cpu()
         assert list(gpu.faults.values()) == [WAITS]  # the control

@@ -24,7 +24,15 @@ from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
 from lockstep.run import report_lines
 from lockstep.run.api import compose
-from lockstep.run.report_lines import WIDTH, chance_level_line, data_counts, peak_lr, precision_text, start_lines
+from lockstep.run.report_lines import (
+    WIDTH,
+    chance_level_line,
+    data_counts,
+    peak_lr,
+    precision_text,
+    speed_text,
+    start_lines,
+)
 from project import schedules
 
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
@@ -152,6 +160,17 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
     assert lines[-1] == "folder outputs"
 
 
+def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(config_check, "compiler_lacking", lambda accelerator: None)
+    texts = {
+        text.rpartition(", ")[0]: overrides
+        for overrides in ((), ("compile=true",), ("compile=true", "speed.cuda_graphs=true"))
+        if (text := speed_text(nn.Linear(1, 1), check(dict(compose(*overrides)))))
+    }
+    assert list(texts) == ["", "compiled", "compiled, CUDA graphs"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -160,7 +179,6 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
         (("speed.tf32=false",), "32-true (no TF32)"),
         (("precision=bf16-mixed",), "bf16-mixed"),
         (("accelerator=cpu",), "32-true"),
-        (("compile=true", "speed.cuda_graphs=true"), "32-true (TF32 in convolutions) | compiled, CUDA graphs, "),
     ],
 )
 def test_a_run_on_a_gpu_says_which_products_are_rounded_to_tf32(

@@ -177,7 +177,7 @@ class Mistakes:
         self._spec = spec
         self._most = most
         self._moments: list[Tensor] = []  # mean and standard deviation of each channel
-        self._kept: list[Tensor] = []  # losses, labels, predictions, their probabilities, images; the worst first
+        self._values: list[Tensor] = []  # losses, labels, predictions, their probabilities, images; the worst first
 
     def add(self, x: Tensor, logits: Tensor, y: Tensor, valid: Tensor | bool = True) -> None:
         """Add n samples: normalised images x [n, c, h, w], logits or log-probabilities [n, classes], labels y [n].
@@ -195,9 +195,9 @@ class Mistakes:
         mean, std = self._moments
         pixels = ((x[indices] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         more = [*(values[indices] for values in (losses, y, predictions, top_logs.exp())), pixels.permute(0, 2, 3, 1)]
-        both = [torch.cat(pair) for pair in zip(self._kept, more, strict=True)] if self._kept else more
+        both = [torch.cat(pair) for pair in zip(self._values, more, strict=True)] if self._values else more
         order = both[0].argsort(descending=True, stable=True)[: self._most]
-        self._kept = [values[order] for values in both]
+        self._values = [values[order] for values in both]
 
     @cached_property
     def worst(self) -> list[Mistake]:
@@ -205,9 +205,9 @@ class Mistakes:
 
         Each has the loss, the label, the prediction, its probability and the image, uint8 [size, size, channels].
         """
-        if not self._kept:
+        if not self._values:
             return []
-        *columns, images = self._kept
+        *columns, images = self._values
         rows = zip(*(values.tolist() for values in columns), images.cpu().numpy(), strict=True)
         return [each for each in rows if each[0] >= 0]
 
