@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dashboard
 import lightning.pytorch as pl
@@ -23,12 +25,14 @@ from tensorboard.util import tensor_util
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as torch_hparams
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule, Spec
 from lockstep.data.build import open_data
+from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 from project.callbacks import Pictures
-from project.callbacks.pictures import Mistakes
+from project.callbacks.pictures import Confusion, Mistakes
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +238,41 @@ def test_the_worst_mistakes_and_their_pixels_are_kept() -> None:
     assert sure == pytest.approx(logits[worst].softmax(1).amax(1).tolist())
     assert np.array_equal(images, pixels[worst].permute(0, 2, 3, 1))
     assert Mistakes(Spec(1, 4, ("a", "b")), 5).draw("none").axes, "a picture all the same, beside the confusion matrix"
+
+
+def test_classes_are_counted_as_torchmetrics_counts_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    counted, reference = Confusion(3), MulticlassConfusionMatrix(3)
+    for valid in (True, False, True):
+        logits, y = torch.randn(9, 3, generator=generator), torch.randint(3, (9,), generator=generator)
+        counted.update(logits, y if valid else y + 200, torch.tensor(valid))
+        if valid:
+            reference.update(logits, y)
+    assert torch.equal(counted.compute(), reference.compute())
+
+
+@pytest.mark.parametrize("label", [1, 255])
+def test_a_batch_whose_labels_are_no_classes_has_no_mistakes(label: int) -> None:
+    kept, logits = Mistakes(Spec(1, 4, ("a", "b"))), torch.tensor([[1.0, 0.0], [math.nan, 0.0]])
+    y = torch.tensor([label, 0])
+    kept.add(torch.zeros(2, 1, 4, 4), logits, y, ((y >= 0) & (y < 2)).all())
+    assert len(kept.worst) == (label == 1)  # a loss of nan is none
+
+
+def test_pictures_do_not_wait_for_a_gpu() -> None:
+    drawing, trainer = Pictures(), Mock(testing=True)
+    trainer.datamodule.num_local_samples.return_value = 8
+    with fake_gpu() as gpu:
+        drawing._hook, drawing._mistakes = Mock(), Mistakes(Spec(1, 4, ("a", "b", "c")))
+        drawing._confusion = Confusion(3).to(DEVICE)
+        for _ in range(2):
+            x, y = torch.zeros(4, 1, 4, 4, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+            drawing._last_pass = x, torch.zeros(4, 3, device=DEVICE)
+            drawing._count(trainer, None, None, (x, y))
+        assert len(drawing._mistakes._values) == 5
+        assert gpu.faults == {}
+        drawing._confusion.compute().cpu()
+        assert list(gpu.faults.values()) == [WAITS]  # the control
 
 
 class Own(pl.LightningModule):

@@ -60,3 +60,15 @@ def test_precision_auto_is_what_the_processor_computes_in(
     assert (found.precision, found.record["precision"]) == (precision, "auto")
     assert checked().precision == "32-true"
     assert checked("precision=bf16-mixed").precision == "bf16-mixed"  # who asks by name gets it
+
+
+def test_tf32_is_refused_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    for has_tf32 in (True, False):
+        monkeypatch.setattr(config, "computes_bf16", lambda accelerator, has_tf32=has_tf32: has_tf32)
+        for more in ((), ("exact=true", "pieces=4"), ("precision=bf16-mixed",)):
+            if has_tf32:
+                assert checked("speed.tf32=true", *more).speed.tf32 is True
+            else:
+                refused_with(" ".join(["speed.tf32=true", *more]), "speed.tf32=true: this GPU has no TF32")
+        assert checked("speed.tf32=false").speed.tf32 is False

@@ -49,7 +49,7 @@ def test_what_a_command_prints(command: str, message: str, tmp_path: Path, monke
     program, script, *overrides = shlex.split(command)
     assert (program, script) == ("python", "src/train.py")
     monkeypatch.chdir(tmp_path)
-    pattern = re.escape(message.removeprefix("error: ")).replace("<folder>", ".+").replace("<layout>", ".+")
+    pattern = re.sub(r"<(folder|layout|reason)>", ".+", re.escape(message.removeprefix("error: ")))
     with pytest.raises(BAD_INPUT) as caught:
         prepare(*overrides)
     assert re.fullmatch(pattern, error_line(caught.value))

@@ -1,5 +1,6 @@
 """What a machine has."""
 
+import re
 from fnmatch import fnmatch
 
 import pytest
@@ -42,3 +43,24 @@ def test_gpus_are_asked_in_a_process_of_its_own(
     assert machine.computes_bf16("gpu") is computes
     assert asked == [0, 1]
     machine._gpus_compute_bf16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("file", "variables", "says"),
+    [
+        ("", {}, "no driver has made one of /dev/nvidia[0-9]*, /dev/dxg, /dev/kfd, .* (NVIDIA, WSL, ROCm, Jetson)"),
+        ("/dev/kfd", {}, "there is /dev/kfd, but torch [0-9.]+.* finds no device (its build or the driver do not fit)"),
+        ("/dev/nvidia0", {"CUDA_VISIBLE_DEVICES": ""}, ".* finds no device (CUDA_VISIBLE_DEVICES=)"),
+        ("/dev/kfd", {"HIP_VISIBLE_DEVICES": "7"}, ".* finds no device (HIP_VISIBLE_DEVICES=7)"),
+    ],
+)
+def test_how_gpus_were_looked_for_is_said(
+    file: str, variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in machine.GPU_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(machine.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
+    pattern = says.replace("(", r"\(").replace(")", r"\)").replace("[0-9]*", r"\[0-9\]\*")
+    assert re.fullmatch(pattern, machine.no_gpu_reason())

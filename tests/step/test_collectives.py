@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -42,6 +43,7 @@ from lockstep.step.collectives import StateGather, gather_tensors
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
+from lockstep.strategies.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CLASSES, SAMPLES = 3, 30
@@ -471,3 +473,15 @@ def test_predicting_refuses_a_collective_where_a_rank_has_no_batch(tmp_path: Pat
 
     found = on_ranks(2, tmp_path, lambda: error_of(Predicts(), 1, "predict"))
     assert "predict_step can't gather from other ranks, since the ranks have 0 and 1 batches" in found[0] + found[1]
+
+
+def test_ddp_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buckets are filled with zeros there, before the first gradient."""
+    strategy = DistributedDataParallel()
+    strategy.model = nn.Linear(2, 2)
+    made = Mock()
+    monkeypatch.setattr("lockstep.strategies.ddp.FixedBucketsDDP", made)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "Stream", Mock(side_effect=AssertionError("another stream")))
+    strategy.configure_ddp()
+    assert made.call_args.kwargs["device_ids"] == [0]

@@ -99,24 +99,61 @@ class ExactSum:
         self.step = step
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
+        # on a GPU: the groups and addends of the last `add`, their largest elements, and when the host can read these
+        self.unchecked: tuple[list[tuple[int, Tensor]], Tensor, torch.cuda.Event | None] | None = None
         self.counts_alone: list[int] | None = None  # the message's counts, if this is the only process
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
         self.grid_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
-    def add(self, values: Sequence[Tensor | None]) -> None:
-        """Add one list of tensors, in the order of `like`. None counts as zeros."""
+    def add(self, values: Sequence[Tensor | None], unchanged: bool = False) -> None:
+        """Add one list of tensors, in the order of `like`. None counts as zeros.
+
+        Args:
+            values: the tensors.
+            unchanged: whether they keep their elements until the next call, so that no copy is needed.
+        """
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
-        flats = [self._flat(self.groups[g], values) for g in self.local_groups]
-        # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
-        maxima = [0.0] * len(flats) if self.in_chunks else _largest(flats, False)
-        for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
-            grid_exponent = self.grid_exponents[g]
-            limit = 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)  # upper limit of an element
-            constant = _constant(grid_exponent)
-            if largest < limit and self._round(flat, self.parts[g], constant, limit, not self.num_added[g]):
-                self.num_added[g] += 1
-            else:  # also if the largest is nan. The addend is put aside on the CPU, which has more memory than the GPU
-                self.outgrown.append((g, flat.to("cpu", copy=True)))
+        self._check_last()
+        unchecked: list[tuple[int, Tensor]] = []
+        for g in self.local_groups:
+            flat = self._flat(self.groups[g], values)
+            if not self._round(flat, g):
+                self._put_aside(g, flat)
+                continue
+            self.num_added[g] += 1
+            if not self.in_chunks:
+                is_copy = unchanged or len(self.groups[g]) > 1
+                unchecked.append((g, flat if is_copy else flat.clone()))
+        if unchecked:
+            maxima = _norms([flat for _, flat in unchecked]).to("cpu", non_blocking=True)
+            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            self.unchecked = unchecked, maxima, event
+
+    def _check_last(self) -> None:
+        """On a GPU, take back what the last `add` should not have added: the addends that outgrew their grids.
+
+        The host reads the largest elements only here, when the next piece's passes are queued, so that the GPU has work
+        while the host waits. Integers are subtracted, so nothing is left of what is taken back.
+        """
+        if self.unchecked is None:
+            return
+        (unchecked, maxima, event), self.unchecked = self.unchecked, None
+        if event is not None:
+            event.synchronize()
+        for (g, flat), largest in zip(unchecked, maxima.tolist(), strict=True):
+            if not largest < self._limit(g):  # also if it is nan
+                self.parts[g].sub_(self._rounded(flat, g))
+                self.num_added[g] -= 1
+                self._put_aside(g, flat)
+
+    def _put_aside(self, g: int, flat: Tensor) -> None:
+        """Keep an addend that outgrew its grid on the CPU, which has more memory than the GPU."""
+        self.outgrown.append((g, flat.to("cpu", copy=True)))
+
+    def _limit(self, g: int) -> float:
+        """Return the upper limit of a group's elements; 0 if it has no grid yet."""
+        grid_exponent = self.grid_exponents[g]
+        return 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)
 
     def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
         """Return the sum over all processes, divided by `divisor`. Every process must call this.
@@ -145,6 +182,7 @@ class ExactSum:
         Args:
             alone: whether this is the only process. The host then knows the counts, so a GPU need not get them.
         """
+        self._check_last()
         for part, num_added in zip(self.parts, self.num_added, strict=True):
             if not num_added:
                 part.zero_()
@@ -243,27 +281,33 @@ class ExactSum:
                 views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
         return views
 
-    def _round(self, flat: Tensor, units: Tensor, constant: float, limit: float, first: bool) -> bool:
-        """Round the elements and add them to `units`, each with the constant's bits.
+    def _rounded(self, flat: Tensor, g: int) -> Tensor:
+        """Return the elements of an addend rounded to its group's grid, as int64 with the constant's bits."""
+        # `double` may return the addend itself, so don't add in place
+        return torch.add(flat.double(), _constant(self.grid_exponents[g])).view(torch.int64)
 
-        On a CPU, numpy does the same IEEE additions in half of the time.
+    def _round(self, flat: Tensor, g: int) -> bool:
+        """Round the elements and add them to the group's units, each with the constant's bits.
+
+        The first addend overwrites the units. On a CPU, numpy does the same IEEE additions in half of the time.
 
         Args:
             flat: the addend.
-            units: int64 sums, changed in place.
-            constant: rounds an element to the grid.
-            limit: upper limit of the elements. Checked on a CPU; on a GPU the caller has checked it.
-            first: overwrite `units` instead of adding to it.
+            g: index of the group.
 
         Returns:
-            Whether all elements are below `limit`. If not, nothing was added to `units`; but with `first` its content
-            is undefined, and the next call must overwrite it (`first` again).
+            Whether the addend fits the grid. If not, nothing was added; but the units are undefined if they had no
+            addend before. On a GPU only whether there is a grid: `_check_last` checks the elements.
         """
+        limit, first = self._limit(g), not self.num_added[g]
+        if not limit:
+            return False
         if not self.in_chunks:
             add = Tensor.copy_ if first else Tensor.add_
-            add(units, torch.add(flat.double(), constant).view(torch.int64))  # `double` may return the addend itself
+            add(self.parts[g], self._rounded(flat, g))
             return True
-        values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
+        values, sums, scratch = flat.numpy(), self.parts[g].numpy(), self.scratch.numpy()
+        constant = _constant(self.grid_exponents[g])
 
         def add_constant(start: int, into: np.ndarray) -> np.ndarray:
             np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
@@ -353,8 +397,13 @@ def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:
         return []
     if on_cpu:  # numpy takes half of the time and propagates nan as torch does
         return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
+    return _norms(flats).tolist()
+
+
+def _norms(flats: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor as float64 [n], with few kernels for all of them together."""
     norms = torch._foreach_norm([flat if len(flat) else flat.new_zeros(1) for flat in flats], math.inf)
-    return torch.stack(norms).double().tolist()  # few kernels for all tensors together, and one read
+    return torch.stack(norms).double()
 
 
 def _checksums(parts: Sequence[Tensor]) -> Tensor:
