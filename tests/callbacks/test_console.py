@@ -20,7 +20,6 @@ from lockstep.callbacks import Checkpoint, Console, Meter
 from lockstep.errors import UserError
 from project.callbacks import Dashboard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.start import load_start
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain(value: float = 1.0) -> dict[str, Any]:
