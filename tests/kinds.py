@@ -4,7 +4,7 @@
 |----------|-------------------------------------------------------------------------|-----------------------------|
 | `unit`   | neither a process nor a process group                                   | none of the below           |
 | `ranks`  | several ranks as threads of this process                                | the fixture `ranks`         |
-| `run`    | start processes, or train for seconds                                   | the fixture `processes`     |
+| `run`    | start processes, or compute for seconds in this one                     | `processes`, or `whole_run` |
 | `engine` | start ranks as torchrun, SLURM, MPI or Ray do                           | the folder `tests/engines/` |
 | `lab`    | measure                                                                 | the folder `tests/lab/`     |
 
@@ -32,6 +32,7 @@ from lockstep.launch.environment import environment
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = {"engines": "engine", "lab": "lab"}
+FIXTURES = {"processes": "run", "whole_run": "run", "ranks": "ranks"}
 QUICK = ("unit", "ranks")
 STARTS = {
     *("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn"),
@@ -49,7 +50,7 @@ def kind_of(item: pytest.Item) -> str:
     fixtures = getattr(item, "fixturenames", ())
     if folder in FOLDERS:
         return FOLDERS[folder]
-    return next((kind for kind, name in (("run", "processes"), ("ranks", "ranks")) if name in fixtures), "unit")
+    return next((kind for name, kind in FIXTURES.items() if name in fixtures), "unit")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -100,7 +101,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def processes() -> None:
-    """Makes a test one of kind `run`: it may start processes, or trains for seconds."""
+    """Makes a test one of kind `run`: it may start processes."""
+
+
+@pytest.fixture(scope="session")
+def whole_run() -> None:
+    """Makes a test one of kind `run`: it takes seconds, though it starts no process."""
 
 
 # --- what a test changes of this process is put back ---
@@ -134,7 +140,10 @@ def _states() -> Iterator[Callable[[], object]]:
     yield GlobalHydra.instance().clear
 
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    mode, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    mode, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     precision, gradients = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
     cudnn, generator = torch.backends.cudnn, torch.get_rng_state()
     flags = (cudnn.benchmark, cudnn.deterministic)
@@ -167,7 +176,9 @@ def _states() -> Iterator[Callable[[], object]]:
             logger.handlers[:] = handlers
 
     yield restore_logging
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    }
 
     def restore_signals() -> None:
         for number, handler in handlers.items():

@@ -115,7 +115,6 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tm
     assert swept.stderr.count(said) == 1, "on four ranks, which have 6 and 3 samples"
 
 
-@pytest.mark.slow
 def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(project: Path, tmp_path: Path) -> None:
     task = ("data.val_fraction=0.3", "pieces=6", "exact=true", "max_steps=2", "seed=7")
     alone, several = (train(project, tmp_path / str(len(on)), "NoisyScore", *task, *on) for on in ((), DDP))

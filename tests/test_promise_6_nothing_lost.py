@@ -129,7 +129,6 @@ def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
         assert len({found["global_step"] for found in best}) == 1
 
 
-@pytest.mark.slow
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
     """A ring adds a gradient's parts in an order that its place in DDP's buckets gives; this model has three."""
     small = ("data=synthetic", "data.samples=80", "data.image_size=16", "data.num_classes=3", "batch_size=12")

@@ -23,8 +23,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_another_seed_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from lockstep.callbacks import Checkpoint, Meter, meter
 
 
-
 class Steps(pl.Callback):
     """Which steps were measured, and what was measured."""
 

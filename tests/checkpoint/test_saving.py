@@ -16,7 +16,6 @@ from lockstep.checkpoint.callback import ResumeState
 from lockstep.errors import UserError
 
 
-
 def test_last_and_best(tmp_path: Path) -> None:
     callback, state = Checkpoint(tmp_path), ResumeState({"config": {"lr": 0.1}, "fingerprint": "f"}, {}, STEPS)
     trainer_with(tmp_path, callback, state, epochs=3).fit(Plain(), **loaders())

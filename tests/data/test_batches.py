@@ -95,6 +95,7 @@ def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: t
         assert all(torch.equal(part[1], other[0]) for part, other in zip(first, found([9, 1]), strict=True))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Listed(), Subset(Noisy(), list(range(5, 30)))])
 def test_worker_processes_change_no_bit(dataset: Any) -> None:
     on = layout(batch_size=8, pieces=2)
@@ -107,6 +108,7 @@ def test_worker_processes_change_no_bit(dataset: Any) -> None:
     assert not same(inline, step_batches(module(splits(dataset), on, seed=4)))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: int) -> None:
     def seen(rank: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
@@ -180,6 +182,7 @@ def test_who_gets_loader_processes_unasked(dataset: Any, wanted: bool) -> None:
     assert bool(data.train_dataloader().num_workers) is bool(data.val_dataloader().num_workers) is wanted
 
 
+@pytest.mark.usefixtures("processes")
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.14 prefers a server; to `set_parent_death_signal`, its children are orphans."""
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)

@@ -40,8 +40,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path) -> None:
     """Evaluated, predicted and resumed: tests/run/test_hydra_template.py."""
     shown = re.compile(r"^    \$ python (src/train.py model=(?s:.*?))\n((?:    \w.*\n)+)", re.MULTILINE)

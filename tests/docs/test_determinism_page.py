@@ -13,8 +13,8 @@ from conftest import ROOT, Program, forked
 PAGE = (ROOT / "docs" / "is-determinism-worth-it.md").read_text()
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_the_sweep_is_compared(tmp_path: Path) -> None:
     train, compare = (shlex.split(line)[1:] for line in re.findall(r"^    (python .*)$", PAGE, re.MULTILINE)[:2])
     short = [re.sub(r"^(seed=0,1).*", r"\1", each).replace("max_epochs=5", "max_epochs=1") for each in train[1:]]

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from lockstep.data.build import open_data
 from project.models import MnistCNN
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.nightly]
+
 
 PAGES = ("own-model", "own-data", "losses-and-optimizers", "metrics-callbacks-loggers")
 # Where the length proves nothing.

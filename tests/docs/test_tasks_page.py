@@ -54,8 +54,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[2:5]))
 def test_a_command(project: Path, tmp_path: Path, words: list[str]) -> None:
     used = [each for each in words[2:] if not each.startswith("data.image_size=")]

@@ -46,8 +46,6 @@ def points(path: Path, tag: str) -> list[int]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.proof
 def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_train: Program) -> None:
     options = (*TINY, "strategy=ddp", "devices=2", "max_epochs=1", "logger=[tensorboard,csv,mlflow,wandb]")
     jobs = run_train(*options, "lr=0.1,0.2", "-m").jobs

@@ -130,6 +130,7 @@ CASES = [
 IDS = [f"{type(module).__name__}-{task}-{'-'.join(names)}" for module, task, names, _ in CASES]
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(("module", "task", "names", "activation"), CASES, ids=IDS)
 def test_a_file_computes_what_predict_writes(
     module: Any, task: str, names: tuple[str, ...], activation: str, tmp_path: Path
