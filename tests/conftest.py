@@ -62,7 +62,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
-settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
+# A machine may stand still for a moment, so nothing has a deadline.
+settings.register_profile("ours", deadline=None, max_examples=30, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("ours")
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests share the cores: a thread that waits for another must not spin
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

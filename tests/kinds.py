@@ -156,9 +156,9 @@ def _states() -> Iterator[Callable[[], object]]:
     yield lambda: (setattr(cudnn, "benchmark", flags[0]), setattr(cudnn, "deterministic", flags[1]))
     yield lambda: torch.set_rng_state(generator)
 
-    numbers, legacy = random.getstate(), np.random.get_state()
+    numbers, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     yield lambda: random.setstate(numbers)
-    yield lambda: np.random.set_state(legacy)
+    yield lambda: np.random.set_state(legacy)  # noqa: NPY002
 
     filters, hook, thread_hook = list(warnings.filters), sys.excepthook, threading.excepthook
     yield lambda: warnings.filters.__setitem__(slice(None), filters)

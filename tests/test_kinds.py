@@ -88,7 +88,7 @@ def measured() -> dict[str, Any]:
         "precision": torch.get_float32_matmul_precision(),
         "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
         "torch": torch.get_rng_state().tolist(),
-        "numpy": repr(np.random.get_state()),
+        "numpy": repr(np.random.get_state()),  # noqa: NPY002
         "python": random.getstate(),
         "warnings": list(warnings.filters),
         "level": logging.getLogger("lockstep").level,
@@ -108,7 +108,7 @@ def test_what_a_test_changes_is_put_back(tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("medium")
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
-    torch.rand(1), np.random.rand(), random.random()
+    torch.rand(1), np.random.rand(), random.random()  # noqa: NPY002
     warnings.simplefilter("ignore", ResourceWarning)
     logging.getLogger("lockstep").setLevel(7)
     after = measured()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from callbacks.test_dashboard import Board
 from conftest import SEVERAL, Program, summary_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from own_runs import DDP, jobs, train
 from torch import Tensor
@@ -25,7 +25,6 @@ def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, Count]:
     return mean, total
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 60), scale=st.floats(-8, 8))
 def test_any_order_any_chunks_any_devices_same_numbers(seed: int, n: int, scale: float) -> None:
     rng = np.random.default_rng(seed)

@@ -43,8 +43,8 @@ def page(tests: Mapping[str, list[str]], seconds: float, commit: str) -> str:
     lines = [
         "# The last nightly tests",
         "",
-        "`make nightly` runs what is too long for each change: storms of faults, each deleted extra, emulated processors,",
-        "all faults of the broken modules, and more examples of the tests by hypothesis. It wrote this page.",
+        "`make nightly` runs what is too long for each change: storms of faults, each deleted extra, emulated",
+        "processors, the commands of all pages, and more examples of the tests by hypothesis. It wrote this page.",
         "",
         "| | |",
         "|---|---|",

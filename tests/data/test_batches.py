@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
@@ -137,7 +137,6 @@ def test_a_plain_dataset_passes_unchanged() -> None:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
 @given(samples=st.integers(1, 5000), devices=st.integers(1, 9), pieces=st.integers(1, 20), size=st.integers(1, 600))
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)

@@ -3,6 +3,7 @@
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from lockstep.run.provenance import git_info, versions
