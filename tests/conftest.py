@@ -59,6 +59,7 @@ SEEN = "LOCKSTEP_TEST_GPUS"  # by the first of all processes: pytest's workers i
 os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else "")
 CUDA_VISIBLE_DEVICES = os.environ[SEEN]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the library is imported: else it asks its hub for 20 s
 PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork

@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, python
 
+OTHERS = (
+    *("src/train.py --cfg job", "src/evaluate.py --help", "src/predict.py --help"),
+    *(f"scripts/{name}.py --help" for name in ("dashboard", "fit_memory", "new_project", "schema")),
+    *(f"scripts/{name}.py --help" for name in ("export", "parity", "verify")),
+)
 CLOSED = (">&-", "2>&-", "<&-", "<&- >&- 2>&-", "1>/dev/full 2>/dev/full", "-u >&- 2>&-")
 STREAMS = """
 import contextlib, os, sys
@@ -96,12 +101,8 @@ def test_replaced_streams_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "src/train.py --help",
-        "src/train.py --cfg job",
-        "src/evaluate.py --help",
-        "src/predict.py --help",
-        *(f"scripts/{name}.py --help" for name in ("compare", "dashboard", "fit_memory", "new_project", "schema")),
-        *(f"scripts/{name}.py --help" for name in ("export", "parity", "verify")),
+        *("src/train.py --help", "scripts/compare.py --help"),
+        *(pytest.param(program, marks=pytest.mark.nightly) for program in OTHERS),  # the list below is checked daily
     ],
 )
 def test_every_program_is_protected(program: str) -> None:

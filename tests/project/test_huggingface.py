@@ -28,10 +28,9 @@ def refusal(path: Any, **changes: Any) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library, offline, with a cache of its own."""
+    """Return the library, with a cache of its own. conftest.py keeps it offline."""
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
-    patch.setenv("HF_HUB_OFFLINE", "1")
     yield pytest.importorskip("datasets", reason=WHY)
     patch.undo()
 
