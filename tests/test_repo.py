@@ -137,9 +137,3 @@ def test_hooks_are_local_and_run_what_is_there() -> None:
     lint = re.findall(r"\$\(BIN\)/(.+)", (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0])
     entries = {hook["entry"].removeprefix(".venv/bin/").removesuffix(" --force-exclude") for hook in hooks}
     assert {"ruff format" if command == "ruff format --check" else command for command in lint} < entries
-
-
-def test_the_page_names_the_make_targets_that_matter() -> None:
-    assert set(re.findall(r"\bmake ([a-z]+)", CONTRIBUTING)) == {
-        *("setup", "quick", "coverage", "lint", "test", "engines", "lab", "pages", "nightly")
-    }

@@ -38,8 +38,10 @@ def prepare(*overrides: str) -> None:
     make_module(config, open_data(config.data, config.data_dir, config.seed))
 
 
-def test_the_page_has_25_problems() -> None:
-    assert len(COMMANDS) + len(QUOTED) >= 25
+def test_the_page_shows_problems() -> None:
+    """A parser that finds none would make every other test pass."""
+    assert COMMANDS
+    assert QUOTED
     assert all(len(block) == 1 + block[0].startswith("$ ") for block in BLOCKS)
 
 
