@@ -82,7 +82,7 @@ def _spawn(*arguments: Any) -> int:
 
 sys.addaudithook(_audit)
 SPAWN = multiprocessing.util.spawnv_passfds
-multiprocessing.util.spawnv_passfds = _spawn  # it raises no event
+multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment] # it raises no event
 torch.set_num_threads(1)  # tests share the cores, and small tensors gain nothing from threads
 
 
@@ -147,13 +147,14 @@ def _states() -> Iterator[Callable[[], object]]:
     precision, gradients = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
     cudnn, generator = torch.backends.cudnn, torch.get_rng_state()
     flags = (cudnn.benchmark, cudnn.deterministic)
-    yield lambda: torch.get_num_threads() == threads or torch.set_num_threads(threads)
+    yield lambda: torch.set_num_threads(threads)
     yield lambda: torch.set_flush_denormal(False)
     yield lambda: torch.set_default_dtype(dtype)
     yield lambda: torch.use_deterministic_algorithms(mode, warn_only=warn_only)
     yield lambda: torch.set_float32_matmul_precision(precision)
     yield lambda: torch.set_grad_enabled(gradients)
-    yield lambda: (setattr(cudnn, "benchmark", flags[0]), setattr(cudnn, "deterministic", flags[1]))
+    yield lambda: setattr(cudnn, "benchmark", flags[0])
+    yield lambda: setattr(cudnn, "deterministic", flags[1])
     yield lambda: torch.set_rng_state(generator)
 
     numbers, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -161,8 +162,9 @@ def _states() -> Iterator[Callable[[], object]]:
     yield lambda: np.random.set_state(legacy)  # noqa: NPY002
 
     filters, hook, thread_hook = list(warnings.filters), sys.excepthook, threading.excepthook
-    yield lambda: warnings.filters.__setitem__(slice(None), filters)
-    yield lambda: (setattr(sys, "excepthook", hook), setattr(threading, "excepthook", thread_hook))
+    yield lambda: warnings.filters.__setitem__(slice(None), filters)  # type: ignore[index]
+    yield lambda: setattr(sys, "excepthook", hook)
+    yield lambda: setattr(threading, "excepthook", thread_hook)
     loggers = [logging.getLogger(), *(x for x in logging.root.manager.loggerDict.values() if type(x) is logging.Logger)]
     levels = [(x, x.level, x.propagate, x.disabled, list(x.handlers)) for x in loggers]
     disabled = logging.root.manager.disable

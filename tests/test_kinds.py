@@ -41,7 +41,7 @@ def test_a_unit_that_starts_a_process_fails(start: Callable[[], object]) -> None
 @pytest.mark.parametrize(("fixtures", "fails"), [((), True), (("ranks",), True), (("processes",), False)])
 def test_a_unit_that_hides_the_refusal_fails_too(fixtures: tuple[str, ...], fails: bool) -> None:
     before = kinds._refused
-    item = SimpleNamespace(path=Path(__file__), fixturenames=fixtures)
+    item: Any = SimpleNamespace(path=Path(__file__), fixturenames=fixtures)
     steps: Any = kinds.pytest_runtest_call(item)
     next(steps)
     try:

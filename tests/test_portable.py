@@ -86,6 +86,7 @@ print(torch.backends.cpu.get_cpu_capability())
 """
 
 
+@pytest.mark.usefixtures("processes")
 @here
 def test_a_process_that_has_computed_by_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
@@ -124,6 +125,7 @@ print(torch.isfinite(wide.grad).all().item(), any(not a.equal(b) for a, b in zip
 """
 
 
+@pytest.mark.usefixtures("processes")
 @here
 def test_products_and_square_roots_are_those_of_torch_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in VARIABLES.items():

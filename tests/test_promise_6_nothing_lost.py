@@ -113,6 +113,7 @@ cli.command(train, "train")
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
     """Validation is not left out, and where nothing is left to train its metrics are still told."""
     options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
@@ -330,6 +331,7 @@ cli.command(train, "train")
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_resumed_run_reads_its_checkpoint_once(finished: Run, tmp_path: Path) -> None:
     """And what is damaged is refused by name, where the user has named it."""
     folder, script = tmp_path / "run", tmp_path / "reads.py"
@@ -383,6 +385,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(
     assert "resumes after step 12\n" in run.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) -> None:
     folder, witness = tmp_path / "run", tmp_path / "it-ran"
     path = folder / "checkpoints" / "last.ckpt"

@@ -243,6 +243,7 @@ def test_precision_auto_is_what_the_processor_computes_in(
     assert checked("precision=bf16-mixed").precision == "bf16-mixed"  # who asks by name gets it
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("capabilities", "computes"), [([(8, 0), (9, 0)], True), ([(9, 0), (7, 5)], False)])
 def test_gpus_are_asked_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], computes: bool
@@ -288,16 +289,19 @@ LATE = [
 ]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("overrides", "says"), EARLY)
 def test_a_typing_mistake_is_told_before_torch_is_imported(tmp_path: Path, overrides: str, says: str) -> None:
     must_be_refused(without_torch(tmp_path, overrides), says)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("overrides", "says"), LATE)
 def test_a_refused_run_ends_with_2_and_leaves_nothing(tmp_path: Path, overrides: str, says: str) -> None:
     must_be_refused(Program(tmp_path / "outputs")(*overrides.split(), ok=False), says)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_needs_torch(tmp_path: Path) -> None:
     """The control."""
     assert "torch is not here" in without_torch(tmp_path, LATE[0][0]).stderr
@@ -323,6 +327,7 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) ->
     assert said == f"{tmp_path}/model/mine.yaml:3: not valid YAML: could not find expected ':'"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_model_file_without_a_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: project.models.MnistCNN\n")
@@ -343,6 +348,7 @@ def test_flags_of_hydra_are_taken(run_train: Program) -> None:
     assert "batch_size: 32" in run_train("batch_size=32", "--cfg", "job", "--resolve").stdout
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     no_text = "must be a .ckpt file, a run folder, or last"
     for value, says in (

@@ -32,6 +32,7 @@ def put(config: dict[str, Any], keys: str, value: Any) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_nothing_that_a_checkpoint_names_is_imported_or_called(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, raw = composed(), composed("checkpoint=evil.ckpt", page="evaluate")
 
@@ -88,6 +89,7 @@ def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says:
         config_of(Path("evil.ckpt"), {"config": config}, composed("checkpoint=evil.ckpt", page="evaluate"))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("group", "evil"),
     [
@@ -125,6 +127,7 @@ net:
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
     """More of it: docs/test_own_page.py."""
     (tmp_path / "conf" / "model").mkdir(parents=True)

@@ -42,6 +42,7 @@ def serves(requirement: Requirement, python: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate(environment)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("pattern", [HOST, MACHINE], ids=["registry hosts", "machine paths"])
 def test_no_file_names(pattern: re.Pattern[str]) -> None:
     hits = [f"{path}: {match[0]}" for path, text in texts().items() for match in pattern.finditer(text)]
@@ -61,6 +62,7 @@ def test_the_patterns_can_fail(pattern: re.Pattern[str], text: str) -> None:
     assert pattern.search(text)
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_second_lock_and_nothing_large() -> None:
     assert not {"uv.lock", "poetry.lock", "Pipfile.lock"} & {path.name for path in tracked()}
     assert not [path for path in tracked() if path.stat().st_size > 1_000_000]
