@@ -92,5 +92,5 @@ lock: setup ## resolve pyproject.toml into requirements.lock again (LOCK="--upgr
 	    --custom-compile-command "make lock" --extra dev $(LOCK) pyproject.toml --output-file requirements.lock
 
 clean: ## remove caches and .venv, never outputs/ or data/
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
+	@rm -rf .venv .coverage mutants .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
 	@find src scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
