@@ -20,6 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,22 @@ torch.set_num_threads(1)  # tests share the cores, and small tensors gain nothin
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of kind unit or ranks whose fixtures start a process."""
+    with no_process(item):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of kind unit or ranks that starts a process, though it may have caught the exception."""
+    """Fail a test of kind unit or ranks that starts a process."""
+    with no_process(item):
+        yield
+
+
+@contextmanager
+def no_process(item: pytest.Item) -> Iterator[None]:
+    """Refuse processes, if the kind of a test is unit or ranks. It fails though it may have caught the exception."""
     global _refused
     _refused = [] if kind_of(item) in QUICK else None  # `_audit` appends
     try:
