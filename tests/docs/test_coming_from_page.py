@@ -65,6 +65,7 @@ def test_the_page_has_its_parts() -> None:
     assert CHOICES
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(("there", "here"), KEYS)
 def test_the_message_for_their_key_names_ours(there: str, here: str) -> None:
@@ -73,6 +74,7 @@ def test_the_message_for_their_key_names_ours(there: str, here: str) -> None:
     checked(here.strip("`"))
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize("here", [here for _, here in CHOICES])
 def test_our_choice_exists(here: str) -> None:

@@ -110,6 +110,7 @@ def test_the_comparison_of_output_can_fail() -> None:
     assert not site_pages.matches(["a", "z"], ["a", "b", "z"])
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("name", sorted({name for name, command in COMMANDS if not_run(command)}))
 def test_what_is_not_run_is_composed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs exist, their overrides have keys that exist, and what pip installs is in pyproject.toml."""

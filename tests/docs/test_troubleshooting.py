@@ -45,6 +45,7 @@ def test_the_page_shows_problems() -> None:
     assert all(len(block) == 1 + block[0].startswith("$ ") for block in BLOCKS)
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(("command", "message"), COMMANDS)
 def test_what_a_command_prints(command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +64,7 @@ def source() -> str:
     return texts("src") + texts("tests")
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_message_stands_in_the_source(message: str, source: str) -> None:
     """Each part between two `<word>`s, which may be put together of two texts."""
