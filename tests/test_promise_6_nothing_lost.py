@@ -87,6 +87,7 @@ def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path
     same_end(run, undisturbed)
 
 
+@pytest.mark.usefixtures("processes")
 def test_cut_between_a_step_and_what_follows_it(project: Path, tmp_path: Path) -> None:
     """Validation is not left out, and where nothing is left to train its metrics are still told."""
     options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
@@ -102,7 +103,6 @@ def test_cut_between_a_step_and_what_follows_it(project: Path, tmp_path: Path) -
         assert len({found["global_step"] for found in best}) == 1
 
 
-@pytest.mark.slow
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
     """A ring adds a gradient's parts in an order that its place in DDP's buckets gives; this model has three."""
     small = ("data=synthetic", "data.samples=80", "data.image_size=16", "data.num_classes=3", "batch_size=12")
@@ -254,6 +254,7 @@ runpy.run_path("src/train.py", run_name="__main__")
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_resumed_run_reads_its_checkpoint_once(finished: Run, tmp_path: Path) -> None:
     """And what is damaged is refused by name, where the user has named it."""
     folder, script = tmp_path / "run", tmp_path / "reads.py"
@@ -285,6 +286,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(
     assert "resumes after step 12\n" in run.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) -> None:
     folder, witness = tmp_path / "run", tmp_path / "it-ran"
     path = folder / "checkpoints" / "last.ckpt"

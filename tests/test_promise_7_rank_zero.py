@@ -144,7 +144,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(run.summary["weights_sha256"])
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
     process = program.start(*STRUCK, "devices=2")

@@ -79,17 +79,20 @@ def test_the_page_shows_every_row() -> None:
 # --- Through real processes: exit code, one line, no traceback, no folder ---------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 @rows("before_torch")
 def test_a_typing_mistake_is_refused_before_torch_is_imported(row: Refusal, tmp_path: Path) -> None:
     must_be_refused(without_torch(tmp_path, row.overrides(tmp_path)), row, tmp_path)
 
 
+@pytest.mark.usefixtures("processes")
 @rows("run")
 def test_a_refused_run_ends_with_2_and_leaves_nothing(row: Refusal, tmp_path: Path) -> None:
     program = Program(tmp_path / "outputs", f"src/{row.program}.py")
     must_be_refused(program(*row.overrides(tmp_path), ok=False), row, tmp_path)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_needs_torch(tmp_path: Path) -> None:
     """The control."""
     assert "torch is not here" in without_torch(tmp_path, ["data=synthetic", "data.samples=20"]).stderr

@@ -117,6 +117,7 @@ class Holder:
         reached("Holder")
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_objects_beside_weights_are_inert(

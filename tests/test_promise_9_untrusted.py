@@ -10,6 +10,7 @@ import torch
 from conftest import Program, composed, summary_of
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("group", "evil"),
     [
@@ -47,6 +48,7 @@ net:
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
     """More of it: docs/test_own_page.py."""
     (tmp_path / "conf" / "model").mkdir(parents=True)

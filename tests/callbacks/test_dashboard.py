@@ -49,6 +49,7 @@ def board(ddp: Run) -> Board:
     return Board(next((ddp.folder / "tensorboard").iterdir()))
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_step_is_shown_twice(board: Board) -> None:
     assert [step for step, _ in board.curve("train/loss")] == [1, 2, 4, 6, 8, 10, 12, 13, 14, 16, 18]
     for tag in board.tags["scalars"]:
@@ -59,6 +60,7 @@ def test_no_step_is_shown_twice(board: Board) -> None:
         assert len(set(steps)) == len(steps)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_first_page_shows_what_matters(board: Board) -> None:
     layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
@@ -79,6 +81,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
         assert board.curve(f"headline/val_{name}") == board.curve(f"val/{name}")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_model_with_a_metric_of_its_own(tmp_path: Path) -> None:
     """Regression has no accuracy: the first page, the charts and the columns show the metric that it names."""
     model = ("model=regression", "model.arch=squeezenet1_0", "data.task=regression", "data.num_classes=1")
@@ -96,6 +99,7 @@ def test_a_model_with_a_metric_of_its_own(tmp_path: Path) -> None:
     assert [info.name.tag for info in columns.metric_infos][:2] == ["val/mae", "test/mae"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_run_as_text(board: Board) -> None:
     about, config = (
         [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in board.events.Tensors(tag)]
@@ -112,6 +116,7 @@ def test_the_run_as_text(board: Board) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board, tmp_path: Path) -> None:
     content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
     told = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
@@ -133,6 +138,7 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board
     assert len({path.parent for path in ddp.folder.rglob("*tfevents*")}) == 1, "one run, one entry"
 
 
+@pytest.mark.usefixtures("processes")
 def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
     for kind in ("confusion", "mistakes"):
         drawn = [[event.step for event in board.events.Images(f"wrong/{split}_{kind}")] for split in ("val", "test")]
@@ -142,6 +148,7 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
         assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert [event.step for event in board.events.Images("view/run")] == [12, 18], "the end of both lives"
     state = checkpoint_of(ddp.folder)["callbacks"]
@@ -156,6 +163,7 @@ def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
 
 
+@pytest.mark.usefixtures("processes")
 def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
     links = dashboard.Links(ddp.outputs, tmp_path)
     for _ in range(2):  # what is there stays

@@ -20,8 +20,6 @@ from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.start import load_start
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def plain(value: float = 1.0) -> dict[str, Any]:
     return {"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((5000,), value)}, "lockstep": {"seed": 0}}
@@ -168,6 +166,7 @@ for delay in (0.02, 0.05, 0.1):
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_killed_while_saving_the_old_file_is_whole(saved: Path) -> None:
     program = saved.parent.with_name("kills.py")
     program.write_text(KILLS)

@@ -55,6 +55,7 @@ def refused_in_a_loader() -> None:
     list(DataLoader(Torn(UserError("x.jpg can't be decoded")), num_workers=1))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
     """The message of a loader process's own failure is torch's, over its traceback."""
     with pytest.raises(WorkerFailed) as failed:
@@ -76,6 +77,7 @@ def killed(seconds: float, number: int = signal.SIGKILL) -> str:
     return "done"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL \(out of memory\?\)$"):
         launch(killed, 0, layout=ALONE)
@@ -120,6 +122,7 @@ def test_a_worker_that_nccl_aborts_is_not_the_one_that_failed(
     )  # the control: gloo aborts none
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("what", ["worker", "job"])
 def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -173,6 +176,7 @@ def test_the_programs_themselves_are_no_code_of_a_user() -> None:
     assert user_code_location("".join([*frames, beside])) == f"{os.path.relpath(ROOT / 'src/nets.py')}:5 in net; "
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failure_before_the_run_has_a_log_tells_how_to_see_the_traceback() -> None:
     with pytest.raises(WorkerFailed) as failed:
         launch(forked_without_log, layout=ALONE)

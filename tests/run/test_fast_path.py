@@ -32,6 +32,7 @@ sys.exit(said or code)
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
 def test_freed_memory_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     script = tmp_path / "counted.py"
@@ -102,7 +103,7 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
 def test_threads_wait_shortly_for_each_other_unless_told_otherwise(tmp_path: Path) -> None:
     def turns(**variables: str) -> list[str]:

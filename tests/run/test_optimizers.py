@@ -297,6 +297,7 @@ TASK = (
 )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_fused_optimizer_makes_the_same_steps(tmp_path: Path) -> None:
     """Where a rank has no sample: the last step of an epoch has one, and torch's fused kernel takes a gradient's memory
     for that of its parameter. And where a run goes on, with such a step, in another memory format."""
@@ -323,7 +324,6 @@ ENDED = (
 )
 
 
-@pytest.mark.slow
 def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None:
     task = (*ENDED, "optimizer=muon", "scheduler=warm_restarts")
     told = run_train(*task, "max_epochs=9", "name=alone").stderr

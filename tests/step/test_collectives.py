@@ -212,6 +212,7 @@ def _numbers(value: Any) -> list[float]:
     return torch.as_tensor(value).double().flatten().tolist()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world", [2, 4])
 def test_metrics_have_the_number_of_one_device(world: int, tmp_path: Path) -> None:
@@ -338,6 +339,7 @@ def errors_in_steps() -> list[str]:
     return [*uneven, *even]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_a_collective_in_a_step_needs_equal_numbers_of_batches(tmp_path: Path) -> None:
     """Else it is refused in the first batch, on all ranks, also one that torch itself starts."""
@@ -362,6 +364,7 @@ def errors_in_hooks() -> list[Any]:
     return [fits, module.mean, *(error_of(kind(), samples, batch_size=10, pieces=5) for kind, samples in cases)]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_hook_gathers_has_the_same_shape_on_all_ranks(tmp_path: Path) -> None:
     one = GathersAll()
@@ -411,6 +414,7 @@ def gathered_tensors() -> list[Any]:
     return results
 
 
+@pytest.mark.usefixtures("processes")
 def test_tensors_of_any_size_are_gathered(tmp_path: Path) -> None:
     ranks = on_ranks(5, tmp_path, gathered_tensors)
     for rank in ranks:
@@ -458,6 +462,7 @@ def train_short_steps() -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_a_rank_without_a_sample_in_training_joins_the_metrics_of_the_epoch(tmp_path: Path) -> None:
     expected = train_short_steps()
@@ -466,6 +471,7 @@ def test_a_rank_without_a_sample_in_training_joins_the_metrics_of_the_epoch(tmp_
         assert rank == pytest.approx(expected, rel=1e-5), rank
 
 
+@pytest.mark.usefixtures("processes")
 def test_predicting_refuses_a_collective_where_a_rank_has_no_batch(tmp_path: Path) -> None:
     class Predicts(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:

@@ -142,8 +142,8 @@ def test_what_torch_can_not_record_is_refused_in_a_line(tmp_path: Path) -> None:
     CudaGraphs().on_error(Mock(), RuntimeError("out of memory"))  # another error stays
 
 
+@pytest.mark.usefixtures("processes")
 @compiles
-@pytest.mark.proof
 def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
@@ -159,8 +159,6 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
 
 
 @compiles
-@pytest.mark.slow
-@pytest.mark.proof
 def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path, tmp_path: Path) -> None:
     """Also one that goes on uncompiled, in the middle of an epoch."""
 
@@ -181,6 +179,7 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_exact_needs_a_torch_that_can_choose_kernels_without_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["fallback_random"])  # as torch 2.9
     with pytest.raises(UserError, match=r"^compile=true exact=true: .*use torch 2\.10 or newer"):

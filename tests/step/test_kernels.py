@@ -122,6 +122,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(("net", "exact", "pieces", "kernels", "reads"), LIMITS)
 def test_a_step_takes_no_more_kernels_and_host_reads(
     net: str, exact: bool, pieces: int, kernels: int, reads: int, count: Callable[..., Counts]
