@@ -179,7 +179,11 @@ class StepLogs(_LoggerConnector):
         """Let the strategy check what the module's hooks of an evaluation batch have done."""
         if not self.trainer.training and self.trainer.evaluating:  # the latter is slow
             self.trainer.strategy.end_evaluation_batch()
-        super().on_batch_end()
+        results: Any = self.trainer._results
+        if results:
+            super().on_batch_end()
+        else:  # nothing was logged, so there are no metrics to collect
+            results.batch = results.batch_size = None
 
     def epoch_end_reached(self) -> None:
         """Let all ranks compute the same metrics, in the same order, when an epoch of training or evaluation ends.
@@ -291,19 +295,29 @@ class StepEpochLoop(_TrainingEpochLoop):
                 self._skip_next_val = True
                 return True
             self.val_loop.increment_progress_to_evaluation_end()
-        self.val_loop.restarting = False
+        if self.val_loop.restarting:  # the assignment looks at all attributes of a loop
+            self.val_loop.restarting = False
         return False
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Update schedules that follow a metric once per step, before the step is saved; see `follow_metrics`."""
-        follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
+        """Update schedules that follow a metric once per step, before the step is saved; see `follow_metrics`.
+
+        The other schedules are updated as Lightning does, but by `call_of_module`.
+        """
+        trainer = self.trainer
+        follows = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
         if update_plateau_schedulers:
             if follows and self._followed[interval] != self.global_step:
                 self._followed[interval] = self.global_step
                 super().update_lr_schedulers(interval, update_plateau_schedulers=True)
             return
-        super().update_lr_schedulers(interval, update_plateau_schedulers=False)
-        if interval == "step" and follows and not validation_or_epoch_end_follows(self.trainer):
+        number = 1 + (self.batch_idx if interval == "step" else trainer.current_epoch)
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == interval and number % config.frequency == 0 and not config.reduce_on_plateau:
+                self.scheduler_progress.increment_ready()
+                call_of_module(trainer, "lr_scheduler_step", config.scheduler, None)
+                self.scheduler_progress.increment_completed()
+        if interval == "step" and follows and not validation_or_epoch_end_follows(trainer):
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     def follow_metrics(self) -> None:
