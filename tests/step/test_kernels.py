@@ -108,16 +108,16 @@ NETS: dict[str, Callable[[], Any]] = {
 }
 # net, exact, pieces; at most so many kernels and host reads
 LIMITS = [
-    ("mnist_cnn", False, 1, 81, 2),
-    ("mnist_cnn", False, 4, 275, 2),
-    ("mnist_cnn", True, 1, 121, 4),
-    ("mnist_cnn", True, 4, 346, 7),
-    ("resnet18", False, 1, 381, 2),
-    ("resnet18", False, 4, 1278, 2),
-    ("resnet18", True, 1, 682, 4),
-    ("resnet18", True, 4, 1961, 12),
-    ("with_buffer", False, 4, 370, 3),
-    ("with_buffer", True, 4, 463, 13),
+    ("mnist_cnn", False, 1, 76, 2),
+    ("mnist_cnn", False, 4, 267, 2),
+    ("mnist_cnn", True, 1, 90, 4),
+    ("mnist_cnn", True, 4, 273, 7),
+    ("resnet18", False, 1, 376, 2),
+    ("resnet18", False, 4, 1154, 2),
+    ("resnet18", True, 1, 390, 4),
+    ("resnet18", True, 4, 1022, 12),
+    ("with_buffer", False, 4, 362, 3),
+    ("with_buffer", True, 4, 389, 13),
 ]
 
 

@@ -179,11 +179,7 @@ class StepLogs(_LoggerConnector):
         """Let the strategy check what the module's hooks of an evaluation batch have done."""
         if not self.trainer.training and self.trainer.evaluating:  # the latter is slow
             self.trainer.strategy.end_evaluation_batch()
-        results: Any = self.trainer._results
-        if results:
-            super().on_batch_end()
-        else:  # nothing was logged, so there are no metrics to collect
-            results.batch = results.batch_size = None
+        super().on_batch_end()
 
     def epoch_end_reached(self) -> None:
         """Let all ranks compute the same metrics, in the same order, when an epoch of training or evaluation ends.
