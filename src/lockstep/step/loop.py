@@ -23,6 +23,7 @@ from lockstep.step.batch import data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
 from lockstep.step.lightning_quirks import (
+    HookFinder,
     NoProfiler,
     NoSignals,
     QuickStage,
@@ -64,6 +65,7 @@ class StepTrainer(QuickStage, pl.Trainer):
         self.fit_loop.epoch_loop._results = TrainingLogs()
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
+        self.hook_finder = HookFinder(self)
         self._validated: Any = None  # the module that is known to have something to validate
 
     @property
@@ -127,6 +129,7 @@ class StepLoop(StepEpochLoop):
         if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
+        trainer.hook_finder.begin_step()
         step_batch = next(data_fetcher)[0]
         progress.is_last_batch = data_fetcher.done
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
