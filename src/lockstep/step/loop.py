@@ -198,7 +198,7 @@ class StepLoop(StepEpochLoop):
             optimizer, "zero_grad", torch.optim.Optimizer
         ):
             module.optimizer_zero_grad(self.trainer.current_epoch, self.batch_idx, optimizer)
-        else:  # torch's `zero_grad` does the same within a range for its profiler, which takes 12 us of a linear network's step
+        else:  # torch's `zero_grad` does the same within a mark for its profiler, which takes 12 us
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
