@@ -65,20 +65,20 @@ class HookFinder:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._state: list[tuple[Any, int]] = []  # the callbacks, each with its number of attributes
-        self._found: dict[str, list[Any]] = {}
+        self._by_hook: dict[str, list[Any]] = {}
 
     def begin_step(self) -> None:
         """Look again if callbacks were added or removed, or have set hooks on themselves, as Lightning allows."""
         state = [(callback, len(vars(callback))) for callback in self._trainer.callbacks]
         if state != self._state:
-            self._state, self._found = state, {}
+            self._state, self._by_hook = state, {}
 
     def callbacks_with(self, name: str) -> list[Any]:
         """Return the callbacks that have a hook, in their order."""
-        if name not in self._found:
+        if name not in self._by_hook:
             nobodys, callbacks = getattr(pl.Callback, name, None), self._trainer.callbacks
-            self._found[name] = [c for c in callbacks if getattr(getattr(c, name), "__func__", None) is not nobodys]
-        return self._found[name]
+            self._by_hook[name] = [c for c in callbacks if getattr(getattr(c, name), "__func__", None) is not nobodys]
+        return self._by_hook[name]
 
 
 def call_hook(trainer: Any, name: str, *args: Any) -> Any:
