@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernels import HostReads, Kernels
 from torch import Tensor
 
+from lockstep.arithmetic import exact_sum
 from lockstep.arithmetic.exact_sum import CHUNK, HEAD, CorruptMessage, ExactSum, reduce_alone
 from lockstep.arithmetic.layout import MAX_PIECES_EXACT
 
@@ -236,7 +237,9 @@ def on_gpu(like: Addend) -> ExactSum:
     return exact
 
 
-def test_a_gpus_way_has_the_same_bits_and_changes_no_addend() -> None:
+@pytest.mark.parametrize("together", [exact_sum.TOGETHER, 10])
+def test_a_gpus_way_has_the_same_bits_and_changes_no_addend(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sum, "TOGETHER", together)
     steps = [addends(3, seed, spread=12) for seed in range(3)]  # the later ones outgrow the first one's grids
     steps = [[[part.double() for part in addend] for addend in step] for step in steps]
     like = [part.double() for part in zeros()]
@@ -318,3 +321,17 @@ def test_a_gpu_starts_as_many_kernels_for_large_tensors_as_for_small_ones() -> N
 
     assert count(on_gpu, 20_000) == count(on_gpu, 40 * CHUNK)
     assert count(ExactSum, 20_000) + 100 < count(ExactSum, 40 * CHUNK)  # the control: in chunks of a CPU's cache
+
+
+def test_a_gpu_starts_as_many_kernels_for_many_tensors_as_for_few() -> None:
+    def count(tensors: int) -> int:
+        exact = on_gpu([torch.zeros(20_000)] * tensors)  # each has a grid of its own
+        for _ in range(2):  # the first sum chooses the grids
+            exact.begin()
+            with Kernels() as kernels:
+                for _ in range(2):
+                    exact.add([torch.ones(20_000)] * tensors)
+                exact.total()
+        return kernels.kernels
+
+    assert count(9) == count(2)

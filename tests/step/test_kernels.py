@@ -109,16 +109,16 @@ NETS: dict[str, Callable[[], Any]] = {
 # net, exact, pieces; at most so many kernels and host reads. Of the reads of each piece under exact, only those of the
 # last one leave the GPU without work (tests/arithmetic/test_exact_sum.py).
 LIMITS = [
-    ("mnist_cnn", False, 1, 81, 1),
-    ("mnist_cnn", False, 4, 275, 1),
-    ("mnist_cnn", True, 1, 121, 3),
-    ("mnist_cnn", True, 4, 346, 6),
-    ("resnet18", False, 1, 381, 1),
-    ("resnet18", False, 4, 1278, 1),
-    ("resnet18", True, 1, 682, 3),
-    ("resnet18", True, 4, 1961, 11),
-    ("with_buffer", False, 4, 370, 2),
-    ("with_buffer", True, 4, 463, 12),
+    ("mnist_cnn", False, 1, 76, 1),
+    ("mnist_cnn", False, 4, 267, 1),
+    ("mnist_cnn", True, 1, 90, 3),
+    ("mnist_cnn", True, 4, 273, 6),
+    ("resnet18", False, 1, 376, 1),
+    ("resnet18", False, 4, 1154, 1),
+    ("resnet18", True, 1, 390, 3),
+    ("resnet18", True, 4, 1026, 11),
+    ("with_buffer", False, 4, 362, 2),
+    ("with_buffer", True, 4, 389, 12),
 ]
 
 
