@@ -106,12 +106,19 @@ def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int
 
 
 def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) -> tuple[Any, DataModule]:
-    """Return the Trainer and the data of a rank. `sum_of` and `hooks` may give another gradient sum, and step hooks."""
+    """Return the Trainer and the data of a rank. Options beside the Trainer's:
+
+    sum_of: makes the gradient sum; hooks: the step's hooks; plugins_of: makes plugins for this rank alone.
+    """
     world = layout.world_size
     strategy: Any = ThreadDDP() if layout.strategy == "ddp" else SingleDevice(device=torch.device("cpu"))
     sum_of, hooks = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum), options.pop("hooks", [])
     callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
-    plugins = [*options.pop("plugins", []), *([ThreadPlace(rank, world)] if world > 1 else [])]
+    plugins = [
+        *options.pop("plugins", []),
+        *options.pop("plugins_of", list)(),
+        *([ThreadPlace(rank, world)] if world > 1 else []),
+    ]
     options = QUIET | {"devices": world, "callbacks": callbacks, "plugins": plugins, "max_epochs": 1} | options
     return StepTrainer(sum_of(strategy, world), hooks, 0, **options), DataModule(data, layout, 0, rank, num_workers=0)
 

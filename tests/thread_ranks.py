@@ -178,7 +178,9 @@ class Ranks:
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
-        threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)]
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)
+        ]
         with _world_of_threads(private):
             for thread in threads:
                 thread.start()

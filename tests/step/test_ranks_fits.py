@@ -5,6 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from rank_fits import Fit, Net, fit, layout_of, same_bits, splits, trainer_and_data
@@ -165,23 +166,22 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(
     ranks: Ranks, net: Net, tmp_path: Path, before: int, after: int
 ) -> None:
     """From a checkpoint that rank zero has written after the first step."""
+    path, layout = tmp_path / "last.ckpt", layout_of(after, exact=True)
 
-    def stopped(rank: int) -> Fit:
-        result = fit(rank, net, layout_of(before, exact=True), plugins=[AtomicCheckpointIO()], max_steps=1)
-        result.trainer.save_checkpoint(tmp_path / "last.ckpt")
-        result.trainer.strategy.checkpoint_io.wait()
-        return result
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(path)
 
     def continued(rank: int) -> Fit:
         # the content, as a run has read it before: Lightning reads a file under a lock of the process
-        plugins = [AtomicCheckpointIO(loaded=load(tmp_path / "last.ckpt"))]
-        return fit(rank, net, layout_of(after, exact=True), plugins=plugins, ckpt=tmp_path / "last.ckpt")
+        return fit(rank, net, layout, plugins=[AtomicCheckpointIO(loaded=load(path))], ckpt=path)
 
-    whole = fit(0, net, layout_of(1, exact=True))
-    cut = stopped(0) if before == 1 else ranks(before, stopped)[0]
+    [whole, *_] = fits(ranks, net, before, callbacks=[Saves()], plugins_of=lambda: [AtomicCheckpointIO()])
     ends = [continued(0)] if after == 1 else ranks(after, continued)
     assert same_bits(whole.state, *(end.state for end in ends))
-    assert not same_bits(whole.state, cut.state), "the control"
+    assert ends[0].trainer.global_step == 2
+    assert not same_bits(whole.state, load(path)["state_dict"]), "the control"
 
 
 # --- refused on all ranks ---------------------------------------------------------------------------------------------
