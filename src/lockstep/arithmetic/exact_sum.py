@@ -106,10 +106,12 @@ class ExactSum:
     def add(self, values: Sequence[Tensor | None]) -> None:
         """Add one list of tensors, in the order of `like`. None counts as zeros."""
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
-        flats = [self._flat(self.groups[g], values) for g in self.local_groups]
+        # A group without a value adds nothing. Its zeros would never get a grid, if no addend ever has a value for it.
+        groups = [g for g in self.local_groups if any(values[index] is not None for index in self.groups[g])]
+        flats = [self._flat(self.groups[g], values) for g in groups]
         # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
         maxima = [0.0] * len(flats) if self.in_chunks else _largest(flats, False)
-        for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
+        for g, flat, largest in zip(groups, flats, maxima, strict=True):
             grid_exponent = self.grid_exponents[g]
             limit = 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)  # upper limit of an element
             constant = _constant(grid_exponent)
