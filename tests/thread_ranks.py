@@ -258,5 +258,5 @@ def place_of(rank: int, world: int, machines: int = 1, **changes: Any) -> Enviro
 
 @pytest.fixture
 def ranks() -> Ranks:
-    """`ranks(4, function)` calls `function(rank)` on 4 ranks that are threads, and returns the results in rank order."""
+    """`ranks(4, function)` calls `function(rank)` on 4 ranks that are threads. It returns the results by rank."""
     return Ranks()

@@ -1,4 +1,4 @@
-"""What an evaluation logs and counts on several ranks: every sample once, also where ranks have unequal parts or none."""
+"""What an evaluation logs and counts on several ranks: every sample once, also on ranks with unequal parts."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -351,9 +351,7 @@ class GathersOnZero(GathersAtEnd):
         (GathersMeans, 9, ""),
     ],
 )
-def test_what_a_hook_gathers_fits_or_is_refused_on_all_ranks(
-    ranks: Ranks, kind: Any, samples: int, says: str
-) -> None:
+def test_what_a_hook_gathers_fits_or_is_refused_on_all_ranks(ranks: Ranks, kind: Any, samples: int, says: str) -> None:
     module = kind()
     for result in ranks(2, lambda rank: evaluate(rank, module, 2, samples), errors=UserError):
         assert isinstance(result, UserError) == bool(says)

@@ -133,9 +133,9 @@ def test_an_error_may_be_a_result(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_has_ended_or_calls_something_else_is_named(ranks: Ranks) -> None:
-    with pytest.raises(RanksHang, match="rank 0 has ended, and rank [12] waits for it in .'allreduce'"):
+    with pytest.raises(RanksHang, match=r"rank 0 has ended, and rank [12] waits for it in .'allreduce'"):
         ranks(3, lambda rank: dist.barrier() if rank else None)
-    with pytest.raises(RanksHang, match="collective 1: rank . calls .*, and rank . "):
+    with pytest.raises(RanksHang, match=r"collective 1: rank . calls .*, and rank . "):
         ranks(2, lambda rank: dist.barrier() if rank else dist.broadcast(torch.zeros(1), 0))
     with pytest.raises(RanksHang, match=r"collective 1: .*\([23],\).* and rank . "):
         ranks(2, lambda rank: dist.all_reduce(torch.zeros(2 + rank)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.errors import UserError
+from lockstep.files import write
 from lockstep.launch.environment import Environment, environment
 from lockstep.launch.rendezvous import group_store, join_external
 
@@ -155,7 +156,8 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any], here: Environment | 
         raise UserError(refused)
     if file and here.local_rank == 0:
         with suppress(OSError):  # without the file, a restart calls `make` again
-            file.write_text(json.dumps({**stored, what: value}))
+            # atomically: the machine's other ranks may read the file already, for the next decision
+            write(file, json.dumps({**stored, what: value}).encode())
     return value
 
 
