@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from plain import QUIET
-from thread_ranks import one_at_a_time
+from thread_ranks import Ranks, one_at_a_time
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Subset, TensorDataset
@@ -21,8 +22,9 @@ from lockstep.data import DataModule, Spec, Splits
 from lockstep.step.batch import MicroBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
-from lockstep.step.strategy import SingleDevice
+from lockstep.step.strategy import SingleDevice, torch_devices
 from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.dp import DataParallel
 
 FEATURES, CLASSES, SAMPLES = 4, 3, 30
 
@@ -92,9 +94,10 @@ def splits(train: int = SAMPLES, evaluated: int = SAMPLES) -> Splits:
 
 
 def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int = 6, **options: Any) -> Layout:
-    """Return the layout of some ranks, or of a single device."""
+    """Return the layout of some ranks, of a single device, or with `strategy="dp"` of a process with some devices."""
+    strategy = options.pop("strategy", "ddp" if world > 1 else "single")
     return resolve(
-        strategy="ddp" if world > 1 else "single",
+        strategy=strategy,
         accelerator="cpu",
         devices=world,
         num_nodes=1,
@@ -111,7 +114,8 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
     sum_of: makes the gradient sum; hooks: the step's hooks; plugins_of: makes plugins for this rank alone.
     """
     world = layout.world_size
-    strategy: Any = ThreadDDP() if layout.strategy == "ddp" else SingleDevice(device=torch.device("cpu"))
+    kinds = {"ddp": ThreadDDP, "dp": partial(DataParallel, torch_devices(layout))}
+    strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
     sum_of, hooks = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum), options.pop("hooks", [])
     callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
     plugins = [
@@ -144,7 +148,7 @@ def fit(rank: int, net: pl.LightningModule, layout: Layout, train: int = 24, ckp
     The module is made before, since all ranks share the random state that initialises it.
     """
     module = deepcopy(net)
-    trainer, data = trainer_and_data(rank, layout, splits(train), **options)
+    trainer, data = trainer_and_data(rank, layout, splits(train, options.pop("evaluated", SAMPLES)), **options)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return Fit({name: value.clone() for name, value in module.state_dict().items()}, metrics, trainer)
@@ -156,3 +160,13 @@ def same_bits(one: dict[str, Tensor], *others: dict[str, Tensor]) -> bool:
         one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
         for other in others
     )
+
+
+def fits(ranks: Ranks, net: pl.LightningModule, world: int, exact: bool = True, **options: Any) -> list[Fit]:
+    """Return the fit of each process of a layout. `batch_size`, `pieces`, `shares` and `strategy` are the layout's."""
+    names = ("batch_size", "pieces", "shares", "strategy")
+    layout = layout_of(world, exact, **{name: options.pop(name) for name in names if name in options})
+    if layout.strategy != "ddp":
+        return [fit(0, net, layout, **options)]
+    results: list[Fit] = ranks(world, lambda rank: fit(rank, net, layout, **options))
+    return results

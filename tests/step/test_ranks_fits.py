@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from rank_fits import Fit, Net, fit, layout_of, same_bits, splits, trainer_and_data
+from rank_fits import Fit, Net, fit, fits, layout_of, same_bits, splits, trainer_and_data
 from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,15 +20,6 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-
-
-def fits(ranks: Ranks, net: Any, world: int, exact: bool = True, shares: Any = (), **options: Any) -> list[Fit]:
-    """Return the fit of each rank; of one rank on a single device, without a group."""
-    sizes = {name: options.pop(name) for name in ("batch_size", "pieces") if name in options}
-    layout = layout_of(world, exact, shares=shares, **sizes)
-    if world == 1:
-        return [fit(0, net, layout, **options)]
-    return ranks(world, lambda rank: fit(rank, net, layout, **options))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +34,7 @@ def net() -> Net:
 def test_an_exact_fit_has_the_bits_of_one_device(ranks: Ranks, net: Net, world: int) -> None:
     """With BatchNorm and dropout; 6 pieces on 4 ranks are 2, 2, 1 and 1."""
     [one] = fits(ranks, net, 1)
-    several = fits(ranks, net, world)
+    several = [*fits(ranks, net, world), *fits(ranks, net, world, strategy="dp")]
     assert same_bits(one.state, *(each.state for each in several))
     assert not same_bits(one.state, net.state_dict()), "the control: the steps have changed the weights"
     assert {each.metrics["val/loss"] for each in several} == {one.metrics["val/loss"]}
