@@ -284,6 +284,21 @@ class Reduces(Collects):
         self.log("y", y.sum(), on_step=True, on_epoch=False, sync_dist=True)
 
 
+class SyncsMetric(Collects):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, dist_sync_on_step=True)
+
+    def collect(self, y: Tensor) -> None:
+        self.accuracy(y, torch.zeros(len(y), dtype=torch.int64))
+
+
+class ComputesMetric(SyncsMetric):
+    def collect(self, y: Tensor) -> None:
+        self.accuracy.update(y, torch.zeros(len(y), dtype=torch.int64))
+        self.accuracy.compute()
+
+
 class Decides(Collects):
     def collect(self, y: Tensor) -> None:
         self.trainer.strategy.reduce_boolean_decision(True)
@@ -303,6 +318,8 @@ SAYS = {
     Collects: "gather from other ranks",
     Waits: "wait for other ranks",
     Reduces: "log with sync_dist=True",
+    SyncsMetric: "gather the metric accuracy",
+    ComputesMetric: "gather the metric accuracy",
     Decides: "reduce a decision",
     Broadcasts: "broadcast",
     PassesBy: "communicate with other ranks",
@@ -335,6 +352,29 @@ class GathersMeans(GathersAtEnd):
         self.all_gather(torch.cat(self.seen).mean())
 
 
+class GathersBatches(GathersAtEnd):
+    def on_validation_epoch_end(self) -> None:
+        self.all_gather(self.seen)
+
+
+class ReducesSum(GathersAtEnd):
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.strategy.reduce(torch.cat(self.seen).sum(), reduce_op="sum")
+
+
+class ComputesOnZero(GathersAtEnd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = MulticlassAUROC(CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.auroc.update(self(batch[0]).softmax(1), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.auroc.compute()
+
+
 class GathersOnZero(GathersAtEnd):
     def on_validation_epoch_end(self) -> None:
         if self.global_rank == 0:
@@ -347,6 +387,9 @@ class GathersOnZero(GathersAtEnd):
         (GathersAtEnd, 9, "all_gather in on_validation_epoch_end: the ranks have tensors of different sizes, "),
         (GathersMeans, 1, "all_gather in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one: "),
         (GathersOnZero, 8, "rank 0 is in all_gather in on_validation_epoch_end, and rank 1 is not: all ranks must "),
+        (GathersBatches, 9, "rank 1 is in all_gather in on_validation_epoch_end, and rank 0 is not: all ranks must "),
+        (ComputesOnZero, 8, "rank 0 is in the gathering of the metric auroc, and rank 1 is not: all ranks must gather"),
+        (ReducesSum, 1, "strategy.reduce in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one"),
         (GathersAtEnd, 8, ""),
         (GathersMeans, 9, ""),
     ],
