@@ -85,10 +85,16 @@ class ThreadDDP(DistributedDataParallel):
             yield
 
 
+class Numbers(TensorDataset):
+    """Samples that are always the same. Else each fetch would seed the random state that all ranks share."""
+
+    uses_random_numbers = False
+
+
 def splits(train: int = SAMPLES, evaluated: int = SAMPLES) -> Splits:
     """Return data whose samples are the first ones of the same set."""
     numbers = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(torch.randn(SAMPLES, FEATURES, generator=numbers), torch.arange(SAMPLES) % CLASSES)
+    dataset = Numbers(torch.randn(SAMPLES, FEATURES, generator=numbers), torch.arange(SAMPLES) % CLASSES)
     held_out = Subset(dataset, range(evaluated))
     return Splits(Subset(dataset, range(train)), held_out, held_out, Spec(1, 2, tuple("abc")), "")
 
@@ -111,12 +117,14 @@ def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int
 def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) -> tuple[Any, DataModule]:
     """Return the Trainer and the data of a rank. Options beside the Trainer's:
 
-    sum_of: makes the gradient sum; hooks: the step's hooks; plugins_of: makes plugins for this rank alone.
+    sum_of: makes the gradient sum; hooks: the step's hooks; hooks_of: makes hooks of this rank from the gradient sum;
+    plugins_of: makes plugins of this rank.
     """
     world = layout.world_size
     kinds = {"ddp": ThreadDDP, "dp": partial(DataParallel, torch_devices(layout))}
     strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
-    sum_of, hooks = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum), options.pop("hooks", [])
+    gradients = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum)(strategy, world)
+    hooks = [*options.pop("hooks", []), *options.pop("hooks_of", lambda gradients: [])(gradients)]
     callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
     plugins = [
         *options.pop("plugins", []),
@@ -124,7 +132,7 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
         *([ThreadPlace(rank, world)] if world > 1 else []),
     ]
     options = QUIET | {"devices": world, "callbacks": callbacks, "plugins": plugins, "max_epochs": 1} | options
-    return StepTrainer(sum_of(strategy, world), hooks, 0, **options), DataModule(data, layout, 0, rank, num_workers=0)
+    return StepTrainer(gradients, hooks, 0, **options), DataModule(data, layout, 0, rank, num_workers=0)
 
 
 @dataclass(eq=False)
