@@ -121,7 +121,7 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
     plugins_of: makes plugins of this rank.
     """
     world = layout.world_size
-    kinds = {"ddp": ThreadDDP, "dp": partial(DataParallel, torch_devices(layout))}
+    kinds: dict[str, Any] = {"ddp": ThreadDDP, "dp": partial(DataParallel, torch_devices(layout))}
     strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
     gradients = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum)(strategy, world)
     hooks = [*options.pop("hooks", []), *options.pop("hooks_of", lambda gradients: [])(gradients)]

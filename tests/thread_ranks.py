@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -88,7 +88,7 @@ def _install() -> Any:
     if hasattr(dist.Backend, BACKEND.upper()):
         return multi_threaded_pg
 
-    class ThreadGroup(multi_threaded_pg.ProcessLocalGroup):  # type: ignore[misc]
+    class ThreadGroup(multi_threaded_pg.ProcessLocalGroup):
         """torch's group of threads, which also compares what the ranks call."""
 
         calls: Calls | None = None
@@ -117,7 +117,8 @@ def _install() -> Any:
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         group = ThreadGroup(rank, size)
         group.calls = Ranks.calls
-        multi_threaded_pg._store_based_barrier(rank, store, "", size, timeout)
+        barrier: Any = multi_threaded_pg._store_based_barrier
+        barrier(rank, store, "", size, timeout)
         return group
 
     dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
@@ -207,8 +208,8 @@ def _world_of_threads(private: Any) -> Iterator[None]:
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    world = private.ThreadLocalWorld._world
-    start, before = threading.Thread.start, getattr(rank_zero_only, "rank", None)
+    world, lightnings = private.ThreadLocalWorld._world, cast(Any, rank_zero_only)
+    start, before = threading.Thread.start, getattr(lightnings, "rank", None)
 
     def start_with_world(thread: threading.Thread) -> None:
         run, mine = thread.run, getattr(world, "world", None)
@@ -221,17 +222,18 @@ def _world_of_threads(private: Any) -> Iterator[None]:
         thread.run = run_with_world  # type: ignore[method-assign]
         start(thread)
 
-    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
+    bindings: Any = torch._C._distributed_c10d
+    isolate = bindings._set_thread_isolation_mode
     isolate(True)
     private._install_threaded_pg()
-    threading.Thread.start = start_with_world  # type: ignore[method-assign]
+    threading.Thread.start = start_with_world  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
         private._uninstall_threaded_pg()
         isolate(False)
-        rank_zero_only.rank = before
+        lightnings.rank = before
 
 
 def _place(thread: threading.Thread) -> str:

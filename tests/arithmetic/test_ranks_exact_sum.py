@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_a_sum_in_floating_point_has_other_bits(ranks: Ranks) -> None:
         dist.all_reduce(total)
         return total
 
-    two, seven = (ranks(len(owners), lambda rank, o=owners: plain(o, rank))[0] for owners in (LAYOUTS[0], LAYOUTS[4]))
+    two, seven = (ranks(len(owners), partial(plain, owners))[0] for owners in (LAYOUTS[0], LAYOUTS[4]))
     assert not torch.equal(two, seven)
 
 

@@ -28,7 +28,10 @@ def write(folder: Path, step: int, best: int | None = None, **more: Any) -> Path
     for path, of_step in ((paths.last(folder), step), (paths.best(folder), best)):
         if of_step is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = {"state_dict": {"w": torch.full((3,), of_step)}, "pytorch-lightning_version": "2.6"}
+            content: dict[str, Any] = {
+                "state_dict": {"w": torch.full((3,), of_step)},
+                "pytorch-lightning_version": "2.6",
+            }
             content |= {"global_step": of_step, "lockstep": {}, "continuation": {}, **more}
             checkpoint_io.save(content, path)
     return folder
@@ -299,7 +302,12 @@ def test_a_fit_of_several_ranks_writes_its_last_and_best_once(ranks: Ranks, tmp_
     def of_rank(rank: int) -> Any:
         folder = tmp_path / str(rank)
         callback, io = Checkpoint(folder, monitor="val/loss", mode="min"), AtomicCheckpointIO(ranks=writers, timeout=20)
-        options = {"callbacks": [callback], "plugins": [io], "enable_checkpointing": True, "max_epochs": 2}
+        options: dict[str, Any] = {
+            "callbacks": [callback],
+            "plugins": [io],
+            "enable_checkpointing": True,
+            "max_epochs": 2,
+        }
         result = fit(rank, net, layout, **options)
         io.wait()
         return result.state, callback.best_score

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,11 @@ def log_value(reduction: Any, value: Callable[[Tensor], Tensor], **options: Any)
     return log
 
 
-KINDS = {"mean": (Tensor.mean, VALUES.mean()), "sum": (Tensor.sum, VALUES.sum()), "min": (Tensor.min, VALUES.min())}
+KINDS: dict[str, tuple[Any, Tensor]] = {
+    "mean": (Tensor.mean, VALUES.mean()),
+    "sum": (Tensor.sum, VALUES.sum()),
+    "min": (Tensor.min, VALUES.min()),
+}
 KINDS |= {"max": (Tensor.max, VALUES.max())}
 
 
@@ -83,7 +88,7 @@ def test_a_name_that_one_rank_logs_reaches_the_others(ranks: Ranks) -> None:
             log_value("mean", Tensor.mean)(logs, large)
 
     for parts in PARTS[1:]:
-        for result in ranks(len(parts), lambda rank, p=parts: reduced_logs(log, p, rank)):
+        for result in ranks(len(parts), partial(reduced_logs, log, parts)):
             assert result == {"value": 8.0}
 
 

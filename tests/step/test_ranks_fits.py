@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -135,7 +135,7 @@ class Freezes(Net):
     """Trains its first layer in the first epoch only."""
 
     def on_train_epoch_start(self) -> None:
-        self.net[0].requires_grad_(self.current_epoch == 0)
+        cast(Any, self.net)[0].requires_grad_(self.current_epoch == 0)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -215,7 +215,7 @@ def test_a_rank_whose_weights_differ_is_named_on_every_rank(ranks: Ranks, net: N
     class Changes(Net):
         def on_train_batch_end(self, *args: Any) -> None:
             if self.global_rank == 2:
-                self.net[0].weight.data[0, 0] += 2.0**-20
+                cast(Any, self.net)[0].weight.data[0, 0] += 2.0**-20
 
     changes, layout = Changes(), layout_of(3, exact=True)
 
@@ -233,7 +233,7 @@ class ForgetsLastPiece(ExactGradientSum):
     """The fault of a rank that leaves out its last piece of each step."""
 
     def start(self, step_batch: Any) -> Any:
-        if self.strategy.global_rank == 1:
+        if cast(Any, self.strategy).global_rank == 1:
             self.sum.begin(step_batch.step)
         return super().start(step_batch)
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def step_batch(pieces: Sequence[int], number: int = 0) -> StepBatch:
     return StepBatch(micro_batches, sum(SIZES), len(SIZES), 0, number, True)
 
 
-def take_step(gradients: Any, pieces: Sequence[int], number: int = 0) -> Gradients:
+def take_step(gradients: Any, pieces: Sequence[int], number: int = 0) -> Any:
     """Compute this rank's pieces of a step. Return the gradient over all ranks."""
     module, batch = gradients.strategy.lightning_module, step_batch(pieces, number)
     for parameter in module.parameters():
@@ -124,7 +125,7 @@ def test_an_exact_gradient_has_the_bits_of_one_rank(ranks: Ranks, net: Net, owne
 def test_a_plain_gradient_has_not(ranks: Ranks, net: Net) -> None:
     """The control: the order shows in these numbers."""
     expected = steps(net, GradientSum, [range(5)], 0)
-    results = [ranks(len(owners), lambda rank, o=owners: steps(net, GradientSum, o, rank))[0] for owners in LAYOUTS]
+    results = [ranks(len(owners), partial(steps, net, GradientSum, owners))[0] for owners in LAYOUTS]
     assert not all(same(result, expected) for result in results)
 
 
@@ -249,7 +250,7 @@ def test_a_damaged_message_is_not_applied_where_it_arrives(
     class Damaged(ExactGradientSum):
         def start(self, batch: Any) -> Any:
             started = super().start(batch)
-            if self.strategy.rank == 1 and batch.step == 1:
+            if cast(Any, self.strategy).rank == 1 and batch.step == 1:
                 self.sum.message[7] += 1 << 30
             return started
 

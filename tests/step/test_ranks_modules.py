@@ -2,7 +2,7 @@
 
 import collections
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -73,7 +73,7 @@ def test_buffers_have_the_same_bits_after_a_stop_and_are_those_that_were_scored(
                 trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     whole, *_ = fits(ranks, statistics, 2, callbacks=[Saves()], plugins_of=lambda: [AtomicCheckpointIO()])
-    options = {"plugins_of": lambda: [AtomicCheckpointIO(loaded=load(tmp_path / "last.ckpt"))]}
+    options: dict[str, Any] = {"plugins_of": lambda: [AtomicCheckpointIO(loaded=load(tmp_path / "last.ckpt"))]}
     ends = fits(ranks, statistics, **layout, **options, ckpt=tmp_path / "last.ckpt")
     assert same_bits(whole.state, *(end.state for end in ends))
     assert ends[0].metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=1e-6)
@@ -170,7 +170,7 @@ class Counts(Net):
         return F.cross_entropy(logits, batch[1])
 
     def on_train_epoch_end(self) -> None:
-        self.log("train/seen", float(self.seen.tp + self.seen.fn), sync_dist=True, reduce_fx="sum")
+        self.log("train/seen", float(cast(Any, self.seen.tp) + self.seen.fn), sync_dist=True, reduce_fx="sum")
         self.seen.reset()
 
 

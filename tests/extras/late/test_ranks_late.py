@@ -58,6 +58,6 @@ def test_a_run_continues_with_the_gradients_that_wait(
     whole, *_ = fits(ranks, net, 2, **late_by(2), callbacks=[Saves()], plugins_of=lambda: [AtomicCheckpointIO()])
     waiting = load(path)["loops"]["fit_loop"]["epoch_loop.state_dict"]["gradients"]["waiting"]
     assert [each["step"] for each in waiting] == [0, 1]
-    plugins = {"plugins_of": lambda: [AtomicCheckpointIO(loaded=load(path))]}
+    plugins: dict[str, Any] = {"plugins_of": lambda: [AtomicCheckpointIO(loaded=load(path))]}
     ends = fits(ranks, net, **layout, **late_by(2), **plugins, ckpt=path)
     assert same_bits(whole.state, *(end.state for end in ends))
