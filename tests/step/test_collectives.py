@@ -43,6 +43,7 @@ from lockstep.step.collectives import StateGather, gather_tensors
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
+from lockstep.strategies.torch_quirks import number_of_collectives
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CLASSES, SAMPLES = 3, 30
@@ -277,3 +278,14 @@ def test_a_metric_is_copied_and_pickled_without_the_strategy() -> None:
     assert metric.clone().dist_sync_fn is metric.dist_sync_fn
     unpickled = pickle.loads(pickle.dumps(metric)).dist_sync_fn
     assert (unpickled.name, unpickled.strategy) == ("metric auroc", None)
+
+
+def counted_collectives() -> int:
+    before = number_of_collectives()
+    dist.all_reduce(torch.zeros(1))
+    return number_of_collectives() - before
+
+
+def test_gloo_counts_its_collectives(tmp_path: Path) -> None:
+    """By the count, a collective that passes by the strategy is found in an evaluation batch."""
+    assert on_ranks(2, tmp_path, counted_collectives) == [1, 1]
