@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from callbacks.test_dashboard import Board
 from conftest import SEVERAL, Program, summary_of
+from event_files import Board
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_runs import DDP, jobs, train
 from torch import Tensor
 
-from lockstep.step.metrics import Count, ExactMean
+from lockstep import Count, ExactMean
 
 
 def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, Count]:

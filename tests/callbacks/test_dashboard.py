@@ -1,6 +1,5 @@
 """What TensorBoard gets to show, read back from the event files of whole runs."""
 
-import io
 import itertools
 import json
 import re
@@ -14,10 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, Program, Run, checkpoint_of
+from event_files import Board
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from numpy.typing import NDArray
 from omegaconf import OmegaConf
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata as hparams
@@ -31,25 +29,6 @@ from lockstep.data import DataModule, Spec
 from lockstep.data.build import open_data
 from project.callbacks import Pictures
 from project.callbacks.pictures import Mistakes
-
-KINDS = ("scalars", "images", "tensors")
-
-
-class Board:
-    """A folder of event files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(KINDS, 0)).Reload()
-        self.tags: dict[str, Any] = self.events.Tags()
-
-    def curve(self, tag: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in self.events.Scalars(tag)]
-
-    def tensor(self, tag: str) -> NDArray[Any]:
-        return np.asarray(tensor_util.make_ndarray(self.events.Tensors(tag)[-1].tensor_proto))
-
-    def image(self, tag: str) -> NDArray[Any]:
-        return np.asarray(Image.open(io.BytesIO(self.events.Images(tag)[-1].encoded_image_string)))
 
 
 @pytest.fixture(scope="module")

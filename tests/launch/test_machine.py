@@ -17,3 +17,28 @@ def test_gpus_are_counted_where_a_driver_has_its_device_file(
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
     monkeypatch.setattr(machine, "_call_in_child", lambda function: 2)
     assert machine.gpu_count() == count
+
+
+@pytest.mark.parametrize(("capabilities", "computes"), [([(8, 0), (9, 0)], True), ([(9, 0), (7, 5)], False)])
+def test_gpus_are_asked_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], computes: bool
+) -> None:
+    """A parent that has touched CUDA can't fork its workers."""
+    import torch
+
+    asked = []
+
+    def capability(device: int) -> tuple[int, int]:
+        asked.append(device)
+        return capabilities[device]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    machine._gpus_compute_bf16.cache_clear()
+    assert machine.computes_bf16("gpu") is computes
+    assert asked == []
+    machine._gpus_compute_bf16.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # a notebook's: its workers are spawned
+    assert machine.computes_bf16("gpu") is computes
+    assert asked == [0, 1]
+    machine._gpus_compute_bf16.cache_clear()
