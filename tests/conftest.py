@@ -25,6 +25,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from omegaconf import OmegaConf
+from thread_ranks import ranks as ranks
 
 from lockstep.config import check as config_check
 from lockstep.config.hydra_versions import VERSION_BASE

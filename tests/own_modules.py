@@ -1,6 +1,5 @@
 """Modules as a user writes them. Tests copy this file into a project as `mine`, and name one of them by `_target_`."""
 
-import collections
 import json
 import os
 import signal
@@ -175,52 +174,6 @@ class Holds(pl.Callback):
 # --- what a step does -------------------------------------------------------------------------------------------------
 
 
-class Buffers(LitDigits):
-    def extend(self):
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("sizes", torch.zeros(0, dtype=torch.int64))
-        self.register_buffer("constant", torch.ones(()))
-        self.norm = nn.BatchNorm1d(CLASSES, momentum=None)
-
-    def forward(self, x):
-        if self.training:
-            self.seen += len(x)
-            self.sizes = torch.cat([self.sizes, torch.tensor([len(x)])])
-        return self.norm(self.net(x)) * self.constant
-
-
-class Statistics(LitDigits):
-    """Buffers that no layer of torch has: a centre that is replaced, a norm of its own, power iterations, a flag."""
-
-    def extend(self):
-        self.net[1] = nn.utils.parametrizations.spectral_norm(self.net[1])
-        self.register_buffer("center", torch.zeros(CLASSES))
-        self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("ready", torch.tensor(False))
-
-    def forward(self, x):
-        out = self.net(x)
-        if self.training:
-            center, self.center = self.center, 0.9 * self.center + 0.1 * out.mean(0)
-            self.scale.data.lerp_(out.detach().std(), 0.1)
-            self.ready.fill_(True)
-            return out - center
-        return (out - self.center) / self.scale
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-
-class Pointer(LitDigits):
-    def extend(self):
-        self.register_buffer("pointer", torch.tensor(0))
-
-    def training_step(self, batch, batch_idx):
-        self.pointer += len(batch[0])
-        return super().training_step(batch, batch_idx)
-
-
 class Penalty(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
@@ -285,22 +238,6 @@ class Counts(LitDigits):
         counted = float(self.seen.tp + self.seen.fn)
         self.log("train/seen", counted, sync_dist=True, reduce_fx="sum")
         self.seen.reset()
-
-
-Output = collections.namedtuple("Output", "logits more")
-
-
-class Named(LitDigits):
-    def forward(self, x):
-        return Output(self.net(x), x.mean(dim=(1, 2, 3)))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]).logits, batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/acc", (self(batch[0]).logits.argmax(1) == batch[1]).double().mean())
-
-    test_step = validation_step
 
 
 class Lazy(LitDigits):
@@ -619,31 +556,6 @@ class Twice(LitDigits):
 class Spare(LitDigits):
     def extend(self):
         self.spare = nn.Linear(CLASSES, CLASSES)
-
-
-class Sometimes(LitDigits):
-    def extend(self):
-        self.head = nn.Linear(CLASSES, CLASSES)
-        self.micro_batches = 0
-
-    def forward(self, x):
-        self.micro_batches += self.training
-        return self.head(self.net(x)) if self.micro_batches % 2 else self.net(x)
-
-
-class Gathers(LitDigits):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        logits = self(x)
-        self.all_gather(logits.detach())
-        return F.cross_entropy(logits, y)
-
-
-class Shares(LitDigits):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("shared", loss, sync_dist=True)
-        return loss
 
 
 class Past(LitDigits):

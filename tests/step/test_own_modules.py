@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import Program, Run, apart, checkpoint_of, summary_of
-from own_runs import DDP, go_on, jobs, must_refuse, same_bits, train
+from conftest import Run, summary_of
+from own_runs import DDP, go_on, must_refuse, same_bits, train
 from plain import scalars
 
 from lockstep.checkpoint.resume import key
@@ -19,51 +18,6 @@ SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAvera
 
 
 # --- what a module may do on every layout -----------------------------------------------------------------------------
-
-
-def test_what_a_module_keeps_and_returns_on_scattered_devices(project: Path, tmp_path: Path) -> None:
-    """As on one device: buffers that are changed in place or replaced, outputs in a named tuple."""
-    task = ("max_epochs=1", "pieces=4", "strategy=dp", "devices=1,2")
-    *kept, one_named, dp_named = jobs(project, tmp_path, "Buffers,mine.Named", *task)
-    assert apart(dp_named, one_named) < 1e-10
-    one, dp = (checkpoint_of(run.folder)["state_dict"] for run in kept)
-    assert one["seen"] == dp["seen"] == 21  # of one piece in each step: 6, 6, 6, and the largest of the last
-    assert one["sizes"].tolist() == dp["sizes"].tolist() == [6, 6, 6, 3]
-    assert (kept[1].folder / "train.log").read_text().count("buffer seen of Buffers differs") == 1
-    assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
-    assert one["norm.running_mean"].abs().max() > 1e-3
-    for name in ("norm.running_mean", "norm.running_var"):
-        torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
-
-
-def test_buffers_have_the_same_bits_on_all_layouts_and_after_a_stop(project: Path, tmp_path: Path) -> None:
-    """And what validation scores is what the checkpoint has."""
-    task = ("exact=true", "pieces=4", "callbacks.checkpoint.monitor=val/acc")
-    one, *others = jobs(project, tmp_path / "layouts", "Statistics", *task, "strategy=ddp,dp", "devices=1,3")
-    assert same_bits(one, *others)
-    cut = train(project, tmp_path / "cut", "Statistics", *task, "max_steps=3")
-    assert not same_bits(one, cut), "the control"
-    ended = go_on(project, cut, "max_steps=null", "strategy=ddp", "devices=2")
-    assert same_bits(one, ended)
-    evaluated = Program(tmp_path / "evaluated", "src/evaluate.py", home=project)(
-        f"checkpoint={ended.folder / 'checkpoints/last.ckpt'}", "split=val", "+model._target_=mine.Statistics"
-    )
-    scored = evaluated.summary["metrics"]  # by `test_step`, on the samples of validation
-    assert scored["test/loss"] == pytest.approx(ended.summary["metrics"]["val/loss"], rel=1e-6)
-
-
-def test_a_buffer_without_a_mean_is_refused_on_one_device_too(project: Path, tmp_path: Path) -> None:
-    refused = train(project, tmp_path, "Pointer", "exact=true", ok=False)
-    assert refused.returncode == 2
-    assert "exact=true: the buffer pointer of the module (Pointer) depends on the samples of a piece" in refused.stderr
-
-
-def test_more_ranks_than_validation_samples(project: Path, tmp_path: Path) -> None:
-    """No rank waits for one that has no sample, and what is counted in training meanwhile stays."""
-    few = ("data.val_fraction=0.03", "strategy=ddp", "devices=4", "pieces=8", "val_every=3", "hang_timeout=20")
-    metrics = train(project, tmp_path, "Counts", *few).summary["metrics"]
-    assert metrics["train/seen"] == 87
-    assert 3 * metrics["val/acc"] == pytest.approx(round(3 * metrics["val/acc"])), "of three samples"
 
 
 def test_a_module_without_a_test(project: Path, tmp_path: Path) -> None:
@@ -161,22 +115,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
             "Moves": "its transfer_batch_to_device would get a whole step",
         },
     ),
-    (
-        (*DDP, "pieces=4"),
-        {
-            "Spare": "no gradient has reached spare.weight, spare.bias",
-            "Sometimes": "no gradient has reached head.weight, head.bias in a step's last piece",
-        },
-    ),
-    ((*DDP, "pieces=3", "hang_timeout=20"), {"Gathers": "training_step can't gather from other ranks"}),
-    ((), {"Gathers": "training_step can't gather from other ranks"}),
 ]
-
-
-def test_a_steps_value_with_sync_dist_is_logged_with_a_line(project: Path, tmp_path: Path) -> None:
-    """Ranks have two pieces and one, so it can't be reduced."""
-    run = train(project, tmp_path, "Shares", *DDP, "pieces=3", "max_epochs=1", "hang_timeout=20")
-    assert run.stderr.count("shared, logged in training_step: sync_dist=True has no effect") == 1
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED)

@@ -23,7 +23,7 @@ from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.files import link_file, write
 from lockstep.launch import slurm
-from lockstep.launch.environment import environment
+from lockstep.launch.environment import Environment, environment
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
 from lockstep.text import join_names
 
@@ -34,7 +34,11 @@ NEW_RUN = "init_from= begins a new run with its weights"
 
 
 def load_start(
-    folder: Path, resume: str | None, hydra_files: Mapping[str, str], ranks: Sequence[int]
+    folder: Path,
+    resume: str | None,
+    hydra_files: Mapping[str, str],
+    ranks: Sequence[int],
+    here: Environment | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
     """Return the path and the content of rank zero's checkpoint from which a run continues. All workers must call it.
 
@@ -45,6 +49,7 @@ def load_start(
         resume: the checkpoint that the user has named; at least one machine has it in the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
         ranks: the ranks that write in the folder, from `ranks_writing_in`.
+        here: this rank's place in the run; None: that of this process.
 
     Returns:
         The path and the content; None and an empty dict for a new run.
@@ -52,9 +57,10 @@ def load_start(
     Raises:
         CheckpointError: the checkpoint can't be used.
     """
-    path, best = checkpoint_to_load(folder, resume, hydra_files), paths.best(folder)
+    here = here or environment()
+    path, best = checkpoint_to_load(folder, resume, hydra_files, here), paths.best(folder)
     share_newest(path, ranks)
-    named = resume is not None and not environment().restarts
+    named = resume is not None and not here.restarts
     exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
     if not exists and not named:
         return None, {}
@@ -75,13 +81,16 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str]) -> Path:
+def checkpoint_to_load(
+    folder: Path, resume: str | None, hydra_files: Mapping[str, str], here: Environment | None = None
+) -> Path:
     """Return the path of the checkpoint from which a run continues. It may not exist. All workers must call it."""
+    here = here or environment()
     last = paths.last(folder)
     if resume is None or Path(resume).name == last.name:
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
-    restarted = bool(environment().restarts) or slurm.restarted()
+    restarted = bool(here.restarts) or slurm.restarted(here)
     recorded = folder / ".hydra" / OVERRIDES
     went_back = restarted and recorded.exists() and recorded.read_text() == hydra_files.get(OVERRIDES)
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)

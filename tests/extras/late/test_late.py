@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RANDOM, Program, checkpoint_of, summary_of
+from conftest import Program, checkpoint_of, summary_of
 from own_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
 from plain import QUIET
 from refusals import refused_with
@@ -72,16 +72,6 @@ def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path
     assert not same_as(run.folder, by_hand(2, left_out=1, steps=4))
     held = checkpoint_of(run.folder)["state_dict"]
     assert run.summary["weights_sha256"] == weights_sha256(held)
-
-
-# A tail of one sample, so that ranks have none.
-TASK = (*RANDOM, "model=fast_cnn", "data.samples=55", "data.image_size=19", "batch_size=24", "pieces=6", "exact=true")
-
-
-def test_one_sha256_over_layouts(run_train: Program) -> None:
-    run = run_train(*TASK, *late_by(2), "strategy=ddp,dp", "devices=1,2,3", "-m")
-    found = [summary_of(folder)["weights_sha256"] for folder in run.jobs]
-    assert (len(found), len(set(found))) == (6, 1), found
 
 
 @pytest.mark.parametrize("exact", ["true", "false"])
