@@ -62,6 +62,7 @@ PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, how
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
 settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
+settings.register_profile("nightly", deadline=None)  # see budget() in histories.py and often() in fuzzing.py
 settings.load_profile("ours")
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests share the cores: a thread that waits for another must not spin
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

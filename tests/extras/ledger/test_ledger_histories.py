@@ -1,0 +1,107 @@
+"""Whatever has happened to a run, its ledger is that of an undisturbed one, byte for byte; and a changed one is not
+verified."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Program
+from histories import SHORT, History, budget, failure, step_in, tried
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+JOB = (*SHORT, "max_epochs=2", "checkpoint_every=2", "checkpoint_keep=-1", "extras=[ledger]")
+LAYOUTS = ("strategy=auto devices=1", "strategy=ddp devices=2", "strategy=dp devices=2")
+FAULTS = ["kill@saved:2", "kill@step:5", "kill@saving:4", "term@step:3", "kill@saved:6", "disk@saving:4", ""]
+VERIFY = "scripts/verify.py"
+
+
+@cache
+def undisturbed(home: Path) -> bytes:
+    return (Program(home)(*JOB).folder / "ledger.jsonl").read_bytes()
+
+
+class Ledger(History):
+    """Starts of one run, on changing layouts; its ledger loses its end, or is changed, and is verified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = self.folder / "ledger.jsonl"
+        self.has_lost_a_line = False
+
+    @initialize(fault=st.sampled_from(FAULTS), layout=st.sampled_from(LAYOUTS))
+    def begin(self, fault: str, layout: str) -> None:
+        self._start([*JOB, f"hydra.run.dir={self.folder}"], layout, fault)
+
+    @precondition(lambda self: (step_in(self.folder / "checkpoints" / "last.ckpt") or 0) > 0)
+    @rule(fault=st.sampled_from(FAULTS), layout=st.sampled_from(LAYOUTS))
+    def resume(self, fault: str, layout: str) -> None:
+        self._start([f"resume={self.folder}"], layout, fault)
+
+    @precondition(lambda self: self._lines() and not self.has_lost_a_line)
+    @rule(whole=st.booleans())
+    def lose_the_last_line(self, whole: bool) -> None:
+        """A kill comes before a line is written, or while it is."""
+        self.has_lost_a_line = True
+        self.shell(f"truncate -s -{len(self._lines()[-1]) if whole else 9} {self.ledger}")
+
+    @precondition(lambda self: len(self._lines()) > 2)
+    @rule(choice=st.integers(0, 9), key=st.sampled_from(["weights_sha256", "samples_sha256", "step", "before"]))
+    def change_a_line(self, choice: int, key: str) -> None:
+        """Change a copy of the folder."""
+        lines = self._lines()
+        number = 1 + choice % (len(lines) - 2)  # the last one of a chain can be replaced: nothing follows it
+        line = json.loads(lines[number])
+        line[key] = line[key] + 1 if key == "step" else "0" * 64
+        lines[number] = json.dumps(line, sort_keys=True).encode() + b"\n"
+        copy = self.folder.with_name("changed")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.folder, copy)
+        (copy / "ledger.jsonl").write_bytes(b"".join(lines))
+        run = self.program(f"run={copy}", f"outputs={copy.parent}", script=VERIFY)
+        self.seen["changed"] += 1
+        self.check(run.returncode == 1, f"{key} of line {number + 1} was changed, and verify.py exits otherwise", run)
+
+    def teardown(self) -> None:
+        if self.failed or not self.commands:
+            return
+        self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[len(self.commands) % len(LAYOUTS)], "")
+        run = self.program(f"run={self.folder}", f"outputs={self.folder.parent}", "steps=1", script=VERIFY)
+        self.check(run.returncode == 0 and "proven: steps" in run.stdout, "not verified", run)
+
+    def _lines(self) -> list[bytes]:
+        return self.ledger.read_bytes().splitlines(keepends=True) if self.ledger.exists() else []
+
+    def _start(self, how: list[str], layout: str, fault: str) -> None:
+        run = self.program(*how, *layout.split(), fault=fault)
+        self.has_lost_a_line = self.has_lost_a_line and run.returncode == -9
+        self.seen[f"{fault.partition('@')[0] or 'undisturbed'}: exit {run.returncode}"] += 1
+        self.check(run.returncode in (0, -9, 143, 1), f"exit {run.returncode}", run)
+        if run.returncode == 0:
+            self.seen["completed"] += 1
+            same = self.ledger.read_bytes() == undisturbed(self.home / "undisturbed")
+            self.typed(f"sha256sum {self.ledger}")
+            self.check(same, "another ledger than that of an undisturbed run", run)
+
+
+def test_a_disturbed_run_has_the_ledger_of_an_undisturbed_one(tmp_path: Path) -> None:
+    seen = tried(Ledger, tmp_path, budget(3, 50, steps=3))
+    assert seen["completed"] >= seen["histories"], seen
+    assert seen["changed"], seen
+
+
+def test_a_run_that_goes_on_wrongly_is_found(tmp_path: Path) -> None:
+    """The control: the first step of a start that resumes is taken back."""
+
+    class Short(Ledger):
+        begin = resume = lose_the_last_line = change_a_line = None  # type: ignore[assignment]
+
+        @precondition(lambda self: not self.commands)
+        @rule()
+        def killed(self) -> None:
+            self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@step:3")
+
+    assert failure(Short, tmp_path, "skip@resumed").startswith("another ledger")
