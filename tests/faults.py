@@ -2,9 +2,9 @@
 
 A fault is `<what>@<moment>:<step>`, and of a sweep `<what>@<moment>:<step>/<job>`.
 
-What: `kill` (SIGKILL to the process group of the program), `job` (to that of a sweep's job), `worker` (to the last rank,
-unless it is a restart already), `term` (SIGTERM to the group), `disk` (no file can grow above 1,000 bytes), `fail` (an
-error).
+What: `kill` (SIGKILL to the process group of the program), `job` (to that of a sweep's job), `worker` (to the last
+rank, unless it is a restart already), `term` (SIGTERM to the group), `disk` (no file can grow above 1,000 bytes),
+`fail` (an error).
 
 Moments: `start` (before the first step), `step` (after an optimizer step, before it is saved), `validation` (before
 one), `saving` (half of last.ckpt is written), `saved` (last.ckpt is replaced), `end` (after the last step).
@@ -45,7 +45,10 @@ class Fault:
     def is_now(self, moment: str, step: int) -> bool:
         from hydra.core.hydra_config import HydraConfig
 
-        return (moment, step) == (self.moment, self.step) and self.job in (-1, HydraConfig.get().job.get("num", -1))
+        return (moment, step) == (self.moment, self.step) and self.job in (
+            -1,
+            getattr(HydraConfig.get().job, "num", -1),
+        )
 
     def strike(self, rank: int = 0, world_size: int = 1) -> None:
         from lockstep.launch.environment import environment
@@ -135,6 +138,8 @@ def plant_wrong_resume(checkpoint: Any, what: str) -> None:
 
 
 if __name__ == "__main__":
+    if os.getpgrp() != FIRST:  # in a script: `kill` means this program, not the shell
+        os.setpgrp()
     sys.path[0] = str(ROOT / "src")
     sys.argv[0] = str(ROOT / "src" / "train.py")
     if "FAULT" in os.environ:

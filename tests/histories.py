@@ -16,7 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 SHORT = (
     *("data=synthetic", "data.samples=40", "data.image_size=12", "data.num_classes=3", "data.val_fraction=0.25"),
-    *("data.augment={crop:1,flip:true,fill:zero}", "model.dropout=0.25", "optimizer=adamw", "lr=0.01", "accelerator=cpu"),
+    *(
+        "data.augment={crop:1,flip:true,fill:zero}",
+        "model.dropout=0.25",
+        "optimizer=adamw",
+        "lr=0.01",
+        "accelerator=cpu",
+    ),
     *("batch_size=12", "pieces=6", "exact=true", "threads=1", "logger=none", "callbacks.console=null"),
 )
 
@@ -85,9 +91,10 @@ class History(RuleBasedStateMachine):
 
 def tried(machine: type[History], home: Path, how: settings, planted: str = "") -> Counter[str]:
     """Try a machine's histories in a folder, and return what was seen."""
-    here = type(machine.__name__, (machine,), {"home": home, "seen": Counter(), "planted": planted})
+    here: Any = type(machine.__name__, (machine,), {"home": home, "seen": Counter(), "planted": planted})
     run_state_machine_as_test(here, settings=how)
-    return here.seen
+    seen: Counter[str] = here.seen
+    return seen
 
 
 def failure(machine: type[History], home: Path, planted: str) -> str:

@@ -40,6 +40,7 @@ KINDS = {  # the modes that a format keeps without loss
     "PPM": ("1", "L", "RGB", "I;16"),
     "GIF": ("L", "P"),
     "WEBP": ("RGB", "RGBA"),
+    "JPEG": ("L", "RGB", "CMYK"),  # with a loss: as Pillow reads it
 }
 ENDINGS = (".png", ".jpg", ".tif", ".gif", ".bmp", ".webp", ".ppm", ".JPEG")  # of which most are wrong ones
 
@@ -85,13 +86,13 @@ def pictures(draw: st.DrawFn) -> Picture:
     size = draw(array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=draw(st.sampled_from([3, 40]))))
     stored = draw(arrays(np.uint8, (*size, 4), elements=st.integers(0, 255), fill=st.integers(0, 255)))
     palette = draw(arrays(np.uint8, (draw(st.integers(2, 256)), 3)))
-    orientation = draw(st.sampled_from([1, *UPRIGHT])) if kind in ("PNG", "TIFF", "WEBP") else 1
+    orientation = draw(st.sampled_from([1, *UPRIGHT])) if kind in ("PNG", "TIFF", "WEBP", "JPEG") else 1
     match mode:
         case "1":
             image = Image.fromarray(stored[..., 0] % 2 * np.uint8(255)).convert("1", dither=Image.Dither.NONE)
         case "P":
             stored = stored % np.uint8(min(255, len(palette)))
-            image = Image.frombytes(mode, size[::-1], stored[..., 0].tobytes())
+            image = Image.frombytes(mode, (size[1], size[0]), stored[..., 0].tobytes())
             image.putpalette(palette.tobytes())
         case "I;16":
             deep = stored[..., 0].astype(np.uint16) * 257 + stored[..., 1] % 2 - (stored[..., 0] > 0)
@@ -101,18 +102,21 @@ def pictures(draw: st.DrawFn) -> Picture:
         case "F":
             image = Image.fromarray(stored[..., 0].astype(np.float32))
         case "LA":
-            image = Image.frombytes(mode, size[::-1], stored[..., (0, 3)].tobytes())
+            image = Image.frombytes(mode, (size[1], size[0]), stored[..., (0, 3)].tobytes())
         case _:
-            image = Image.frombytes(mode, size[::-1], stored[..., : len(mode)].tobytes())
+            image = Image.frombytes(mode, (size[1], size[0]), stored[..., : len(mode)].tobytes())
     options: dict[str, Any] = {"lossless": True, "exact": True} if kind == "WEBP" else {}
     if orientation != 1 or draw(st.booleans()):
         exif = Image.Exif()
         exif[ORIENTATION] = orientation
         options |= {"exif": exif} if kind != "TIFF" else {"tiffinfo": {ORIENTATION: orientation}}
-        options = options if kind in ("PNG", "TIFF", "WEBP") else {}
+        options = options if kind in ("PNG", "TIFF", "WEBP", "JPEG") else {}
     file = io.BytesIO()
     image.save(file, kind, **options)
     colours = shown(stored, mode, palette)
+    if kind == "JPEG":
+        with Image.open(file) as lossy:
+            colours = np.asarray(lossy.convert("RGB")) * 1.0
     return Picture(kind, mode, file.getvalue(), None if colours is None else UPRIGHT[orientation](colours))
 
 

@@ -4,7 +4,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import Program
 from histories import SHORT, History, budget, failure, outcome, tried
 from hypothesis import strategies as st
