@@ -45,10 +45,8 @@ class Fault:
     def is_now(self, moment: str, step: int) -> bool:
         from hydra.core.hydra_config import HydraConfig
 
-        return (moment, step) == (self.moment, self.step) and self.job in (
-            -1,
-            getattr(HydraConfig.get().job, "num", -1),
-        )
+        is_now = (moment, step) == (self.moment, self.step)
+        return is_now and (self.job < 0 or self.job == HydraConfig.get().job.num)  # only a sweep's job has a number
 
     def strike(self, rank: int = 0, world_size: int = 1) -> None:
         from lockstep.launch.environment import environment

@@ -26,6 +26,8 @@ FAULTS = [
 ]
 # The exit codes that a start may have: it is not disturbed if it begins behind the fault's step.
 CODES = {"kill": {0, -9}, "worker": {0}, "term": {0, 143}, "disk": {0, 1}, "fail": {0, 1}, "": {0}}
+# Their programs are started without fixtures, and take a minute.
+pytestmark = [pytest.mark.usefixtures("run_train"), pytest.mark.slow]
 
 
 @cache

@@ -146,7 +146,7 @@ def damaged(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> byt
     return bytes(found)
 
 
-@often(150)
+@often(40)
 @given(edits=edits)
 def test_damaged_bytes(saved: Saved, edits: list[tuple[str, float, float, bytes]]) -> None:
     """A file whose checksums are right may still be read: a zip has bytes that nobody reads."""
@@ -216,7 +216,7 @@ def changed(content: dict[str, Any], changes: list[tuple[float, str, Any]]) -> d
     return content
 
 
-@often(100)
+@often(30)
 @given(changes=changes)
 def test_another_structure(saved: Saved, changes: list[tuple[float, str, Any]]) -> None:
     content = changed(saved.content, changes)

@@ -120,7 +120,7 @@ def folders(draw: st.DrawFn) -> Folder:
     return Folder(images, others, plain and layout not in (("train/",), ("Train/", "test/")))
 
 
-@often(100)
+@often(30)
 @given(what=folders())
 @example(what=Folder({"cat/1.png": 0, "dog/1.png": 1}, [], plain=True))
 def test_folders(home: Path, what: Folder) -> None:
@@ -208,7 +208,7 @@ def tables(draw: st.DrawFn) -> Table:
     return Table(content.encode(coding, "replace"), meant if coding.startswith("utf-8") else {}, plain)
 
 
-@often(150)
+@often(40)
 @given(table=tables())
 def test_lists(home: Path, table: Table) -> None:
     root = emptied(home / "list")
@@ -277,7 +277,7 @@ def opened_shards(root: Path) -> Any:
     return result_or_line(lambda: open_data(config("shards", **SMALL, index_dir=str(root.parent / "index")), str(root)))
 
 
-@often(100)
+@often(30)
 @given(what=tar_members())
 def test_shards(home: Path, what: Members) -> None:
     shutil.rmtree(home / "index", ignore_errors=True)
@@ -329,7 +329,7 @@ TAR = [
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
-@often(100)
+@often(30)
 @given(edits=damage())
 def test_damaged_shards(home: Path, kind: str, edits: list[tuple[str, int, bytes]]) -> None:
     """Each image that is read has the pixels that were written, or is refused: PNG files have checksums."""

@@ -135,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("images")
 
 
-@often(150)
+@often(40)
 @given(picture=pictures(), ending=st.sampled_from(ENDINGS), channels=st.sampled_from([1, 3]))
 def test_pixels_are_those_that_were_stored(folder: Path, picture: Picture, ending: str, channels: int) -> None:
     files = opened(folder, f"image{ending}", picture.content, channels)
@@ -181,7 +181,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
-@often(150)
+@often(40)
 @given(content=damaged(), channels=st.sampled_from([1, 3]))
 def test_damage_is_refused_or_as_pillow_shows_it(folder: Path, content: bytes, channels: int) -> None:
     files = opened(folder, "image.png", content, channels)

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import Program
 from histories import SHORT, History, budget, failure, outcome, tried
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ FAULTS = [
 ]
 CODES = {"kill": {0, -9}, "job": {0, 1}, "fail": {0, 1}, "disk": {0, 1}, "term": {0, 143}, "": {0}}
 STATUSES = {"job": "failed", "fail": "failed", "disk": "failed", "term": "interrupted"}
+# Their programs are started without fixtures, and take a minute.
+pytestmark = [pytest.mark.usefixtures("run_train"), pytest.mark.slow]
 
 
 @cache

@@ -6,6 +6,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+import pytest
 from conftest import Program
 from histories import SHORT, History, budget, failure, step_in, tried
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ JOB = (*SHORT, "max_epochs=2", "checkpoint_every=2", "checkpoint_keep=-1", "extr
 LAYOUTS = ("strategy=auto devices=1", "strategy=ddp devices=2", "strategy=dp devices=2")
 FAULTS = ["kill@saved:2", "kill@step:5", "kill@saving:4", "term@step:3", "kill@saved:6", "disk@saving:4", ""]
 VERIFY = "scripts/verify.py"
+# Their programs are started without fixtures, and take a minute.
+pytestmark = [pytest.mark.usefixtures("run_train"), pytest.mark.slow]
 
 
 @cache
