@@ -153,9 +153,16 @@ def test_pixels_are_those_that_were_stored(folder: Path, picture: Picture, endin
 
 
 def test_the_control_a_wrong_turn_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[ORIENTATION] = 6
+    Image.frombytes("L", (3, 2), bytes(range(0, 240, 40))).save(file, "PNG", exif=exif)
+    stored = np.repeat(np.arange(0, 240, 40.0).reshape(2, 3, 1), 3, 2)
+    picture = Picture("PNG", "L", file.getvalue(), UPRIGHT[6](stored))
+    check: Any = test_pixels_are_those_that_were_stored
+    check.hypothesis.inner_test(folder, picture, ".png", 3)
     monkeypatch.setattr("project.data.labelled.ImageOps.exif_transpose", lambda image, in_place: None)
     with pytest.raises(AssertionError):
-        test_pixels_are_those_that_were_stored(folder)
+        check.hypothesis.inner_test(folder, picture, ".png", 3)
 
 
 @st.composite
