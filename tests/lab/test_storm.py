@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from campaigns.cuts import command_of, folders_written_by, overlaps, parent_of, without_children
+from campaigns.fleet import traceback_of_program
 from campaigns.goodput import draw, goodput, groups_of
 from campaigns.storm import CUT, KILLED, SERVER, Plan
 
@@ -51,6 +52,15 @@ def test_a_storm_is_drawn(tmp_path: Path) -> None:
     storm = goodput([*CALM, *AFTER], began=15.0, ended=40.0, strikes=[(1.0, CUT), (5.5, KILLED)])
     draw({"one": storm, "two": storm}, tmp_path / "storm.png")
     assert (tmp_path / "storm.png").stat().st_size > 10_000
+
+
+def test_a_traceback_of_torchrun_is_not_the_programs() -> None:
+    prefix = "E1126 17:18:31.431000 23959 torch/distributed/elastic/agent/server/api.py:1007] "
+    torchruns = f"completed\n{prefix}Error waiting on exit barrier.\n{prefix}Traceback (most recent call last):\n"
+    own = "Traceback (most recent call last):\n  ...\nKeyError: 1\n"
+    assert traceback_of_program(torchruns) == ""
+    assert traceback_of_program(torchruns + own) == own
+    assert traceback_of_program(own) == own
 
 
 def test_the_hosts_schedule() -> None:

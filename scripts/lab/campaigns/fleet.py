@@ -222,5 +222,15 @@ class Fleet:
             time.sleep(0.1)
         if left:
             self.problems.append(f"{len(left)} processes left behind on {name}")
-        if process.code == 0 and "Traceback" in process.text:  # torchrun prints one itself if it fails
-            self.problems.append(f"a traceback on the console of {name}")
+        if process.code == 0 and (traceback := traceback_of_program(process.text)):
+            self.problems.append(f"a traceback on the console of {name}:\n{traceback}")
+
+
+def traceback_of_program(text: str) -> str:
+    """Return a console's text from the first traceback of the program on, or an empty text.
+
+    torchrun logs tracebacks of its own, such as when another machine's torchrun ends first. Each of their lines begins
+    with the logger's prefix.
+    """
+    at = f"\n{text}".find("\nTraceback")
+    return text[at:] if at >= 0 else ""
