@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fuzzing import often, refused_line, result_or_line
-from hypothesis import event, given
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from PIL import Image
@@ -144,7 +144,6 @@ def test_pixels_are_those_that_were_stored(folder: Path, picture: Picture, endin
         assert "32 bits per channel" in line
         return
     image, label = files.whole(0)
-    event(f"{picture.kind} {picture.mode}")
     right = picture.shown if channels == 3 else picture.shown @ [[0.299], [0.587], [0.114]]
     assert (tuple(image.shape), label) == ((channels, *right.shape[:2]), 0)
     far = np.abs(image.numpy().transpose(1, 2, 0) - right).max()
