@@ -1,6 +1,7 @@
 """Promise 6: killed at any moment, a run goes on to the bitwise same end; and promise 9, through the programs.
 
-scripts/lab/chaos.py does the same at random and at length; here each case is one that a reader can follow.
+test_promise_6_histories.py and scripts/lab/chaos.py do the same at random; here each case is one that a reader can
+follow.
 """
 
 import os

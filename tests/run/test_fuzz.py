@@ -11,18 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import composed
-from PIL import Image
 
-from lockstep.checkpoint import io as checkpoint_io
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import Config, check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run import cli
 from project.data.files import read_idx
-from project.data.folders import class_folders
 
 SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12")
 
@@ -61,34 +57,6 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-PLAIN: dict[str, Any] = {
-    "state_dict": {"net.weight": torch.arange(6.0).reshape(2, 3)},
-    "pytorch-lightning_version": "2.6.6",
-    "lockstep": {"config": {"lr": 0.1, "name": "größer"}, "fingerprint": None},
-}
-
-
-def test_checkpoints(tmp_path: Path) -> None:
-    """One that is damaged is refused, unless what it holds is not touched: a zip has bytes that nobody reads."""
-    rng, path = random.Random(1), tmp_path / "last.ckpt"
-    checkpoint_io.save(PLAIN, path)
-    path.write_bytes(path.read_bytes().replace(PLAIN["state_dict"]["net.weight"].numpy().tobytes(), bytes(24)))
-    assert not torch.load(path, weights_only=True)["state_dict"]["net.weight"].any(), "the control: torch loads this"
-    assert not accepted(lambda: checkpoint_io.load(path))
-    checkpoint_io.save(PLAIN, path)
-    content = path.read_bytes()
-    refused = 0
-    for _ in range(300):
-        path.write_bytes(mutated(content, rng))
-        if accepted(lambda: checkpoint_io.load(path)):
-            assert repr(checkpoint_io.load(path)) == repr(PLAIN), "damaged, and loaded all the same"
-        else:
-            refused += 1
-    assert refused > 150
-
-
 # --- IDX files --------------------------------------------------------------------------------------------------------
 
 
@@ -112,25 +80,6 @@ def test_idx_files(tmp_path: Path, packed: bool, dimensions: int) -> None:
             found = read_idx(path, dimensions)
             assert found.ndim == dimensions
             assert found.dtype == np.uint8
-
-
-# --- image folders ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"])
-def test_images(tmp_path: Path, kind: str) -> None:
-    rng = random.Random(kind)
-    (tmp_path / "some").mkdir()
-    path = tmp_path / "some" / ("image.png" if kind == "GIF" else f"image.{kind.lower()}")  # a name may be wrong
-    Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path, format=kind)
-    content = path.read_bytes()
-    dataset = class_folders(tmp_path, image_size=8, channels=3)[0]
-    assert accepted(lambda: dataset[0])
-    for _ in range(60):
-        path.write_bytes(mutated(content, rng))
-        if accepted(lambda: dataset[0]):
-            image, label = dataset[0]
-            assert (image.shape, image.dtype, label) == ((3, 8, 8), torch.uint8, 0)
 
 
 # --- config values ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 The run's folder gets the new config after the first step, because nothing is refused after that.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
@@ -17,7 +19,8 @@ from lockstep.checkpoint.io import CheckpointError, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate, parameters
-from lockstep.config.value_checks import show
+from lockstep.config.schema import ResumableCheckpoint
+from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
 from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError, WorkerFailed
@@ -30,6 +33,7 @@ from lockstep.text import join_names
 LOG = logging.getLogger("lockstep")
 # Options of a data set that do not change which samples it has.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
+check_resumable = checker(ResumableCheckpoint)
 NEW_RUN = "init_from= begins a new run with its weights"
 
 
@@ -78,6 +82,12 @@ def _load(path: Path) -> dict[str, Any]:
     content = checkpoint_io.load(path, broadcast=True)
     if not {"lockstep", "continuation"} <= content.keys():
         raise CheckpointError(f"{path}: it lacks what a run of this version saves, so none can continue: {NEW_RUN}")
+    try:
+        check_resumable("checkpoint", {name: content.get(name) for name in ("global_step", "lockstep", "continuation")})
+        json.dumps(content["lockstep"]["config"])  # plain values only: no tensor can be compared with an option
+    except (UserError, TypeError, ValueError, RecursionError) as error:
+        wrong = str(error).partition(": ")[0][:200]
+        raise CheckpointError(f"{path}: not as a run of this version saves it ({wrong}): {NEW_RUN}") from None
     return content
 
 
@@ -218,7 +228,7 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
 
 def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
     """Check that the weights of a checkpoint have the names and the shapes of the module's."""
-    saved_shapes, shapes = ({name: list(each.shape) for name, each in side.items()} for side in (saved, weights))
+    saved_shapes, shapes = ({name: _shape(each) for name, each in side.items()} for side in (saved, weights))
     for name in sorted(saved_shapes.keys() | shapes.keys()):
         saved_shape, shape = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
         if saved_shape != shape:
@@ -226,6 +236,11 @@ def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str
                 f"{path} has the weights of another network ({name} is {saved_shape} there and {shape} in this model): "
                 "give the same model=, or init_from= to begin a new run with the weights that fit"
             )
+
+
+def _shape(value: Any) -> Any:
+    """Return the shape of a tensor; a module's own entry in a state_dict may be none."""
+    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
 
 
 def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:
