@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program, Run, composed
+from conftest import ROOT, Program, Run, composed
 from refusals import checked, refused, refused_with
 
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import check as config
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import check
-from lockstep.config.value_checks import ROOT
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.launch import machine
