@@ -36,13 +36,13 @@ class Project:
         return self.source / "train.py"
 
 
-def use_project_of(program: Path | str) -> None:
-    """Make the project of a program's file the one of this process and of the processes that it starts.
+def use_project_of(path: Path | str) -> None:
+    """Make the project of a file or folder the one of this process and of the processes that it starts.
 
     Raises:
-        UserError: no folder above the file is a project.
+        UserError: neither the path nor a folder above it is a project.
     """
-    os.environ[VARIABLE] = str(_find(Path(program).resolve().parent, f"{program} is in no project"))
+    os.environ[VARIABLE] = str(_find(Path(path).resolve()))
     project.cache_clear()
 
 
@@ -55,11 +55,11 @@ def project() -> Project:
     """
     if root := os.environ.get(VARIABLE):
         return Project(Path(root))
-    return Project(_find(Path.cwd(), f"{Path.cwd()} is in no project"))
+    return Project(_find(Path.cwd()))
 
 
-def _find(folder: Path, problem: str) -> Path:
-    for parent in (folder, *folder.parents):
+def _find(path: Path) -> Path:
+    for parent in (path, *path.parents):
         if (parent / "conf" / "train.yaml").is_file():
             return parent
-    raise UserError(f"{problem}: the project's folder has conf/train.yaml")
+    raise UserError(f"{path} is in no project: the project's folder has conf/train.yaml")

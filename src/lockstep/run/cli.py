@@ -54,7 +54,7 @@ class RunFailed(BaseException):
     """
 
 
-def command(program: Program, config_name: str, file: str, config_folder: Path | None = None) -> NoReturn:
+def command(program: Program, config_name: str, file: str | None = None, config_folder: Path | None = None) -> NoReturn:
     """Run `program(config, run folder)` under Hydra, once or for every job of a sweep, and exit.
 
     Exit codes: 0 completed, 1 failed (a run, or any job of a sweep), 2 bad input, 130 interrupted from the keyboard,
@@ -63,7 +63,8 @@ def command(program: Program, config_name: str, file: str, config_folder: Path |
     Args:
         program: the program's work, such as `train`.
         config_name: the program's config, such as `train`.
-        file: the program's own file, `__file__`. The project is the folder above it that has `conf/train.yaml`.
+        file: the program's own file, `__file__`. The project is the folder above it that has `conf/train.yaml`. None: the
+            project above the working folder.
         config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra does not get
             this argument. None: `conf/`. For another folder, the caller must also add it to `hydra.searchpath`.
     """
@@ -71,7 +72,7 @@ def command(program: Program, config_name: str, file: str, config_folder: Path |
         set_parent_death_signal(int(parent))
     # SIGUSR1 asks for a checkpoint. Until workers run, there is nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    use_project_of(file)
+    use_project_of(file or os.curdir)
     import_path = filter(None, [str(project().source), os.environ.get("PYTHONPATH")])  # for jobs of a Hydra launcher
     export(**{STARTED: str(command_started_at), "PYTHONPATH": os.pathsep.join(import_path)})
     disable_garbage_collector()
