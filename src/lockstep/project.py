@@ -1,6 +1,8 @@
 """The project whose programs run: the folder that a user owns, with `conf/`, `src/` and `outputs/`."""
 
 import os
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,18 +50,22 @@ def use_project_of(path: Path | str) -> None:
 
 @cache
 def project() -> Project:
-    """Return the project of this process: that of the command, else the nearest one above the working folder.
+    """Return the project of this process.
+
+    It is that of the command, else the nearest one above the working folder, else the one that is installed in this
+    environment by `pip install -e`, whose `src/` is then in Python's import path.
 
     Raises:
-        UserError: the working folder is in no project.
+        UserError: there is none.
     """
     if root := os.environ.get(VARIABLE):
         return Project(Path(root))
-    return Project(_find(Path.cwd()))
+    installed = [Path(folder).parent for folder in sys.path if Path(folder).name == "src"]
+    return Project(_find(Path.cwd(), installed))
 
 
-def _find(path: Path) -> Path:
-    for parent in (path, *path.parents):
-        if (parent / "conf" / "train.yaml").is_file():
-            return parent
+def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
+    for folder in (path, *path.parents, *installed):
+        if (folder / "conf" / "train.yaml").is_file():
+            return folder
     raise UserError(f"{path} is in no project: the project's folder has conf/train.yaml")

@@ -63,8 +63,8 @@ def command(program: Program, config_name: str, file: str | None = None, config_
     Args:
         program: the program's work, such as `train`.
         config_name: the program's config, such as `train`.
-        file: the program's own file, `__file__`. The project is the folder above it that has `conf/train.yaml`. None: the
-            project above the working folder.
+        file: the program's own file, `__file__`. The project is the folder above it that has `conf/train.yaml`. None:
+            see `project`.
         config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra does not get
             this argument. None: `conf/`. For another folder, the caller must also add it to `hydra.searchpath`.
     """
@@ -72,7 +72,7 @@ def command(program: Program, config_name: str, file: str | None = None, config_
         set_parent_death_signal(int(parent))
     # SIGUSR1 asks for a checkpoint. Until workers run, there is nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    use_project_of(file or os.curdir)
+    use_project_of(file or project().root)
     import_path = filter(None, [str(project().source), os.environ.get("PYTHONPATH")])  # for jobs of a Hydra launcher
     export(**{STARTED: str(command_started_at), "PYTHONPATH": os.pathsep.join(import_path)})
     disable_garbage_collector()
