@@ -49,7 +49,7 @@ def test_without_a_program_it_is_the_one_above_the_working_folder(
 
 
 def test_no_project_is_said_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is in no project: the project's folder has conf/train.yaml"):
+    with pytest.raises(UserError, match=r"is in no project: the project's folder has conf/train\.yaml"):
         project()
     with pytest.raises(UserError, match="is in no project"):
         use_project_of(tmp_path / "train.py")
