@@ -31,9 +31,11 @@ from lockstep.config import check as config_check
 from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
+from lockstep.project import project as current_project
 
 pytest_plugins = ["kinds"]
 ROOT = Path(__file__).resolve().parent.parent
+current_project()  # pytest runs in the project's folder; a test may leave it
 MARK = "LOCKSTEP_TEST_SESSION"
 # A run of six short steps an epoch.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")

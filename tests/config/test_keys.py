@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import composed
+from conftest import ROOT, composed
 from PIL import Image
 from torch import Tensor, nn
 from written_shards import write_tar
@@ -22,7 +22,7 @@ from written_shards import write_tar
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Keys, RunKeys
-from lockstep.config.value_checks import ROOT, options
+from lockstep.config.value_checks import options
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError

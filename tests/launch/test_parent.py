@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate
-from lockstep.config.value_checks import ROOT
 from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch import logs, parent
 from lockstep.launch.failures import user_code_location

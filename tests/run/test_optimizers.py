@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Program, Run, apart, summary_of
+from conftest import ROOT, TINY, Program, Run, apart, summary_of
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +20,6 @@ from lockstep.config import check as config_check
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate, parameters
-from lockstep.config.value_checks import CONF
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.optimizers import training_arguments, without_defaulted
@@ -386,7 +385,7 @@ def test_a_constructors_own_default_yields_to_what_the_user_gives_only(
 
 
 def test_the_keys_of_an_experiment_count_as_given() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         made = hydra_compose("train", ["experiment=mnist_cnn"], return_hydra_config=True)
     HydraConfig.instance().set_config(made)
     try:
