@@ -129,11 +129,11 @@ PARTS = ("status", "weights_sha256", "steps", "samples_seen", "tested_step")  # 
 def outcome(folder: Path, parts: Sequence[str] = (*PARTS, "metrics", "best")) -> dict[str, Any]:
     """Return what a run must end with, however it was disturbed."""
     summary = json.loads((folder / "summary.json").read_text())
-    found = {key: summary[key] for key in parts if key in PARTS}
+    actual = {key: summary[key] for key in parts if key in PARTS}
     if "metrics" in parts and summary["metrics"]:
-        found |= {key: round(value, 5) for key, value in summary["metrics"].items()}
+        actual |= {key: round(value, 5) for key, value in summary["metrics"].items()}
     if "best" in parts and (best := folder / "checkpoints" / "best.ckpt").exists():
         content = torch.load(best, weights_only=True)
         weights = sum(float(each.double().abs().sum()) for each in content["state_dict"].values())
-        found |= {"best": content["global_step"], "weights of the best": weights}
-    return found
+        actual |= {"best": content["global_step"], "weights of the best": weights}
+    return actual

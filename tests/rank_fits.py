@@ -95,8 +95,8 @@ def splits(train: int = SAMPLES, evaluated: int = SAMPLES) -> Splits:
     """Return data whose samples are the first ones of the same set."""
     numbers = torch.Generator().manual_seed(0)
     dataset = Numbers(torch.randn(SAMPLES, FEATURES, generator=numbers), torch.arange(SAMPLES) % CLASSES)
-    held_out = Subset(dataset, range(evaluated))
-    return Splits(Subset(dataset, range(train)), held_out, held_out, Spec(1, 2, tuple("abc")), "")
+    validation_part = Subset(dataset, range(evaluated))
+    return Splits(Subset(dataset, range(train)), validation_part, validation_part, Spec(1, 2, tuple("abc")), "")
 
 
 def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int = 6, **options: Any) -> Layout:

@@ -59,8 +59,8 @@ class RunFolder(History):
     @rule(choice=st.integers(0, STEPS), layout=st.sampled_from(LAYOUTS), fault=st.sampled_from(FAULTS))
     def go_back(self, choice: int, layout: str, fault: str) -> None:
         """Start again from an older checkpoint: what was the best may be of steps that no longer count."""
-        kept = sorted(self.folder.glob("checkpoints/step_*.ckpt"))
-        self._start([f"resume={kept[choice % len(kept)]}"], layout, fault)
+        remaining = sorted(self.folder.glob("checkpoints/step_*.ckpt"))
+        self._start([f"resume={remaining[choice % len(remaining)]}"], layout, fault)
 
     @precondition(lambda self: self.last.exists())
     @rule()
@@ -117,8 +117,10 @@ class RunFolder(History):
             self.check((now or 0) >= (step or 0), f"last.ckpt is of step {now}, and was of step {step}", run)
 
     def _check_outcome(self, run: Run) -> None:
-        found, right = outcome(self.folder), undisturbed(self.home / "undisturbed")
-        differing = [f"{key} {found.get(key)} instead of {right[key]}" for key in right if found.get(key) != right[key]]
+        actual, right = outcome(self.folder), undisturbed(self.home / "undisturbed")
+        differing = [
+            f"{key} {actual.get(key)} instead of {right[key]}" for key in right if actual.get(key) != right[key]
+        ]
         self.typed(f"grep weights_sha256 {self.folder}/summary.json  # undisturbed: {right['weights_sha256']}")
         self.check(not differing, f"{', '.join(differing)}", run)
 
@@ -130,10 +132,10 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", ["skip@resumed", "forget@resumed"])
-def test_a_resume_that_goes_on_wrongly_is_found(tmp_path: Path, planted: str) -> None:
+def test_a_resume_that_goes_on_wrongly_is_detected(tmp_path: Path, planted: str) -> None:
     """The controls: a step that is taken back, and an optimizer that begins anew."""
-    said = failure(RunFolder, tmp_path, planted)
-    assert "weights_sha256" in said
+    output = failure(RunFolder, tmp_path, planted)
+    assert "weights_sha256" in output
 
 
 def test_a_failing_history_can_be_typed(tmp_path: Path) -> None:
@@ -147,8 +149,8 @@ def test_a_failing_history_can_be_typed(tmp_path: Path) -> None:
         def killed(self) -> None:
             self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@step:3")
 
-    said = failure(Short, tmp_path, "skip@resumed")
-    commands = said.partition("history:\n")[2].partition("\n\n")[0]
+    output = failure(Short, tmp_path, "skip@resumed")
+    commands = output.partition("history:\n")[2].partition("\n\n")[0]
     *_, last = commands.splitlines()
     right = last.rpartition(": ")[2]
     for wrong, text in ((True, commands), (False, commands.replace("FAULT=skip@resumed", ""))):

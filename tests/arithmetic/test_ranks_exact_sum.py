@@ -99,7 +99,7 @@ def test_a_sum_in_floating_point_has_other_bits(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("owners", [[[0, 1, 2, 3], [4, 5]], [[0, 1, 2, 3], [4, 5, 6, 6]], [[0, 1], [2, 3], [4, 5, 5]]])
-def test_a_missing_or_repeated_piece_is_found(ranks: Ranks, owners: list[list[int]]) -> None:
+def test_a_missing_or_repeated_piece_is_detected(ranks: Ranks, owners: list[list[int]]) -> None:
     expected = alone()
     for result in ranks(len(owners), lambda rank: sums(owners, rank)):
         assert not same(result, expected)
@@ -147,7 +147,7 @@ def test_a_step_sends_one_message_also_if_a_tensor_never_has_a_value(ranks: Rank
 
 
 @pytest.mark.parametrize("names", ["abcde", ""])
-def test_a_damaged_message_is_found_by_the_rank_that_gets_it(ranks: Ranks, names: str) -> None:
+def test_a_damaged_message_is_detected_by_the_rank_that_gets_it(ranks: Ranks, names: str) -> None:
     owners, expected = LAYOUTS[1], alone()
 
     def of_rank(rank: int) -> Any:

@@ -102,8 +102,8 @@ def initial(saved: Saved) -> dict[str, Any]:
     return dict(module.state_dict())
 
 
-def same(found: dict[str, Any], right: dict[str, Any]) -> bool:
-    return found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+def same(actual: dict[str, Any], right: dict[str, Any]) -> bool:
+    return actual.keys() == right.keys() and all(torch.equal(actual[name], right[name]) for name in right)
 
 
 def test_a_whole_checkpoint_is_read(saved: Saved) -> None:
@@ -129,21 +129,21 @@ edits = st.lists(
 
 
 def damaged(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> bytes:
-    found = bytearray(content)
+    actual = bytearray(content)
     for what, where, elsewhere, text in edits:
-        at, other = int(where * len(found)), int(elsewhere * len(found))
+        at, other = int(where * len(actual)), int(elsewhere * len(actual))
         match what:
             case "cut":
-                del found[at:]
+                del actual[at:]
             case "change":
-                found[at : at + len(text)] = text
+                actual[at : at + len(text)] = text
             case "remove":
-                del found[at : at + len(text)]
+                del actual[at : at + len(text)]
             case "insert":
-                found[at:at] = text
+                actual[at:at] = text
             case "copy":
-                found[at : at + len(text)] = found[other : other + len(text)]
-    return bytes(found)
+                actual[at : at + len(text)] = actual[other : other + len(text)]
+    return bytes(actual)
 
 
 @often(40)
@@ -155,10 +155,10 @@ def test_damaged_bytes(saved: Saved, edits: list[tuple[str, float, float, bytes]
     saved.path.parent.mkdir(exist_ok=True)
     saved.path.write_bytes(damaged(file.getvalue(), edits))
     for read in (resumed, initial):
-        found, line = result_or_line(partial(read, saved))
+        actual, line = result_or_line(partial(read, saved))
         event("refused" if line else "accepted")
         if not line:
-            assert same(found.get("state_dict", found), saved.content["state_dict"]), "damaged, and read all the same"
+            assert same(actual.get("state_dict", actual), saved.content["state_dict"]), "damaged, and read all the same"
 
 
 def test_the_control_torch_reads_changed_weights(saved: Saved) -> None:
@@ -198,9 +198,9 @@ def changed(content: dict[str, Any], changes: list[tuple[float, str, Any]]) -> d
     content = copy.deepcopy(content)
     content["state_dict"] = dict(content["state_dict"])
     for where, how, value in changes:
-        if not (found := places(content)):
+        if not (actual := places(content)):
             break
-        *above, key = found[int(where * len(found))]
+        *above, key = actual[int(where * len(actual))]
         node = content
         for each in above:
             node = node[each]
@@ -223,10 +223,10 @@ def test_another_structure(saved: Saved, changes: list[tuple[float, str, Any]]) 
     saved.path.parent.mkdir(exist_ok=True)
     torch.save(content, saved.path)
     for read in (resumed, evaluated, initial):
-        found, line = result_or_line(partial(read, saved))
+        actual, line = result_or_line(partial(read, saved))
         event(f"{read.__name__}: {'refused' if line else 'accepted'}")
         if not line and read is not initial:  # init_from takes whatever fits
-            weights = found.get("state_dict", found)
+            weights = actual.get("state_dict", actual)
             assert same(weights, content["state_dict"]), "other weights than those of the file"
 
 

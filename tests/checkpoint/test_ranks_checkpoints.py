@@ -45,7 +45,7 @@ def damage(path: Path) -> None:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> list[Path]:
-    """The run's folder on each of three machines, none of which sees another's."""
+    """Return the run's folder on each of three machines, none of which sees another's."""
     return [tmp_path / str(machine) / "run" for machine in range(3)]
 
 
@@ -61,7 +61,7 @@ def test_a_file_is_sent_from_any_rank(ranks: Ranks, tmp_path: Path, size: int, s
     assert [bytes(each) for each in sent] == [content] * 3
 
 
-def test_that_there_is_no_file_is_sent_too(ranks: Ranks) -> None:
+def test_that_present_is_no_file_is_sent_too(ranks: Ranks) -> None:
     assert ranks(3, lambda rank: broadcast_file(None, 1)) == [None] * 3
 
 
@@ -277,8 +277,8 @@ def test_rank_zero_and_one_rank_of_each_other_machine_write(
     ranks: Ranks, tmp_path: Path, world: int, writers: list[int]
 ) -> None:
     """Copies have the bytes of rank zero's files."""
-    kept = ranks(world, lambda rank: saves(rank, tmp_path / str(rank), writers, [1, 2, 3]))
-    assert kept == [rank in writers[1:] for rank in range(world)]
+    remaining = ranks(world, lambda rank: saves(rank, tmp_path / str(rank), writers, [1, 2, 3]))
+    assert remaining == [rank in writers[1:] for rank in range(world)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(rank) for rank in writers]
     files = [paths.last(tmp_path / str(rank)) for rank in writers]
     assert {step_of(file) for file in files} == {3}

@@ -61,7 +61,7 @@ def test_without_workers_a_decision_is_made_here() -> None:
 
 @pytest.fixture
 def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files with the decided values of the agents of two machines, in a temporary folder each."""
+    """Return the files with the decided values of the agents of two machines, in a temporary folder each."""
     files = [tmp_path / "agent-0.json", tmp_path / "agent-1.json"]
     monkeypatch.setattr(process_group, "_decisions_file", lambda here: files[here.rank // 2])
     return files
@@ -157,5 +157,5 @@ def test_barriers_of_other_names_are_others(ranks: Ranks) -> None:
     assert results == [False, False]
 
 
-def test_without_a_store_there_is_no_barrier() -> None:
+def test_without_a_store_present_is_no_barrier() -> None:
     assert not barrier_with_timeout("here", 1.0)

@@ -84,9 +84,9 @@ def samples_of(part: Any) -> list[tuple[int, int]]:
 
 def check_samples(splits: Any, right: dict[int, str]) -> None:
     """Check that all images are there, once, with their classes."""
-    found = [each for part in (splits.train, splits.val, splits.test) for each in samples_of(part)]
-    assert len(found) == len(right)
-    assert {number: splits.spec.classes[label] for number, label in found} == right
+    actual = [each for part in (splits.train, splits.val, splits.test) for each in samples_of(part)]
+    assert len(actual) == len(right)
+    assert {number: splits.spec.classes[label] for number, label in actual} == right
     assert sorted(set(right.values())) == sorted(splits.spec.classes)
 
 
@@ -222,8 +222,8 @@ def test_lists(home: Path, table: Table) -> None:
     if splits and table.meant:
         check_samples(splits, table.meant)
     elif splits:
-        found = [each for part in (splits.train, splits.val, splits.test) for each in samples_of(part)]
-        assert max(Counter(number for number, _ in found).values()) == 1, "an image counts once"
+        actual = [each for part in (splits.train, splits.val, splits.test) for each in samples_of(part)]
+        assert max(Counter(number for number, _ in actual).values()) == 1, "an image counts once"
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -287,10 +287,10 @@ def test_shards(home: Path, what: Members) -> None:
     event("accepted" if splits else "refused")
     assert splits or not what.plain, line
     if splits:
-        found = [each for part in (splits.train, splits.val, splits.test) for each in samples_of(part)]
-        assert len({number for number, _ in found}) == len(found), "an image counts once"
-        assert len(found) == sum(name.endswith(".png") and ".git" not in name for name, _ in what.members)
-        for number, label in found:
+        actual = [each for part in (splits.train, splits.val, splits.test) for each in samples_of(part)]
+        assert len({number for number, _ in actual}) == len(actual), "an image counts once"
+        assert len(actual) == sum(name.endswith(".png") and ".git" not in name for name, _ in what.members)
+        for number, label in actual:
             assert splits.spec.classes[label] == what.meant.get(number, splits.spec.classes[label])
 
 
@@ -306,19 +306,19 @@ def damage(draw: st.DrawFn) -> list[tuple[str, int, bytes]]:
 
 
 def damaged(content: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
-    found = bytearray(content)
+    actual = bytearray(content)
     for what, where, text in edits:
-        at = where * len(found) // 10**6
+        at = where * len(actual) // 10**6
         match what:
             case "cut":
-                del found[at:]
+                del actual[at:]
             case "change":
-                found[at : at + len(text)] = text
+                actual[at : at + len(text)] = text
             case "remove":
-                del found[at : at + len(text)]
+                del actual[at : at + len(text)]
             case "insert":
-                found[at:at] = text
-    return bytes(found)
+                actual[at:at] = text
+    return bytes(actual)
 
 
 TAR = [

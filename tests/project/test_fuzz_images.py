@@ -213,11 +213,11 @@ def test_a_tiff_file_that_its_exif_data_turn(folder: Path, mode: str, orientatio
     image = Image.frombytes(mode, (3, 2), bytes(range(24))[: 6 * {"CMYK": 4, "I;16": 2}.get(mode, 1)])
     content = io.BytesIO()
     image.save(content, "TIFF", tiffinfo={ORIENTATION: orientation})
-    found = opened(folder, "image.tif", content.getvalue(), channels=1).whole(0)[0][0].numpy()
+    actual = opened(folder, "image.tif", content.getvalue(), channels=1).whole(0)[0][0].numpy()
     content = io.BytesIO()
     image.save(content, "TIFF")
     upright = opened(folder, "image.tif", content.getvalue(), channels=1).whole(0)[0][0].numpy()
-    assert np.array_equal(found, UPRIGHT[orientation](upright))
+    assert np.array_equal(actual, UPRIGHT[orientation](upright))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])

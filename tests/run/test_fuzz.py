@@ -24,7 +24,8 @@ SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12")
 
 
 def accepted(read: Callable[[], Any]) -> bool:
-    """Whether `read` came to a result; a refusal is one line that says something. Other exceptions go through."""
+    """Return whether `read` came to a result; a refusal is one line that says something. Other exceptions go
+    through."""
     try:
         read()
     except UserError as refusal:
@@ -36,25 +37,25 @@ def accepted(read: Callable[[], Any]) -> bool:
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """A few random edits: bytes changed, a part cut out, doubled, moved, or the end missing."""
-    found = bytearray(content)
+    """Return a few random edits: bytes changed, a part cut out, doubled, moved, or the end missing."""
+    actual = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at, length = rng.randrange(len(found) + 1), rng.choice((1, 2, 4, 64))
+        at, length = rng.randrange(len(actual) + 1), rng.choice((1, 2, 4, 64))
         match rng.randrange(6):
             case 0:
-                found[at : at + length] = rng.randbytes(length)
+                actual[at : at + length] = rng.randbytes(length)
             case 1:
-                del found[at : at + length]
+                del actual[at : at + length]
             case 2:
-                found[at:at] = found[at : at + length]
+                actual[at:at] = actual[at : at + length]
             case 3:
-                found[at : at + length] = bytes([rng.choice((0, 0x7F, 0x80, 0xFF))]) * length
+                actual[at : at + length] = bytes([rng.choice((0, 0x7F, 0x80, 0xFF))]) * length
             case 4:
-                del found[at:]
+                del actual[at:]
             case _:
-                other = rng.randrange(len(found) + 1)
-                found[at : at + length] = found[other : other + length]
-    return bytes(found)
+                other = rng.randrange(len(actual) + 1)
+                actual[at : at + length] = actual[other : other + length]
+    return bytes(actual)
 
 
 # --- IDX files --------------------------------------------------------------------------------------------------------
@@ -77,9 +78,9 @@ def test_idx_files(tmp_path: Path, packed: bool, dimensions: int) -> None:
             (gzip.compress(inner, 1) if number % 2 else mutated(gzip.compress(inner, 1), rng)) if packed else inner
         )
         if accepted(lambda: read_idx(path, dimensions)):
-            found = read_idx(path, dimensions)
-            assert found.ndim == dimensions
-            assert found.dtype == np.uint8
+            actual = read_idx(path, dimensions)
+            assert actual.ndim == dimensions
+            assert actual.dtype == np.uint8
 
 
 # --- config values ----------------------------------------------------------------------------------------------------
@@ -94,14 +95,14 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all keys of a config, groups and leaves."""
+    """Return the paths of all keys of a config, groups and leaves."""
     if not isinstance(node, dict):
         return []
     return [place for key, part in node.items() for place in [(*above, key), *places(part, (*above, key))]]
 
 
 def opened(raw: dict[str, Any]) -> Config:
-    """As far as the parent of a run goes: what comes after happens in workers."""
+    """Check a config and open its data, as far as the parent of a run does."""
     config = check(raw)
     large = any(isinstance(value, int | float) and value > 1000 for value in config.data.values())
     if config.data.get("_target_") == "project.data.synthetic" and not large:

@@ -11,7 +11,7 @@ from lockstep.project import VARIABLE, Project, project, use_project_of
 
 @pytest.fixture(autouse=True)
 def no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process outside of any project, where none is installed."""
+    """Return a process outside of any project, where none is installed."""
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
@@ -21,7 +21,7 @@ def no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def made(folder: Path) -> Path:
-    """A project with nothing but its first page, and a program."""
+    """Return a project with nothing but its first page, and a program."""
     for name in ("conf/train.yaml", "src/train.py"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()
@@ -48,7 +48,7 @@ def test_without_a_program_it_is_the_one_above_the_working_folder(
     assert project() == Project(home)
 
 
-def test_no_project_is_said_in_one_line(tmp_path: Path) -> None:
+def test_no_project_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is in no project: the project's folder has conf/train\.yaml"):
         project()
     with pytest.raises(UserError, match="is in no project"):

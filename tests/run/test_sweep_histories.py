@@ -75,8 +75,10 @@ class SweepFolder(History):
         for job, status, right in zip(self.jobs, statuses, undisturbed(self.home / "undisturbed"), strict=True):
             if status == "completed":
                 self.typed(f"grep weights_sha256 {job}/summary.json  # undisturbed: {right['weights_sha256']}")
-                found = outcome(job)
-                differing = [f"{key} {found[key]} instead of {right[key]}" for key in right if found[key] != right[key]]
+                actual = outcome(job)
+                differing = [
+                    f"{key} {actual[key]} instead of {right[key]}" for key in right if actual[key] != right[key]
+                ]
                 self.check(not differing, f"job {job.name}: {', '.join(differing)}", run)
         if run.returncode not in (0, -9):
             others = {status for at, status in enumerate(statuses) if at != number} - {""}
@@ -87,12 +89,14 @@ class SweepFolder(History):
             self.seen["completed"] += 1
             self._check_summary(run.stderr)
 
-    def _check_summary(self, said: str) -> None:
+    def _check_summary(self, output: str) -> None:
         losses = [right["val/loss"] for right in undisturbed(self.home / "undisturbed")]
         best = self.jobs[losses.index(min(losses))]
         self.check(all(self._status(job) == "completed" for job in self.jobs), "a job is missing")
-        self.check(f"best val/loss (smaller is better): {min(losses):.4g} in {best}\n" in said, f"wrong best: {said}")
-        self.check(f"{JOBS} runs in {self.folder} |" in said, f"wrong count: {said}")
+        self.check(
+            f"best val/loss (smaller is better): {min(losses):.4g} in {best}\n" in output, f"wrong best: {output}"
+        )
+        self.check(f"{JOBS} runs in {self.folder} |" in output, f"wrong count: {output}")
 
 
 def test_a_disturbed_sweep_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
@@ -100,7 +104,7 @@ def test_a_disturbed_sweep_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert seen["completed"] >= seen["histories"], seen
 
 
-def test_a_job_that_goes_on_wrongly_is_found(tmp_path: Path) -> None:
+def test_a_job_that_goes_on_wrongly_is_detected(tmp_path: Path) -> None:
     """The control: the first step of a job that resumes is taken back."""
 
     class Short(SweepFolder):
@@ -111,5 +115,5 @@ def test_a_job_that_goes_on_wrongly_is_found(tmp_path: Path) -> None:
         def killed(self) -> None:
             self._start([*SWEEP, f"hydra.sweep.dir={self.folder}"], "kill@step:2/1")
 
-    said = failure(Short, tmp_path, "skip@resumed")
-    assert said.startswith("job 1: weights_sha256"), said
+    output = failure(Short, tmp_path, "skip@resumed")
+    assert output.startswith("job 1: weights_sha256"), output

@@ -52,7 +52,7 @@ class Hidden(Center):
         self.center.data.mul_(0.9).add_(0.1 * x.mean(0))
 
 
-class OwnNorm(Layer):
+class CustomNorm(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(FEATURES))
@@ -136,7 +136,7 @@ class Tied(Layer):
         self.one(x)
 
 
-KINDS = [Center, Hidden, OwnNorm, Spectral, Dtypes, Infinite, Rare, Tied]
+KINDS = [Center, Hidden, CustomNorm, Spectral, Dtypes, Infinite, Rare, Tied]
 
 
 def step_buffers(module: Any, exact: bool, replicas: int, state: dict[str, Any], rank: int = 0) -> StepBuffers:
@@ -155,7 +155,7 @@ def step_buffers(module: Any, exact: bool, replicas: int, state: dict[str, Any],
 
 
 def step(after: StepBuffers, number: int, pieces: Sequence[Tensor], nonempty: int) -> None:
-    """One step of this process, whose forward passes are calls of the module."""
+    """Return one step of this process, whose forward passes are calls of the module."""
     batch: Any = SimpleNamespace(step=number, num_nonempty=nonempty)
     after.begin(batch)
     for piece in pieces:
@@ -169,7 +169,7 @@ def step(after: StepBuffers, number: int, pieces: Sequence[Tensor], nonempty: in
 
 
 def data(number: int) -> list[Tensor]:
-    """The pieces of a step, of unequal size; every fourth step has one piece."""
+    """Return the pieces of a step, of unequal size; every fourth step has one piece."""
     generator = torch.Generator().manual_seed(number)
     pieces = list(torch.rand(8, FEATURES, generator=generator).split(3))
     return pieces[: 1 if number % 4 == 3 else 3]
@@ -187,7 +187,7 @@ def trained(
     stop: int | None = None,
     steps: int = 8,
 ) -> Any:
-    """The buffers of each rank after some steps, where rank r computes `counts[r]` of the pieces.
+    """Return the buffers of each rank after some steps, where rank r computes `counts[r]` of the pieces.
 
     After step `stop` the run is stopped, and continues from a checkpoint.
     """
@@ -264,7 +264,7 @@ def test_a_mean_is_that_over_the_pieces_and_what_does_not_change_keeps_its_bits(
 
 
 def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None:
-    values = trained(OwnNorm)
+    values = trained(CustomNorm)
     assert (int(values["steps"]), bool(values["ready"])) == (8, True)
     infinite = trained(Infinite)
     assert infinite["mask"].isinf().sum() == 3
@@ -375,7 +375,7 @@ def test_what_has_no_mean_is_refused_on_every_layout(ranks: Ranks, kind: Any, te
 
 
 @pytest.mark.parametrize(("kind", "text"), REFUSED)
-def test_without_an_exact_sum_one_line_says_it(
+def test_without_an_exact_sum_one_line_reports_it(
     ranks: Ranks, caplog: pytest.LogCaptureFixture, kind: Any, text: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "lockstep"):

@@ -114,10 +114,10 @@ class Net(pl.LightningModule):
         self.extend()
 
     def extend(self) -> None:
-        """What others have beside the network."""
+        """Add what other modules have beside the network."""
 
     def score(self, p: Tensor, y: Tensor) -> None:
-        """What they do in an evaluation step."""
+        """Compute what a module computes in an evaluation step."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x).softmax(1)
@@ -153,13 +153,13 @@ class Metrics(Net):
         self.roc, self.curve = MulticlassROC(CLASSES), MulticlassPrecisionRecallCurve(CLASSES)
         self.spearman, self.pearson = SpearmanCorrCoef(), PearsonCorrCoef()
         self.values, self.mean, self.least = CatMetric(), MeanMetric(), MinMetric()
-        self.own_gather = MulticlassAUROC(CLASSES, dist_sync_fn=gather_all_tensors)
+        self.local_gather = MulticlassAUROC(CLASSES, dist_sync_fn=gather_all_tensors)
         self.extremes = MinMaxMetric(MulticlassAccuracy(CLASSES))
         self.plain = Scores()
         self.by_hand = MulticlassAUROC(CLASSES)
 
     def score(self, p: Tensor, y: Tensor) -> None:
-        for metric in (self.by_class, self.roc, self.curve, self.own_gather, self.extremes, self.by_hand):
+        for metric in (self.by_class, self.roc, self.curve, self.local_gather, self.extremes, self.by_hand):
             metric.update(p, y)
         self.plain.metrics[0].update(p, y)
         self.each(p, y)
@@ -185,7 +185,7 @@ class Metrics(Net):
     on_test_epoch_end = on_validation_epoch_end
 
 
-HAND = ("by_class", "roc", "curve", "pearson", "values", "least", "own_gather", "extremes")
+HAND = ("by_class", "roc", "curve", "pearson", "values", "least", "local_gather", "extremes")
 
 
 def evaluate_metrics() -> list[dict[str, list[float]]]:

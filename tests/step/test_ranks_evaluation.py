@@ -162,7 +162,7 @@ def test_tensors_of_any_size_are_gathered(ranks: Ranks, sizes: Sequence[int], dt
             assert torch.equal(part, torch.full((size, 2), rank + 1).to(dtype))
 
 
-def test_a_gathered_tensor_keeps_its_own_gradient(ranks: Ranks) -> None:
+def test_a_gathered_tensor_keeps_its_gradient(ranks: Ranks) -> None:
     def of_rank(rank: int) -> list[bool]:
         mine = torch.ones(rank + 1, requires_grad=True)
         return [part is mine for part in gather_tensors(mine, "a tensor")]
@@ -171,16 +171,16 @@ def test_a_gathered_tensor_keeps_its_own_gradient(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda rank: torch.zeros(2, dtype=torch.float64 if rank else torch.float32), "[2] of torch.float32, [2] of"),
         (lambda rank: torch.zeros((1,) * (rank + 1)), "[1], [1, 1], [1, 1, 1]: they must have the same dtype"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_on_all_ranks(ranks: Ranks, make: Any, says: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_on_all_ranks(ranks: Ranks, make: Any, message: str) -> None:
     errors = ranks(3, lambda rank: gather_tensors(make(rank), "a state"), errors=UserError)
     assert len({str(error) for error in errors}) == 1
-    assert says in str(errors[0])
+    assert message in str(errors[0])
 
 
 def test_ranks_that_gather_different_things_are_refused_on_all_ranks(ranks: Ranks) -> None:
@@ -387,7 +387,7 @@ class GathersOnZero(GathersAtEnd):
 
 
 @pytest.mark.parametrize(
-    ("kind", "samples", "says"),
+    ("kind", "samples", "message"),
     [
         (GathersAtEnd, 9, "all_gather in on_validation_epoch_end: the ranks have tensors of different sizes, "),
         (GathersMeans, 1, "all_gather in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one: "),
@@ -399,11 +399,13 @@ class GathersOnZero(GathersAtEnd):
         (GathersMeans, 9, ""),
     ],
 )
-def test_what_a_hook_gathers_fits_or_is_refused_on_all_ranks(ranks: Ranks, kind: Any, samples: int, says: str) -> None:
+def test_what_a_hook_gathers_fits_or_is_refused_on_all_ranks(
+    ranks: Ranks, kind: Any, samples: int, message: str
+) -> None:
     module = kind()
     for result in ranks(2, lambda rank: evaluate(rank, module, 2, samples), errors=UserError):
-        assert isinstance(result, UserError) == bool(says)
-        assert not says or says in str(result)
+        assert isinstance(result, UserError) == bool(message)
+        assert not message or message in str(result)
 
 
 def test_a_mean_of_unequal_parts_is_named_once(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ def test_a_last_step_in_which_a_rank_has_no_sample(ranks: Ranks, exact: bool, tr
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_gradient_that_is_not_finite_is_found_by_all_ranks(ranks: Ranks, policy: str) -> None:
+def test_a_gradient_that_is_not_finite_is_detected_by_all_ranks(ranks: Ranks, policy: str) -> None:
     class Broken(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -197,7 +197,7 @@ class ReturnsVector(Returns):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "message"),
     [
         (Gathers, "training_step can't gather from other ranks"),
         (Returns, "training_step returned NoneType: it must return the loss of every batch"),
@@ -205,10 +205,10 @@ class ReturnsVector(Returns):
     ],
 )
 @pytest.mark.parametrize("world", [1, 3])
-def test_what_a_step_can_not_do_is_refused_on_every_rank(ranks: Ranks, kind: Any, says: str, world: int) -> None:
+def test_what_a_step_can_not_do_is_refused_on_every_rank(ranks: Ranks, kind: Any, message: str, world: int) -> None:
     net, layout = kind(), layout_of(world)
     for error in ranks(world, lambda rank: fit(rank, net, layout), errors=StepRefused):
-        assert says in str(error)
+        assert message in str(error)
 
 
 def test_a_rank_whose_weights_differ_is_named_on_every_rank(ranks: Ranks, net: Net) -> None:
@@ -243,7 +243,7 @@ class AddsFloats(GradientSum):
 
 
 @pytest.mark.parametrize("fault", [ForgetsLastPiece, AddsFloats])
-def test_a_planted_fault_of_the_sum_is_found(ranks: Ranks, net: Net, fault: Any) -> None:
+def test_a_planted_fault_of_the_sum_is_detected(ranks: Ranks, net: Net, fault: Any) -> None:
     [one] = fits(ranks, net, 1)
     faulty = fits(ranks, net, 3, sum_of=fault)
     assert not same_bits(one.state, faulty[0].state)

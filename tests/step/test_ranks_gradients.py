@@ -146,7 +146,7 @@ class KeepsGradients(ExactGradientSum):
 
 
 @pytest.mark.parametrize("kind", [ForgetsSize, CollectsTwice, KeepsGradients])
-def test_a_planted_fault_is_found(ranks: Ranks, net: Net, kind: Any) -> None:
+def test_a_planted_fault_is_detected(ranks: Ranks, net: Net, kind: Any) -> None:
     expected = steps(net, ExactGradientSum, [range(5)], 0)
     for result in ranks(2, lambda rank: steps(net, kind, LAYOUTS[0], rank)):
         assert not same(result, expected)

@@ -127,7 +127,7 @@ class Sizes(Net):
 
 
 @pytest.mark.parametrize("layout", [{"world": 1}, *LAYOUTS])
-def test_buffers_that_grow_alike_in_all_pieces_count_once_a_step(ranks: Ranks, layout: dict[str, Any]) -> None:
+def test_buffers_that_grow_the_same_in_all_pieces_count_once_a_step(ranks: Ranks, layout: dict[str, Any]) -> None:
     [one] = fits(ranks, Sizes(), 1)
     for each in fits(ranks, Sizes(), **layout):
         assert (int(each.state["seen"]), each.state["sizes"].tolist()) == (4, [2, 2])
@@ -222,7 +222,7 @@ class OneFails(Net):
         return super().training_step(batch, batch_idx)
 
 
-def test_an_error_of_one_rank_is_its_own(ranks: Ranks) -> None:
+def test_an_error_of_one_rank_is_its(ranks: Ranks) -> None:
     net, layout = OneFails(), layout_of(3)
 
     def of_rank(rank: int) -> Fit:

@@ -51,7 +51,7 @@ class Ledger(History):
     @precondition(lambda self: not self.has_lost_a_line and self._last_line_is_of_the_checkpoint())
     @rule(whole=st.booleans())
     def lose_the_last_line(self, whole: bool) -> None:
-        """A kill comes before the line of the last checkpoint is written, or while it is."""
+        """Return a kill comes before the line of the last checkpoint is written, or while it is."""
         self.has_lost_a_line = True
         self.shell(f"truncate -s -{len(self._lines()[-1]) if whole else 9} {self.ledger}")
 
@@ -107,7 +107,7 @@ def test_a_disturbed_run_has_the_ledger_of_an_undisturbed_one(tmp_path: Path) ->
     assert seen["changed"], seen
 
 
-def test_a_run_that_goes_on_wrongly_is_found(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_wrongly_is_detected(tmp_path: Path) -> None:
     """The control: the first step of a start that resumes is taken back."""
 
     class Short(Ledger):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Run, summary_of
-from own_runs import DDP, go_on, must_refuse, same_bits, train
 from plain import scalars
+from user_runs import DDP, go_on, must_refuse, same_bits, train
 
 from lockstep.checkpoint.resume import key
 from lockstep.config.instantiate import instantiate
@@ -32,7 +32,7 @@ def train_loss(run: Run) -> list[tuple[int, float]]:
     return scalars(next((run.folder / "tensorboard").iterdir()))["train_loss"]
 
 
-def test_what_an_epoch_began_with_is_there_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
+def test_what_an_epoch_began_with_exists_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
     killed = ("max_epochs=3", "pieces=1", "num_workers=1", "checkpoint_every=5")  # in step 7, of four an epoch
     task = (*killed, "logger=tensorboard", "log_every=1")
     whole = train(project, tmp_path / "whole", "Curriculum", *task)
@@ -90,17 +90,19 @@ def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("optimizer=adamw",), "optimizer has no effect, since mine.LitDigits takes no optimizer"),
         (("scheduler=cosine",), "scheduler has no effect, since mine.LitDigits takes no scheduler"),
         ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging takes over the schedule"),
     ],
 )
-def test_what_would_be_ignored_is_refused(project: Path, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+def test_what_would_be_ignored_is_refused(
+    project: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
     run = train(project, tmp_path, "LitDigits", *options, ok=False)
     assert run.returncode == 2, str(run)
-    assert says in run.stderr
+    assert message in run.stderr
     assert not run.folders
 
 
@@ -110,7 +112,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
         ("precision=32-true",),
         {
             "Twice": "configure_optimizers returned several optimizers: return one",
-            "OwnData": "mine.OwnData: its train_dataloader would not be called",
+            "CustomData": "mine.CustomData: its train_dataloader would not be called",
             "AfterBackward": "its on_after_backward would get the gradient of a piece",
             "Moves": "its transfer_batch_to_device would get a whole step",
         },
@@ -118,29 +120,29 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED)
+@pytest.mark.parametrize(("options", "output"), REFUSED)
 def test_what_a_step_can_not_do_is_refused(
-    project: Path, tmp_path: Path, options: tuple[str, ...], said: dict[str, str]
+    project: Path, tmp_path: Path, options: tuple[str, ...], output: dict[str, str]
 ) -> None:
-    must_refuse(project, tmp_path, options, said)
+    must_refuse(project, tmp_path, options, output)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "refused"),
+    ("name", "option", "refused"),
     [
-        ("OwnOptimizer", "scheduler=cosine", True),
+        ("CustomOptimizer", "scheduler=cosine", True),
         ("Helped", "optimizer.weight_decay=0.3", False),
     ],
 )
-def test_what_a_classifiers_own_optimizer_does_not_take_is_not_ignored(
-    project: Path, tmp_path: Path, name: str, given: str, refused: bool
+def test_what_a_classifiers_optimizer_does_not_take_is_not_ignored(
+    project: Path, tmp_path: Path, name: str, option: str, refused: bool
 ) -> None:
-    run = train(project, tmp_path, name, "precision=32-true", "max_steps=1", given, ok=not refused)
+    run = train(project, tmp_path, name, "precision=32-true", "max_steps=1", option, ok=not refused)
     if refused:
         assert run.returncode == 2, str(run)
-        group = key(given).partition(".")[0]
+        group = key(option).partition(".")[0]
         unused = f"the configure_optimizers of mine.{name} does not use self.{group}"
-        assert f"{key(given)} has no effect, since {unused}:" in run.stderr
+        assert f"{key(option)} has no effect, since {unused}:" in run.stderr
 
 
 def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("program", "target", "error", "says"),
+    ("program", "target", "error", "message"),
     [
         ("import nowhere.at_all", "own.Net", UserError, "own.Net: own imports nowhere, which is not installed"),
         ("import torch; torch.nowhere", "own.Net", AttributeError, ".*'torch' has no attribute 'nowhere'"),
@@ -163,7 +165,7 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
     ],
 )
 def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, target: str, error: type[Exception], says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, target: str, error: type[Exception], message: str
 ) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "own.py").write_text(program + "\n")
@@ -171,7 +173,7 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
-    assert re.search(says, str(caught.value) if error is UserError else cli.error_line(caught.value))
+    assert re.search(message, str(caught.value) if error is UserError else cli.error_line(caught.value))
 
 
 def test_a_mistaken_option_of_a_nested_target_is_refused() -> None:

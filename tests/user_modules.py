@@ -39,7 +39,7 @@ class LitDigits(pl.LightningModule):
         self.extend()
 
     def extend(self):
-        """What others below have beside the network."""
+        """Add what other modules have beside the network."""
 
     def forward(self, x):
         return self.net(x)
@@ -166,9 +166,9 @@ class Holds(pl.Callback):
         tensors = list(pl_module.parameters())
         for state in trainer.optimizers[0].state.values():
             tensors += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
-        held = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 1)
+        size = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 1)
         with open(os.path.join(trainer.default_root_dir, f"held_{trainer.global_rank}"), "w") as file:
-            file.write(str(held))
+            file.write(str(size))
 
 
 # --- what a step does -------------------------------------------------------------------------------------------------
@@ -277,10 +277,10 @@ class Flips(pl.Callback):
         self.what, self.device, self.step, self.lasting = what, device, step, lasting
 
     def strikes(self, trainer, what):
-        there = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
         now, again = trainer.global_step, trainer.strategy.substitute is not None
         due = now >= self.step if self.lasting else now == self.step and not again
-        return what == self.what and due and int(there[trainer.global_rank]) == self.device
+        return what == self.what and due and int(visible[trainer.global_rank]) == self.device
 
     def on_fit_start(self, trainer, pl_module):
         plain, to_one, self.calls = torch.distributed.all_reduce, torch.distributed.P2POp, 0
@@ -506,12 +506,12 @@ class MovedData(TemplatedData):
 # --- of the project's classifier --------------------------------------------------------------------------------------
 
 
-class OwnOptimizer(MnistCNN):
+class CustomOptimizer(MnistCNN):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Helped(OwnOptimizer):
+class Helped(CustomOptimizer):
     def configure_optimizers(self):
         return self.made()
 
@@ -579,7 +579,7 @@ class AfterBackward(LitDigits):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
-class OwnData(LitDigits):
+class CustomData(LitDigits):
     def train_dataloader(self):
         return []
 
