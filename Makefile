@@ -4,12 +4,13 @@ ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.from-lock
 UV     := $(BIN)/uv pip
-BESIDE := -n 2 --dist worksteal # two tests at a time; ARGS="-n 0": one after another, in this process
+TEST   := $(BIN)/python -m pytest -n 2 --dist worksteal # two at a time; ARGS="-n 0": one after another, in this process
+ROOMS  := arithmetic step strategies checkpoint config
 unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python store the bytecode of the first import
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lowest train sweep dashboard quick test proof lint docs docs-serve schema project lock clean
+.PHONY: help setup lowest train sweep dashboard quick coverage test engines lab pages nightly lint docs docs-serve schema project lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,14 +44,29 @@ sweep: setup ## train several runs: make sweep ARGS="strategy=dp,ddp devices=1,2
 dashboard: setup ## open TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
 	@$(BIN)/python scripts/dashboard.py outputs --host 127.0.0.1 $(ARGS)
 
-quick: setup ## run the tests without whole runs
-	@$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)
+quick: setup ## run the tests that start no process, in a minute
+	@$(TEST) -m "unit or ranks" $(ARGS)
 
-test: setup ## run the tests without the proofs on real engines and the random faults
-	@$(BIN)/python -m pytest $(BESIDE) -m "not proof" $(ARGS)
+coverage: setup ## run them, and print how many lines of five rooms they run
+	@$(TEST) -m "unit or ranks" $(ROOMS:%=--cov=lockstep.%) --cov-report= $(ARGS)
+	@for room in $(ROOMS); do printf '%-12s %s%%\n' $$room \
+	    "$$($(BIN)/python -m coverage report --format=total --include="src/lockstep/$$room/*")"; done
 
-proof: setup ## run all tests, as CI does
-	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
+test: setup ## run all tests but those of engines, of the lab and of the night
+	@$(TEST) -m "not engine and not lab and not nightly" $(ARGS)
+
+engines: setup ## run the tests that start ranks by torchrun, SLURM, MPI and Ray (tests/engines/install.sh installs them)
+	@$(TEST) -m "engine and not nightly" $(ARGS)
+
+lab: setup ## run the tests of scripts/lab/
+	@$(TEST) -m "lab and not nightly" $(ARGS)
+
+pages: setup ## build the documentation, and run the commands on its pages
+	@$(MAKE) --no-print-directory docs
+	@$(TEST) tests/docs tests/test_repo.py $(ARGS)
+
+nightly: setup ## run what takes longer than CI may, and write docs/results/nightly.md
+	@$(BIN)/python scripts/lab/nightly.py $(ARGS)
 
 lint: setup ## run ruff (rules and format) and mypy, and check the order of the rooms
 	@$(BIN)/ruff check
@@ -76,5 +92,5 @@ lock: setup ## resolve pyproject.toml into requirements.lock again (LOCK="--upgr
 	    --custom-compile-command "make lock" --extra dev $(LOCK) pyproject.toml --output-file requirements.lock
 
 clean: ## remove caches and .venv, never outputs/ or data/
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
+	@rm -rf .venv .coverage mutants .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
 	@find src scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,11 @@ COPIED = (
     "outputs/.gitignore",
 )
 LEFT_OUT = ("scripts/lab", "scripts/new_project.py")
-TARGETS_LEFT_OUT = ("proof", "docs", "docs-serve", "project")  # Makefile targets that need files left out
+# Makefile targets that need files left out, or the kinds of our tests
+TARGETS_LEFT_OUT = (
+    *("quick", "coverage", "engines", "lab", "pages", "nightly"),
+    *("docs", "docs-serve", "project"),
+)
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
 
 if __name__ == "__main__":

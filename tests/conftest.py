@@ -1,5 +1,6 @@
 """Whole runs as real processes, and the promise that none outlives its test session."""
 
+import copy
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -29,6 +31,7 @@ from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
 
+pytest_plugins = ["kinds"]
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
 # A run of six short steps an epoch.
@@ -58,10 +61,13 @@ SEEN = "LOCKSTEP_TEST_GPUS"  # by the first of all processes: pytest's workers i
 os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else "")
 CUDA_VISIBLE_DEVICES = os.environ[SEEN]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the library is imported: else it asks its hub for 20 s
 PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
-settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
+# A machine may stand still for a moment, so nothing has a deadline.
+settings.register_profile("ours", deadline=None, max_examples=30, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("ours")
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests share the cores: a thread that waits for another must not spin
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -125,7 +131,12 @@ def template(folder: Path) -> Path:
 
 
 def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
-    """What a program is given."""
+    """Return the config that a program gets: a copy of its own."""
+    return copy.deepcopy(_composed(page, overrides))
+
+
+@cache  # Hydra takes a tenth of a second
+def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
         raw: Any = OmegaConf.to_container(compose(page, list(overrides)), resolve=True)
     return {str(key): value for key, value in raw.items()}
@@ -298,13 +309,13 @@ class Program:
 
 
 @pytest.fixture
-def run_train(tmp_path: Path) -> Program:
+def run_train(processes: None, tmp_path: Path) -> Program:
     """`run_train("strategy=ddp", "devices=2")` -> Run. All runs of one test share an `outputs` folder."""
     return Program(tmp_path / "outputs")
 
 
 @pytest.fixture
-def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_commands(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the benchmark runs to its end is a fork."""
     from bench import players
 
@@ -313,7 +324,7 @@ def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
     folder = template(tmp_path_factory.mktemp("project"))
     shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
@@ -322,19 +333,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """STRUCK on one device, exact: what those that lose workers or machines must end as."""
     return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*STRUCK, "exact=true", "pieces=4")
 
 
-@pytest.fixture(autouse=True)
-def own_environment() -> None:
-    """What a test sets in the environment is read in that test."""
-    environment.cache_clear()
-
-
 @pytest.fixture
-def set_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Sets variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""
 
     def set_variables(**variables: str) -> None:
@@ -342,24 +347,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., N
             monkeypatch.setenv(name, value)
         environment.cache_clear()
 
-    yield set_variables
-    environment.cache_clear()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first: at the end, no worker waits for another's."""
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    return set_variables
 
 
 @pytest.fixture(scope="session", autouse=True)

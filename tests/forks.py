@@ -120,6 +120,7 @@ class Fork:
     """A running program; what a test needs of subprocess.Popen[str], whose words it has."""
 
     def __init__(self, args: Sequence[str], cwd: Path, env: dict[str, str], server: Server | None = None) -> None:
+        sys.audit("lockstep.start", args)  # the server starts it: see kinds.py
         self.args = args
         pipes = [os.pipe() for _ in range(3)]
         socket.send_fds(

@@ -64,7 +64,9 @@ class HostReads(TorchFunctionMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READING or (func is Tensor.to and "cpu" in map(str, (*args[1:], *(kwargs or {}).values()))):
+        given = kwargs or {}  # a copy that is asynchronous waits for nothing
+        is_copy = func is Tensor.to and "cpu" in map(str, (*args[1:], *given.values()))
+        if func in READING or (is_copy and not given.get("non_blocking")):
             frame = sys._getframe(1)
             while frame.f_back is not None and "site-packages" in frame.f_code.co_filename:
                 frame = frame.f_back

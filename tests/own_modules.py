@@ -1,6 +1,7 @@
 """Modules as a user writes them. Tests copy this file into a project as `mine`, and name one of them by `_target_`."""
 
 import collections
+import json
 import os
 import signal
 
@@ -76,6 +77,28 @@ class Cut(LitDigits):
                 logger.save()  # and what was logged since then
             os.kill(os.getpid(), signal.Signals[os.environ["CUT"]])
         return super().training_step(batch, batch_idx)
+
+
+class KilledIn(pl.Callback):
+    """Kills the run, its parent included, in a hook after a number of steps, where CUT is set."""
+
+    def __init__(self, hook, step):
+        self.step = step
+        setattr(self, hook, self.kill)
+
+    def kill(self, trainer, pl_module):
+        if os.environ.get("CUT") and trainer.global_step == self.step:
+            os.killpg(0, signal.SIGKILL)
+
+
+class Records(pl.Callback):
+    """Writes a line for each piece that a rank computes: its step, device and samples."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        with open(os.path.join(trainer.default_root_dir, f"pieces_{trainer.global_rank}.jsonl"), "a") as file:
+            for each in batch.micro_batches:
+                row = {"epoch": batch.epoch, "step": batch.step, "piece": each.piece, "device": each.device}
+                file.write(json.dumps({**row, "ids": each.ids.tolist()}) + "\n")
 
 
 # --- what is trained, and by which schedule ---------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Runs of a user's own modules (own_modules.py) in a copy of the template; see conftest.py's fixture `project`."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,3 +90,15 @@ def same_as(folder: Path, net: torch.nn.Module, name: str = "last") -> bool:
     found = checkpoint_of(folder, name)["state_dict"]
     pairs = ((found[f"net.{key}"], value) for key, value in net.state_dict().items())
     return all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)
+
+
+# --- which samples a run has read -------------------------------------------------------------------------------------
+
+RECORDED = "+callbacks.recorded._target_=mine.Records"
+
+
+def recorded_pieces(folder: Path) -> list[dict[str, Any]]:
+    """Return the pieces that the ranks of a run have computed, by step and piece: epoch, step, piece, device, ids."""
+    files = sorted(folder.glob("pieces_*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["step"], row["piece"]))

@@ -10,7 +10,6 @@ import pytest
 from conftest import ROOT, TINY
 from extras_of_the_core import extras, files_of, named_in_the_core
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
 EXTRAS = extras()
 PROGRAMS = Path(sys.executable).parent
 
@@ -51,7 +50,7 @@ def broken(root: Path, promises: list[str]) -> str:
         (python, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache")),
         (python, train, "--help"),
         (python, train, *TINY, "max_steps=2", "exact=true", "strategy=ddp", "devices=2"),
-        (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *promises),
+        (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "unit or ranks", *promises),
     ):
         done = run(root, *command)
         if done.returncode:
@@ -59,7 +58,15 @@ def broken(root: Path, promises: list[str]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("names", [*([name] for name in EXTRAS), EXTRAS], ids="+".join)
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    "names",
+    [
+        EXTRAS[:1],
+        *(pytest.param(names, marks=pytest.mark.nightly) for names in (*([name] for name in EXTRAS[1:]), EXTRAS)),
+    ],
+    ids="+".join,
+)
 def test_all_else_works_without(names: list[str], tmp_path: Path) -> None:
     root = copied(tmp_path / "project")
     remove(names, root)
@@ -70,7 +77,8 @@ def test_all_else_works_without(names: list[str], tmp_path: Path) -> None:
     assert not broken(root, promises)
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("name", [EXTRAS[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in EXTRAS[1:])])
 def test_an_import_in_the_core_is_noticed(name: str, tmp_path: Path) -> None:
     """The control."""
     root = copied(tmp_path / "project")

@@ -86,6 +86,7 @@ print(torch.backends.cpu.get_cpu_capability())
 """
 
 
+@pytest.mark.usefixtures("processes")
 @here
 def test_a_process_that_has_computed_by_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
@@ -124,6 +125,7 @@ print(torch.isfinite(wide.grad).all().item(), any(not a.equal(b) for a, b in zip
 """
 
 
+@pytest.mark.usefixtures("processes")
 @here
 def test_products_and_square_roots_are_those_of_torch_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in VARIABLES.items():
@@ -133,7 +135,6 @@ def test_products_and_square_roots_are_those_of_torch_to_rounding(monkeypatch: p
 
 
 @here
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(), ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")], ids=str)
 def test_golden_has_the_recorded_weights(run_train: Program, layout: tuple[str, ...]) -> None:
     run = run_train(*GOLDEN, *layout)
@@ -143,7 +144,6 @@ def test_golden_has_the_recorded_weights(run_train: Program, layout: tuple[str, 
 
 
 @here
-@pytest.mark.slow
 def test_golden_fails_on_other_weights(run_train: Program) -> None:
     run = run_train(*GOLDEN, "exact=true", ok=False)
     assert run.returncode == 1
@@ -152,13 +152,11 @@ def test_golden_fails_on_other_weights(run_train: Program) -> None:
 
 
 @here
-@pytest.mark.slow
 def test_golden_resnet18_has_the_recorded_weights(run_train: Program) -> None:
     run_train("experiment=golden_resnet18", "logger=none")
 
 
 @here
-@pytest.mark.slow
 def test_a_killed_and_resumed_run_has_the_recorded_weights(run_train: Program) -> None:
     process = run_train.start(*GOLDEN, "checkpoint_every=5", "checkpoint_keep=-1")
     folder = run_train.wait_for_checkpoint(process, "step_10")
@@ -167,9 +165,8 @@ def test_a_killed_and_resumed_run_has_the_recorded_weights(run_train: Program) -
     assert summary_of(folder)["weights_sha256"] == SHA256
 
 
+@pytest.mark.usefixtures("processes")
 @here
-@pytest.mark.slow
-@pytest.mark.proof
 def test_golden_under_torchrun(tmp_path: Path) -> None:
     """The engine's ranks share objects, and so compute, before Hydra has composed."""
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
@@ -177,7 +174,6 @@ def test_golden_under_torchrun(tmp_path: Path) -> None:
 
 
 @here
-@pytest.mark.slow
 def test_a_sweep_has_portable_jobs_beside_others(run_train: Program) -> None:
     short: Mapping[str, str] = {"max_epochs": "null", "max_steps": "3", "callbacks.golden": "null"}
     run = run_train(*GOLDEN, *(f"{key}={value}" for key, value in short.items()), "exact=true,portable,true", "-m")

@@ -67,7 +67,6 @@ def test_one_sha256_with_uneven_shares(layouts: Run, run_train: Program) -> None
     assert {*found} == {*shas(layouts)}
 
 
-@pytest.mark.slow
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     changes = ("model=resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
     task = [key for key in TASK if key != DROPOUT]
@@ -75,7 +74,6 @@ def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     assert (len(found), len(set(found))) == (len(SEVERAL.split(",")), 1)
 
 
-@pytest.mark.slow
 def test_one_sha256_with_batchnorm_and_a_last_step_of_one_sample(run_train: Program) -> None:
     """One device could leave the statistics of that step to torch, which does not round them as an exact sum does."""
     task = (*RANDOM, "model=resnet9", "data.samples=17", "data.val_fraction=0", "data.image_size=16", "batch_size=16")
@@ -125,9 +123,8 @@ def test_every_row_is_in_a_run() -> None:
     assert {*chain.from_iterable(TOGETHER), *tasks} == set(ROWS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "names", [*(pytest.param(names, marks=pytest.mark.proof) for names in TOGETHER[:2]), TOGETHER[2]], ids="+".join
+    "names", [*(pytest.param(names, marks=pytest.mark.nightly) for names in TOGETHER[:2]), TOGETHER[2]], ids="+".join
 )
 def test_one_sha256_on_all_layouts_and_after_a_kill(names: tuple[str, ...], run_train: Program, tmp_path: Path) -> None:
     run = run_train(*featured(names), "strategy=ddp,dp", "devices=1,3", "-m")  # others have none

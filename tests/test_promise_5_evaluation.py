@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from callbacks.test_dashboard import Board
 from conftest import SEVERAL, Program, summary_of
-from hypothesis import given, settings
+from event_files import Board
+from hypothesis import given
 from hypothesis import strategies as st
 from own_runs import DDP, jobs, train
 from torch import Tensor
 
-from lockstep.step.metrics import Count, ExactMean
+from lockstep import Count, ExactMean
 
 
 def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, Count]:
@@ -25,7 +25,6 @@ def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, Count]:
     return mean, total
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 60), scale=st.floats(-8, 8))
 def test_any_order_any_chunks_any_devices_same_numbers(seed: int, n: int, scale: float) -> None:
     rng = np.random.default_rng(seed)
@@ -115,7 +114,6 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tm
     assert swept.stderr.count(said) == 1, "on four ranks, which have 6 and 3 samples"
 
 
-@pytest.mark.slow
 def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(project: Path, tmp_path: Path) -> None:
     task = ("data.val_fraction=0.3", "pieces=6", "exact=true", "max_steps=2", "seed=7")
     alone, several = (train(project, tmp_path / str(len(on)), "NoisyScore", *task, *on) for on in ((), DDP))

@@ -10,15 +10,16 @@ import pytest
 from conftest import ROOT, forked, wait_for
 from network.machines import Machines, NoMachines
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 CHAOS = ROOT / "scripts" / "lab" / "chaos.py"
-# Its damage is an end cut off: a flipped bit may be one that nobody reads, see test_promise_8_fuzz.py.
+# Its damage is an end cut off: a flipped bit may be one that nobody reads, see run/test_fuzz.py.
 SEED = "--seed=2"
 SMALL = ("data=synthetic", "data.samples=800", "data.image_size=12", "data.num_classes=3", "checkpoint_every=2")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     process = forks.Fork([str(CHAOS), *SMALL, "max_epochs=100000"], ROOT, os.environ | {"TMPDIR": str(tmp_path)})
     wait_for(lambda: [*tmp_path.rglob("last.ckpt")], process)
@@ -52,6 +53,7 @@ def machines() -> None:
         pytest.skip(str(reason))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("machines")
 def test_a_run_over_machines_survives_faults() -> None:
     """The machine that serves torchrun's store is killed, and the run goes on with another one's; then a worker is
@@ -64,6 +66,7 @@ def test_a_run_over_machines_survives_faults() -> None:
 STORM = ("--storm", "--machines=2", "--every=14", "--strikes=2", "--calm=3", "--store-every=0", "--seed=1")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("machines")
 def test_a_run_survives_a_storm(tmp_path: Path) -> None:
     """The machine of rank zero is killed and cut off. The run ends with the bits of one device."""
@@ -75,6 +78,7 @@ def test_a_run_survives_a_storm(tmp_path: Path) -> None:
     assert (tmp_path / "storm.png").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("machines")
 def test_a_survivor_that_skips_a_step_is_told_apart() -> None:
     """The control: what frameworks do that continue without the samples of a lost machine."""
@@ -83,6 +87,7 @@ def test_a_survivor_that_skips_a_step_is_told_apart() -> None:
     assert "PROBLEM weights_sha256" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("machines")
 def test_a_cut_network_has_one_run() -> None:
     """With one `outputs` for all machines, and with one for each. tests/lab/test_storm.py shows that the check can

@@ -16,17 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, Process, Program, Run, checkpoint_of, ended, of_process, wait_for, workers_of
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 from plain import scalars
-
-from lockstep.checkpoint import resume
-from lockstep.checkpoint.resume import expand_resume, write_hydra_files
-from lockstep.checkpoint.resume import expand_sweep_resume as arguments
-from lockstep.checkpoint.start import checkpoint_to_load, differences
-from lockstep.errors import UserError
-from lockstep.launch.environment import environment
-from lockstep.run.api import compose
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 AUGMENT = "data.augment={crop: 1, flip: true, fill: zero}"
@@ -97,31 +87,15 @@ def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path
     same_end(run, undisturbed)
 
 
-CUT = """
-import os, signal, sys
-sys.path.insert(0, "src")
-from lockstep.run import cli
-from lockstep.callbacks import Checkpoint
-from train import train
-
-def cut(self, trainer, module):
-    if trainer.global_step == int(os.environ["CUT"]):
-        os.killpg(0, signal.SIGKILL)
-
-setattr(Checkpoint, os.environ["HOOK"], cut)
-cli.command(train, "train")
-"""
-
-
-def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("processes")
+def test_cut_between_a_step_and_what_follows_it(project: Path, tmp_path: Path) -> None:
     """Validation is not left out, and where nothing is left to train its metrics are still told."""
     options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
     undisturbed = Program(tmp_path / "undisturbed")(*options)
-    script = tmp_path / "cut.py"
-    script.write_text(CUT)
     for hook, step in (("on_validation_start", 12), ("on_train_end", 24)):
-        program = Program(tmp_path / hook)
-        done = Program(program.outputs, str(script))(*options, env={"CUT": str(step), "HOOK": hook}, ok=False)
+        program = Program(tmp_path / hook, home=project)
+        killed = f"+callbacks.killed={{_target_: mine.KilledIn, hook: {hook}, step: {step}}}"
+        done = program(*options, killed, env={"CUT": "SIGKILL"}, ok=False)
         assert done.returncode == -signal.SIGKILL, str(done)
         (folder,) = program.outputs.glob("*/*")
         same_end(program(f"resume={folder}"), undisturbed)
@@ -129,7 +103,6 @@ def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
         assert len({found["global_step"] for found in best}) == 1
 
 
-@pytest.mark.slow
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
     """A ring adds a gradient's parts in an order that its place in DDP's buckets gives; this model has three."""
     small = ("data=synthetic", "data.samples=80", "data.image_size=16", "data.num_classes=3", "batch_size=12")
@@ -139,54 +112,6 @@ def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program,
     run = run_train("resume=last", f"outputs={run_train.outputs}", "max_steps=4")
     assert run.summary["steps"] == 4
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
-
-
-@pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
-def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name
-    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml", "multirun.yaml"):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
-    run, sweep = (
-        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
-        for found in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
-    )
-    assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
-    assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
-
-
-def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
-    for file, content in {
-        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
-        "run/checkpoints/last.ckpt": "",
-        "run/.hydra/overrides.yaml": "[experiment=best]",
-        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
-            {"path": "/conf", "schema": "file", "provider": "main"},
-            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
-        ]}}}),
-    }.items():  # fmt: skip
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(content)
-    assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
-    for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
-        found = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
-        assert not [override for override in found if "searchpath" in override]
-        assert found[-len(other) :] == other
-
-
-@pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
-def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
-    with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
-        expand_resume(["resume=last"], program)
-    assert expand_resume(["resume=null"], program) == ["resume=null"]
-
-
-def test_what_changed_since_the_checkpoint_is_told_once() -> None:
-    sgd = {"name": "sgd", "momentum": 0.9}
-    before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
-    now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
-    strategy = ["strategy.name: ddp -> auto", "strategy.shares: None -> auto"]
-    assert differences(before, now) == ["lr: 1 -> 2", "optimizer.fused: None -> True", *strategy]
 
 
 # --- asked to save, or to end -----------------------------------------------------------------------------------------
@@ -311,11 +236,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was(finished: Run, run_train: Pro
 
 
 READS = """
-import os, sys, zipfile
+import os, runpy, sys, zipfile
 sys.path.insert(0, "src")
 import torch
-from lockstep.run import cli
-from train import train
 
 def counted(kind, function):
     def call(file, *args, **kwargs):
@@ -327,10 +250,11 @@ def counted(kind, function):
 
 torch.load = counted("load", torch.load)
 zipfile.ZipFile.testzip = counted("checksums", zipfile.ZipFile.testzip)
-cli.command(train, "train")
+runpy.run_path("src/train.py", run_name="__main__")
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_resumed_run_reads_its_checkpoint_once(finished: Run, tmp_path: Path) -> None:
     """And what is damaged is refused by name, where the user has named it."""
     folder, script = tmp_path / "run", tmp_path / "reads.py"
@@ -349,28 +273,6 @@ def test_a_resumed_run_reads_its_checkpoint_once(finished: Run, tmp_path: Path) 
     assert refused.stderr == f"error: {last}: the file is damaged: its checksums do not match\n"
 
 
-def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, older = {"overrides.yaml": "- resume=step_5"}, tmp_path / "checkpoints" / "step_5.ckpt"
-    write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
-
-    def start() -> Path:
-        environment.cache_clear()
-        return checkpoint_to_load(tmp_path, str(older), record)
-
-    assert start() == older
-    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        with monkeypatch.context() as patched:
-            patched.setenv("SLURM_JOB_ID", "77")
-            patched.setenv(variable, "1")
-            write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
-            assert start() == older, "it was killed before its first step"
-            write_hydra_files(tmp_path, record)
-            assert start() == older.with_name("last.ckpt")
-    assert start() == older, "the user has typed it once more"
-
-
 def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(
     finished: Run, run_train: Program
 ) -> None:
@@ -384,6 +286,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(
     assert "resumes after step 12\n" in run.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) -> None:
     folder, witness = tmp_path / "run", tmp_path / "it-ran"
     path = folder / "checkpoints" / "last.ckpt"
@@ -399,43 +302,3 @@ def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) 
     assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"
     torch.load(path, weights_only=False)  # the control: the payload does run
     assert witness.exists()
-
-
-def test_the_last_run_is_the_newest_of_those_that_are_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
-) -> None:
-    runs = [tmp_path / "mnist_cnn_digits" / "1", tmp_path / "resnet18_digits" / "2", tmp_path / "own" / "3"]
-    for age, run in enumerate(runs):
-        (run / ".hydra").mkdir(parents=True)
-        (run / ".hydra" / "overrides.yaml").write_text("[]")
-        (run / "checkpoints").mkdir()
-        (run / "checkpoints" / "last.ckpt").touch()
-        os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
-
-    def meant(*given: str) -> Path:
-        found = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *given], "train")
-        (folder,) = [
-            each.removeprefix("hydra.run.dir=").strip("'") for each in found if each.startswith("hydra.run.dir=")
-        ]
-        return Path(folder)
-
-    assert meant() == meant("max_epochs=3") == runs[0]
-    assert meant("model=resnet18") == runs[1]
-    assert meant("name=own") == runs[2]
-    os.utime(runs[2] / "checkpoints" / "last.ckpt", (2000, 2000))
-    assert meant() == runs[2]
-    assert meant("data=digits") == runs[0]
-    with pytest.raises(UserError, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
-        meant("data=mnist")
-    for folder in (tmp_path / "own", tmp_path):
-        with pytest.raises(UserError, match=rf"^resume={folder}: a folder of runs, not a run: resume={runs[2]} is the"):
-            expand_resume([f"resume={folder}"], "train")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own").rename(tmp_path / "my own")
-    with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
-        expand_resume(["resume=my own"], "train")
-    (tmp_path / "my own").rename(tmp_path / "own")
-    set_environment(SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
-    assert meant() == runs[2]
-    (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
-    assert meant() == runs[1]  # another job's may be newer by now

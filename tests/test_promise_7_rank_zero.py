@@ -21,15 +21,11 @@ from conftest import (
     workers_of,
 )
 
-from lockstep.config.check import check
-from lockstep.data.build import open_data
-from lockstep.run import supervisor as runs
-from lockstep.run.api import compose
-from lockstep.run.training import fit_and_test
-
 SHORT = (*TINY, "max_epochs=1", "logger=none")
 LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
 LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
+# What a run of two epochs prints once.
+ONCE = ("step 32 samples", "epoch 1/2", "epoch 2/2", "test (best.ckpt by val/acc, step ", "completed: ")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1", "--max-restarts=1")
 
 
@@ -80,27 +76,20 @@ def test_rank_zero_speaks_alone(ddp: Run) -> None:
     assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | ddp on cpu | lr " in said
     assert "run 6 steps per epoch, 12 in all (max_epochs=2) | " in said
     assert str(ddp.folder) in said
-    for once in ("step 32 samples", "epoch 1/2", "epoch 2/2", "test (best.ckpt by val/acc, step ", "completed: "):
-        assert said.count(once) == 1, said
+    assert [said.count(once) for once in ONCE] == [1] * len(ONCE), said
     assert "Traceback" not in said
     assert "Warning" not in said
     for line in said.splitlines():
         assert line in (ddp.folder / "train.log").read_text()
 
 
-def test_emulated_bf16_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
-    monkeypatch.setattr(runs, "launch", lambda *launched, **how: None)
-    for has_bf16 in (True, False):
-        for decides in ("run.supervisor", "config.check"):
-            monkeypatch.setattr(f"lockstep.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
-        for asked in ("auto", "32-true", "bf16-mixed"):
-            runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == (0 if has_bf16 else 1)
-        assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in said)
+def test_two_processes_that_are_no_ranks_print_twice(run_train: Program) -> None:
+    """The control: without a common group each process has a folder, and prints every line."""
+    processes = [run_train.start(*TINY, "max_epochs=2", "seed=3", "data.samples=205") for _ in range(2)]
+    runs = [run_train.finish(process) for process in processes]
+    printed = "".join(run.stdout + run.stderr for run in runs)
+    assert [printed.count(once) for once in ONCE] == [2] * len(ONCE), printed
+    assert len(runs[0].folders) == 2
 
 
 def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program) -> None:
@@ -155,7 +144,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(run.summary["weights_sha256"])
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
     process = program.start(*STRUCK, "devices=2")

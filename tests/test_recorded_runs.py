@@ -23,8 +23,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_another_seed_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +38,7 @@ def test_another_seed_is_seen(
     assert lines(capsys)[-1].startswith(f"exact_single: differs: weights_sha256 {written['weights_sha256']} -> ")
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_is_no_result_or_not_the_same_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,14 +1,18 @@
 """The repository itself: installs from hashed pins, names no machine, and says only what is there."""
 
+import ast
 import os
 import re
 import subprocess
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+import lockstep
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = re.compile(
@@ -42,6 +46,7 @@ def serves(requirement: Requirement, python: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate(environment)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("pattern", [HOST, MACHINE], ids=["registry hosts", "machine paths"])
 def test_no_file_names(pattern: re.Pattern[str]) -> None:
     hits = [f"{path}: {match[0]}" for path, text in texts().items() for match in pattern.finditer(text)]
@@ -61,6 +66,7 @@ def test_the_patterns_can_fail(pattern: re.Pattern[str], text: str) -> None:
     assert pattern.search(text)
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_second_lock_and_nothing_large() -> None:
     assert not {"uv.lock", "poetry.lock", "Pipfile.lock"} & {path.name for path in tracked()}
     assert not [path for path in tracked() if path.stat().st_size > 1_000_000]
@@ -92,7 +98,13 @@ def test_python_3_14_gets_the_hydra_that_starts_there() -> None:
 def test_ci_runs_the_documented_commands() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert {"make lint", "make proof"} <= set(script.read_text().splitlines())
+    kinds = {"make lint", "make docs", "make test", "make engines", "make lab"}
+    assert kinds <= set(script.read_text().splitlines())
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = {command for job in jobs.values() for step in job["steps"] for command in [step.get("run", "")]}
+    missing = {kind for kind in kinds - {"make docs"} if not any(kind in command for command in commands)}
+    assert missing <= {"make test", "make engines", "make lab"} & set(jobs["tests"]["strategy"]["matrix"]["command"])
+    assert any("make pages" in command for command in commands)
 
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
@@ -133,5 +145,95 @@ def test_hooks_are_local_and_run_what_is_there() -> None:
     assert {"ruff format" if command == "ruff format --check" else command for command in lint} < entries
 
 
-def test_the_page_names_the_make_targets_that_matter() -> None:
-    assert set(re.findall(r"\bmake ([a-z]+)", CONTRIBUTING)) == {"setup", "quick", "lint", "test", "proof"}
+# --- tests of promises know the public surface only -------------------------------------------------------------------
+
+PUBLIC = {f"lockstep.{name}" for name in lockstep.__all__} | {"lockstep", "lockstep.testing"}
+
+
+def imports_of(text: str) -> set[str]:
+    """Return the modules and names that a module imports, also in programs that it writes as strings: `a.b` for each
+    `from a import b` and `import a.b`."""
+    tree = ast.parse(text)
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(module), names=aliases):
+                names |= {f"{module}.{alias.name}" for alias in aliases}
+            case ast.Constant(value=str(program)) if re.search(r"^\s*(from|import) \w", program, re.MULTILINE):
+                with suppress(SyntaxError, ValueError):
+                    names |= imports_of(program)
+    return names
+
+
+def internals_in(text: str) -> list[str]:
+    """Return what a module imports of the library beside its public names, and from other tests."""
+    names = imports_of(text)
+    of_library = {name for name in names if name.split(".")[0] == "lockstep"} - PUBLIC
+    public = {name for name in of_library if name.startswith("lockstep.testing.")}
+    return sorted((of_library - public) | {name for name in names if re.search(r"(^|\.)test_", name)})
+
+
+def promise_files(folder: Path) -> list[Path]:
+    """Return the tests of promises, and the helpers that no other test uses."""
+    promises = sorted(folder.glob("test_promise_*.py"))
+    users: dict[str, set[Path]] = {}
+    for path in folder.rglob("*.py"):
+        for name in {name.split(".")[0] for name in imports_of(path.read_text())}:
+            users.setdefault(name, set()).add(path)
+    files, size = set(promises), 0
+    while size < len(files):  # a helper may have helpers
+        size = len(files)
+        helpers = [path for path in folder.glob("*.py") if not path.name.startswith("test_")]
+        files |= {path for path in helpers if path.stem in users and users[path.stem] <= files}
+    return sorted(files)
+
+
+def test_tests_of_promises_import_public_names_only() -> None:
+    """So that a file which moves inside the library breaks none of them. What needs internals is in a room's folder."""
+    files = promise_files(ROOT / "tests")
+    assert len(files) >= 12
+    assert {path.name: internals for path in files if (internals := internals_in(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "internals"),
+    [
+        ("from lockstep import compose, hash64\nimport lockstep\nfrom lockstep.testing import ModuleTests", []),
+        ("def f():\n    from lockstep.errors import UserError", ["lockstep.errors.UserError"]),
+        ("import lockstep.run.cli", ["lockstep.run.cli"]),
+        ("from lockstep import files", ["lockstep.files"]),
+        ("P = '''\nimport os\nfrom lockstep.run import cli\n'''", ["lockstep.run.cli"]),
+        ("from callbacks.test_dashboard import Board", ["callbacks.test_dashboard.Board"]),
+    ],
+)
+def test_an_import_of_internals_is_seen(text: str, internals: list[str]) -> None:
+    assert internals_in(text) == internals
+
+
+def test_a_helper_of_promises_alone_is_one_of_their_files(tmp_path: Path) -> None:
+    for name, text in {
+        "test_promise_1.py": "import one, both",
+        "room/test_room.py": "import both",
+        "one.py": "import two",
+        "two.py": "",
+        "both.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [path.stem for path in promise_files(tmp_path)] == ["one", "test_promise_1", "two"]
+
+
+# --- CONTRIBUTING.md: promise, tests, controls ---
+
+
+def test_each_promise_names_tests_and_controls_that_exist() -> None:
+    section = CONTRIBUTING.partition("\n## Promises and their tests\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d)\..* \| (whole run|control) \| `(\w+)` \|", section, re.MULTILINE)
+    assert len(rows) == section.count("\n| ") - 1, "all lines but the head"
+    for kind in ("whole run", "control"):
+        assert {number for number, of, _ in rows if of == kind} == set("123456789")
+    texts = [path.read_text() for path in (ROOT / "tests").glob("test_promise_*.py")]
+    functions = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    assert {name for _, _, name in rows} <= functions

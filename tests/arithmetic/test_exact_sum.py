@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels import Kernels
+from kernels import HostReads, Kernels
 from torch import Tensor
 
 from lockstep.arithmetic import exact_sum
@@ -256,6 +256,58 @@ def test_a_gpus_way_has_the_same_bits_and_changes_no_addend(together: int, monke
         )
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("factor", [2.0**20, math.inf, math.nan])
+def test_a_gpu_takes_back_what_it_should_not_have_added(factor: float, which: int) -> None:
+    """It has rounded and added an addend before the host knows that it outgrew its grid."""
+    cpu, gpu = ExactSum(zeros()), on_gpu(zeros())
+    for step in range(3):
+        parts = addends(3, step)
+        if step == 1:
+            parts[which][-1][7] = parts[which][1][0, 0, 0, 0] = factor
+        for exact in (cpu, gpu):
+            exact.begin()
+            for part in parts:
+                exact.add(part)
+        pairs = zip(cpu.total(divisor=3), gpu.total(divisor=3), strict=True)
+        assert all(torch.equal(a.nan_to_num(5), b.nan_to_num(5)) for a, b in pairs)
+        assert cpu.exponents == gpu.exponents
+
+
+def test_a_gpu_copies_addends_that_may_change() -> None:
+    """Running statistics do, in the next forward pass."""
+    large, found = 2.0**20, []
+    for changes in (False, True):
+        exact = on_gpu([torch.zeros(3)])
+        for _ in range(2):
+            exact.begin()
+            exact.add([value := torch.ones(3)], unchanged=not changes)
+            exact.add([other := torch.full((3,), large)], unchanged=not changes)
+            if changes:
+                value.zero_(), other.zero_()
+            found.append(exact.total()[0])
+            large *= 2.0**20  # outgrows the grid
+    assert all(map(torch.equal, found[:2], [torch.full((3,), 2.0**20 + 1), torch.full((3,), 2.0**40 + 1)]))
+    assert [float(each[0]) for each in found[2:]] == [2.0**60, 2.0**80]
+
+
+def test_the_host_reads_the_size_of_a_piece_when_the_next_one_is_there() -> None:
+    """In the meantime the next piece's passes are queued, so the GPU has work while the host waits."""
+    exact = on_gpu(zeros())
+    for part in addends(1, 0):
+        exact.add(part)
+    exact.total()  # chooses the grids
+    exact.begin()
+    reads = []
+    for part in addends(3, 1):
+        with HostReads() as seen:
+            exact.add(part)
+        reads.append(sum(seen.seen.values()))
+    with HostReads() as last:
+        exact.pack(alone=True)
+    assert (reads, sum(last.seen.values())) == ([0, 1, 1], 1)
+
+
 def test_a_gpu_starts_as_many_kernels_for_large_tensors_as_for_small_ones() -> None:
     def count(make: type[ExactSum] | Callable[[Addend], ExactSum], size: int) -> int:
         like = [torch.zeros(size), torch.zeros(size)]
@@ -278,7 +330,7 @@ def test_a_gpu_starts_as_many_kernels_for_many_tensors_as_for_few() -> None:
             exact.begin()
             with Kernels() as kernels:
                 for _ in range(2):
-                    exact.add([torch.ones(20_000)] * tensors)
+                    exact.add([torch.ones(20_000)] * tensors, unchanged=True)
                 exact.total()
         return kernels.kernels
 

@@ -20,8 +20,6 @@ from lockstep.callbacks import Checkpoint, Console, Meter
 from lockstep.errors import UserError
 from project.callbacks import Dashboard
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
@@ -116,6 +114,7 @@ assert log.handlers[0].stream is sys.__stderr__
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
     """On a real terminal: a pseudo one, read back."""
     program, (terminal, inside) = tmp_path / "bar.py", os.openpty()
@@ -236,6 +235,7 @@ assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

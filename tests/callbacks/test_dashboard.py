@@ -1,11 +1,12 @@
 """What TensorBoard gets to show, read back from the event files of whole runs."""
 
-import io
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dashboard
 import lightning.pytorch as pl
@@ -14,10 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TINY, Program, Run, checkpoint_of
+from event_files import Board
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from numpy.typing import NDArray
 from omegaconf import OmegaConf
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata as hparams
@@ -25,31 +25,14 @@ from tensorboard.util import tensor_util
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as torch_hparams
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule, Spec
 from lockstep.data.build import open_data
+from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 from project.callbacks import Pictures
-from project.callbacks.pictures import Mistakes
-
-KINDS = ("scalars", "images", "tensors")
-
-
-class Board:
-    """A folder of event files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(KINDS, 0)).Reload()
-        self.tags: dict[str, Any] = self.events.Tags()
-
-    def curve(self, tag: str) -> list[tuple[int, float]]:
-        return [(event.step, event.value) for event in self.events.Scalars(tag)]
-
-    def tensor(self, tag: str) -> NDArray[Any]:
-        return np.asarray(tensor_util.make_ndarray(self.events.Tensors(tag)[-1].tensor_proto))
-
-    def image(self, tag: str) -> NDArray[Any]:
-        return np.asarray(Image.open(io.BytesIO(self.events.Images(tag)[-1].encoded_image_string)))
+from project.callbacks.pictures import Confusion, Mistakes
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +49,7 @@ def board(ddp: Run) -> Board:
     return Board(next((ddp.folder / "tensorboard").iterdir()))
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_step_is_shown_twice(board: Board) -> None:
     assert [step for step, _ in board.curve("train/loss")] == [1, 2, 4, 6, 8, 10, 12, 13, 14, 16, 18]
     for tag in board.tags["scalars"]:
@@ -76,6 +60,7 @@ def test_no_step_is_shown_twice(board: Board) -> None:
         assert len(set(steps)) == len(steps)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_first_page_shows_what_matters(board: Board) -> None:
     layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
@@ -96,6 +81,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
         assert board.curve(f"headline/val_{name}") == board.curve(f"val/{name}")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_model_with_a_metric_of_its_own(tmp_path: Path) -> None:
     """Regression has no accuracy: the first page, the charts and the columns show the metric that it names."""
     model = ("model=regression", "model.arch=squeezenet1_0", "data.task=regression", "data.num_classes=1")
@@ -113,6 +99,7 @@ def test_a_model_with_a_metric_of_its_own(tmp_path: Path) -> None:
     assert [info.name.tag for info in columns.metric_infos][:2] == ["val/mae", "test/mae"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_run_as_text(board: Board) -> None:
     about, config = (
         [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in board.events.Tensors(tag)]
@@ -129,6 +116,7 @@ def test_the_run_as_text(board: Board) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board, tmp_path: Path) -> None:
     content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
     told = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
@@ -150,6 +138,7 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board
     assert len({path.parent for path in ddp.folder.rglob("*tfevents*")}) == 1, "one run, one entry"
 
 
+@pytest.mark.usefixtures("processes")
 def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
     for kind in ("confusion", "mistakes"):
         drawn = [[event.step for event in board.events.Images(f"wrong/{split}_{kind}")] for split in ("val", "test")]
@@ -159,6 +148,7 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
         assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert [event.step for event in board.events.Images("view/run")] == [12, 18], "the end of both lives"
     state = checkpoint_of(ddp.folder)["callbacks"]
@@ -173,6 +163,7 @@ def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
 
 
+@pytest.mark.usefixtures("processes")
 def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
     links = dashboard.Links(ddp.outputs, tmp_path)
     for _ in range(2):  # what is there stays
@@ -255,6 +246,41 @@ def test_the_worst_mistakes_and_their_pixels_are_kept() -> None:
     assert sure == pytest.approx(logits[worst].softmax(1).amax(1).tolist())
     assert np.array_equal(images, pixels[worst].permute(0, 2, 3, 1))
     assert Mistakes(Spec(1, 4, ("a", "b")), 5).draw("none").axes, "a picture all the same, beside the confusion matrix"
+
+
+def test_classes_are_counted_as_torchmetrics_counts_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    counted, reference = Confusion(3), MulticlassConfusionMatrix(3)
+    for valid in (True, False, True):
+        logits, y = torch.randn(9, 3, generator=generator), torch.randint(3, (9,), generator=generator)
+        counted.update(logits, y if valid else y + 200, torch.tensor(valid))
+        if valid:
+            reference.update(logits, y)
+    assert torch.equal(counted.compute(), reference.compute())
+
+
+@pytest.mark.parametrize("label", [1, 255])
+def test_a_batch_whose_labels_are_no_classes_has_no_mistakes(label: int) -> None:
+    kept, logits = Mistakes(Spec(1, 4, ("a", "b"))), torch.tensor([[1.0, 0.0], [math.nan, 0.0]])
+    y = torch.tensor([label, 0])
+    kept.add(torch.zeros(2, 1, 4, 4), logits, y, ((y >= 0) & (y < 2)).all())
+    assert len(kept.worst) == (label == 1)  # a loss of nan is none
+
+
+def test_pictures_do_not_wait_for_a_gpu() -> None:
+    drawing, trainer = Pictures(), Mock(testing=True)
+    trainer.datamodule.num_local_samples.return_value = 8
+    with fake_gpu() as gpu:
+        drawing._hook, drawing._mistakes = Mock(), Mistakes(Spec(1, 4, ("a", "b", "c")))
+        drawing._confusion = Confusion(3).to(DEVICE)
+        for _ in range(2):
+            x, y = torch.zeros(4, 1, 4, 4, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+            drawing._last_pass = x, torch.zeros(4, 3, device=DEVICE)
+            drawing._count(trainer, None, None, (x, y))
+        assert len(drawing._mistakes._values) == 5
+        assert gpu.faults == {}
+        drawing._confusion.compute().cpu()
+        assert list(gpu.faults.values()) == [WAITS]  # the control
 
 
 class Own(pl.LightningModule):

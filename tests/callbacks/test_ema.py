@@ -22,6 +22,7 @@ TASK = (*NORMS, "max_epochs=3", "lr=0.1")
 OURS = ("callbacks=ema", "callbacks.ema.decay=0.8", "callbacks.ema.update_every_n_steps=2")
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_test_is_that_of_the_average_which_the_best_checkpoint_holds(tmp_path: Path) -> None:
     ours, plain = Program(tmp_path / "ours")(*TASK, *OURS), Program(tmp_path / "plain")(*TASK)
     test = {name: value for name, value in ours.summary["metrics"].items() if name.startswith("test/")}
@@ -80,6 +81,7 @@ def test_the_average_is_lightnings_with_a_decay_that_warms_up() -> None:
     assert torch.equal(ours.counter, counter + 99)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_short_run_does_not_end_with_its_first_weights(tmp_path: Path) -> None:
     run = Program(tmp_path)("data=digits", "callbacks=[early_stopping,ema]", "max_steps=21", "threads=1", "logger=none")
     assert run.summary["metrics"]["test/acc"] > 0.3

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lockstep.callbacks import Checkpoint, Meter, meter
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Steps(pl.Callback):
     """Which steps were measured, and what was measured."""

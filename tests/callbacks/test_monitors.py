@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from conftest import summary_of
 from own_runs import BOTH, jobs, train
 
@@ -30,7 +29,6 @@ def test_a_monitor_that_validation_does_not_log_is_refused_before_the_first_step
     assert not runs[0].folders
 
 
-@pytest.mark.proof
 def test_the_batch_before_the_first_step_changes_nothing(project: Path, tmp_path: Path) -> None:
     for layout in ((), ("strategy=ddp", "devices=2")):
         task = ("callbacks.checkpoint.monitor=null,val/acc", "num_workers=1", *layout)

@@ -52,6 +52,7 @@ class LosesTheStore(Callback):
             os.kill(self.pid, signal.SIGCONT)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_without_an_answer_no_step_is_taken(
     tmp_path: Path, server: Any, number: int, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +64,7 @@ def test_without_an_answer_no_step_is_taken(
     assert trainer.global_step == 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_with_answers_the_run_goes_on(tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the store is silent for a shorter time."""
     monkeypatch.setattr(store_lease, "ASK_SECONDS", 0.1)
@@ -82,6 +84,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("arguments", "store"),
     [

@@ -15,7 +15,7 @@ from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint.run_checks import ParameterNameCheck, SharedFileCheck
 from lockstep.errors import UserError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def fit(folder: Path, *callbacks: pl.Callback) -> None:

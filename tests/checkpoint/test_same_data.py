@@ -3,14 +3,12 @@
 import shutil
 from pathlib import Path
 
-import pytest
 from conftest import Program, checkpoint_of, summary_of
 from small_data import write_images
 
 RUN = ("max_epochs=1", "batch_size=8", "threads=1", "logger=none", "callbacks.dashboard=null")
 
 
-@pytest.mark.proof
 def test_another_data_set_is_refused_and_a_moved_one_is_not(run_train: Program, tmp_path: Path) -> None:
     folder, images = tmp_path / "run", write_images(tmp_path / "photos", each=12)
     run_train("data=image_folder", "data.image_size=12", f"data_dir={images}", *RUN, f"hydra.run.dir={folder}")

@@ -15,8 +15,6 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_last_and_best(tmp_path: Path) -> None:
     callback, state = Checkpoint(tmp_path), ResumeState({"config": {"lr": 0.1}, "fingerprint": "f"}, {}, STEPS)

@@ -191,6 +191,7 @@ def built(group: str, raw: dict[str, Any], images: Path) -> Any:
 FILES = [(group, file) for group in GROUPS for file in options(group) if file not in ELSEWHERE]
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(("group", "file"), FILES, ids=["=".join(pair) for pair in FILES])
 def test_each_key_of_a_group_changes_what_is_built(
     group: str, file: str, images: Path, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,6 @@ class Falls(Scored):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": self.monitor}}
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("module", "monitor", "mode", "message"),
     [

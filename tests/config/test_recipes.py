@@ -26,9 +26,13 @@ def test_a_recipe_passes_the_checks_and_a_debug_mode_goes_on_top(
     config = checked(f"experiment={experiment}")
     assert config.record != checked().record
     assert config.precision == "32-true", "no recipe emulates bf16"
-    for debug in DEBUGS:
-        debugged = checked(f"experiment={experiment}", f"debug={debug}")
-        assert (debugged.name, debugged.model) == (f"debug_{debug}", config.model)
+    debug = DEBUGS[EXPERIMENTS.index(experiment) % len(DEBUGS)]  # each with one recipe at least
+    debugged = checked(f"experiment={experiment}", f"debug={debug}")
+    assert (debugged.name, debugged.model) == (f"debug_{debug}", config.model)
+
+
+def test_each_debug_mode_is_on_top_of_a_recipe() -> None:
+    assert 0 < len(DEBUGS) <= len(EXPERIMENTS)
 
 
 def test_batch_goes_through_training_validation_and_test(run_train: Program) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
@@ -95,6 +95,7 @@ def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: t
         assert all(torch.equal(part[1], other[0]) for part, other in zip(first, found([9, 1]), strict=True))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Listed(), Subset(Noisy(), list(range(5, 30)))])
 def test_worker_processes_change_no_bit(dataset: Any) -> None:
     on = layout(batch_size=8, pieces=2)
@@ -107,6 +108,7 @@ def test_worker_processes_change_no_bit(dataset: Any) -> None:
     assert not same(inline, step_batches(module(splits(dataset), on, seed=4)))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: int) -> None:
     def seen(rank: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
@@ -135,7 +137,6 @@ def test_a_plain_dataset_passes_unchanged() -> None:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
 @given(samples=st.integers(1, 5000), devices=st.integers(1, 9), pieces=st.integers(1, 20), size=st.integers(1, 600))
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)
@@ -180,6 +181,7 @@ def test_who_gets_loader_processes_unasked(dataset: Any, wanted: bool) -> None:
     assert bool(data.train_dataloader().num_workers) is bool(data.val_dataloader().num_workers) is wanted
 
 
+@pytest.mark.usefixtures("processes")
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.14 prefers a server; to `set_parent_death_signal`, its children are orphans."""
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)

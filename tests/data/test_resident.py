@@ -5,6 +5,7 @@ No GPU is needed: the device is the CPU here, the free memory a number.
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import ArrayDataset, DataModule, Splits
+from lockstep.data import ArrayDataset, DataModule, Splits, loaders
 from lockstep.data.augment import Augment
 from lockstep.data.data_module import place_on_device
 from lockstep.data.datasets import Resident, innermost_dataset
@@ -70,6 +71,18 @@ def test_the_batches_are_the_same(strategy: str, devices: int, world_size: int) 
     held = innermost_dataset(wrong.splits.train)
     held.images = held.images.flip(0)  # the control: it is the moved set that is fetched from
     assert not all(torch.equal(a, b) for a, b in zip(seen(wrong), seen(data(on, False)), strict=True))
+
+
+@pytest.mark.parametrize("put", [False, True])
+def test_a_gpu_gathers_the_samples_of_more_steps_at_once(put: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call starts kernels, and copies ids and numbers of augmentation."""
+    assert loaders.FETCH_BYTES_ON_DEVICE == 64 * loaders.FETCH_BYTES
+    monkeypatch.setattr(loaders, "FETCH_BYTES", 36 * 12)  # the images of three steps
+    monkeypatch.setattr(loaders, "FETCH_BYTES_ON_DEVICE", 36 * 12 * 64)
+    fetched = Mock(side_effect=loaders.fetch)
+    monkeypatch.setattr(loaders, "fetch", fetched)
+    assert len(step_batches(data(layout(batch_size=4), put))) == 5
+    assert [len(call.args[1]) for call in fetched.call_args_list] == ([20] if put else [12, 8])
 
 
 def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:

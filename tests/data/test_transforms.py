@@ -31,8 +31,6 @@ NORMALIZE = {"_target_": f"{V2}.Normalize", "mean": [0.25], "std": [0.5]}
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.proof
 def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tmp_path: Path) -> None:
     """Dark and bright images, inverted in evaluation alone, are taken for each other: in the run, and afterwards."""
     (project / "conf" / "data" / "transforms" / "inverted.yaml").write_text(

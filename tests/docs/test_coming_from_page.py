@@ -40,8 +40,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path) -> None:
     """Evaluated, predicted and resumed: tests/run/test_hydra_template.py."""
     shown = re.compile(r"^    \$ python (src/train.py model=(?s:.*?))\n((?:    \w.*\n)+)", re.MULTILINE)
@@ -59,11 +59,13 @@ def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path)
 
 
 def test_the_page_has_its_parts() -> None:
-    assert [name for name, _ in BLOCKS] == ["conf/model/mnist_lit.yaml", "conf/data/mnist_lit.yaml"]
-    assert len(KEYS) == 16
-    assert len(CHOICES) == 14
+    """A parser that finds none would make every other test pass."""
+    assert BLOCKS
+    assert KEYS
+    assert CHOICES
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(("there", "here"), KEYS)
 def test_the_message_for_their_key_names_ours(there: str, here: str) -> None:
@@ -72,6 +74,7 @@ def test_the_message_for_their_key_names_ours(there: str, here: str) -> None:
     checked(here.strip("`"))
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize("here", [here for _, here in CHOICES])
 def test_our_choice_exists(here: str) -> None:

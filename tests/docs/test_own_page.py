@@ -7,13 +7,13 @@ import pytest
 import site_pages
 import torch
 from conftest import Program, checkpoint_of, summary_of, template
-from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
 from lockstep.data.build import open_data
 from project.models import MnistCNN
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.nightly]
+
 
 PAGES = ("own-model", "own-data", "losses-and-optimizers", "metrics-callbacks-loggers")
 # Where the length proves nothing.
@@ -100,6 +100,8 @@ def test_the_data_is_learnt(followed: dict[str, Path]) -> None:
 
 def test_the_metric_counts_every_sample_once(followed: dict[str, Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
+    from sklearn.metrics import f1_score
+
     folder = one(followed, "model=mine_f1")
     state = checkpoint_of(folder)["state_dict"]
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")

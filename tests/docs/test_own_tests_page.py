@@ -9,8 +9,6 @@ import pytest
 import site_pages
 from conftest import PATIENCE, template
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
-
 NAME = "use/test-your-own-code.md"
 
 
@@ -41,6 +39,8 @@ def run_tests(project: Path, command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_the_sound_code_passes_and_the_faulty_fails_as_shown(project: Path) -> None:
     sound, faulty = site_pages.read(NAME).commands
     done = run_tests(project, sound.text)
@@ -52,6 +52,8 @@ def test_the_sound_code_passes_and_the_faulty_fails_as_shown(project: Path) -> N
     assert site_pages.matches(faulty.output, done.stdout.splitlines()), done.stdout
 
 
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_the_remedy_of_the_page_passes(project: Path) -> None:
     text = (project / "src" / "project" / "warm.py").read_text()
     remedy = "min(1.0, (self.global_step + 1) / 25)"

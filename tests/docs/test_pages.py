@@ -110,6 +110,7 @@ def test_the_comparison_of_output_can_fail() -> None:
     assert not site_pages.matches(["a", "z"], ["a", "b", "z"])
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("name", sorted({name for name, command in COMMANDS if not_run(command)}))
 def test_what_is_not_run_is_composed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs exist, their overrides have keys that exist, and what pip installs is in pyproject.toml."""
@@ -150,8 +151,8 @@ def compose(overrides: list[str]) -> None:
 LAB = [command for _, command in COMMANDS if re.match(r"python scripts/lab/(?!advise|communication)", command.text)]
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_arguments_of_the_lab_are_parsed(tmp_path: Path) -> None:
     """By the programs' own parsers, which end them then."""
     parse = tmp_path / "parse.py"
@@ -181,9 +182,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 RUN = sorted({name for name, command in COMMANDS if not not_run(command) and name not in FOLLOWED_BY})
 
 
-@pytest.mark.slow
-@pytest.mark.proof
-@pytest.mark.parametrize("name", RUN)
+FIRST = "start/first-run.md"  # this one in CI, the others by night or when pages change: `make pages`
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != FIRST)) for name in RUN])
 def test_a_page_is_followed(name: str, project: Path, tmp_path: Path) -> None:
     page: Page = site_pages.read(name)
     for path, text in page.files.items():
@@ -253,7 +256,7 @@ def test_the_line_about_a_folder_of_images_is_the_one_on_the_page(project: Path)
     assert line.replace("<folder>", folder) == open_data(config("image_folder"), folder).about
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_the_summary_on_the_page_is_what_a_run_writes(tmp_path: Path) -> None:
     ((_, code),) = [block for block in site_pages.read("reference/run-folder.md").blocks if block[0] == "json"]
     shown, written = json.loads(code), Program(tmp_path)("max_steps=2", "threads=1", "logger=none").summary

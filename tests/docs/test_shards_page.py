@@ -9,8 +9,6 @@ import site_pages
 from conftest import Program, template
 from written_shards import write_folder
 
-pytestmark = pytest.mark.slow
-
 PAGE = site_pages.read("use/shards-and-hub.md")
 SHORT = ("max_steps=2", "batch_size=8", "threads=1", "num_workers=0", "accelerator=cpu", "logger=none")
 TRAIN = [command.words for command in PAGE.commands if command.words[1] == "src/train.py"]
@@ -28,11 +26,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_page_has_commands(project: Path) -> None:
     assert len(TRAIN) == 3
     assert sorted(path.name for path in (project / "shards").iterdir()) == ["test-0.tar", "train-0.tar"]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("words", TRAIN, ids=" ".join)
 def test_a_command(project: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _, script, *overrides = words

@@ -38,18 +38,21 @@ def prepare(*overrides: str) -> None:
     make_module(config, open_data(config.data, config.data_dir, config.seed))
 
 
-def test_the_page_has_25_problems() -> None:
-    assert len(COMMANDS) + len(QUOTED) >= 25
+def test_the_page_shows_problems() -> None:
+    """A parser that finds none would make every other test pass."""
+    assert COMMANDS
+    assert QUOTED
     assert all(len(block) == 1 + block[0].startswith("$ ") for block in BLOCKS)
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(("command", "message"), COMMANDS)
 def test_what_a_command_prints(command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, script, *overrides = shlex.split(command)
     assert (program, script) == ("python", "src/train.py")
     monkeypatch.chdir(tmp_path)
-    pattern = re.escape(message.removeprefix("error: ")).replace("<folder>", ".+").replace("<layout>", ".+")
+    pattern = re.sub(r"<(folder|layout|reason)>", ".+", re.escape(message.removeprefix("error: ")))
     with pytest.raises(BAD_INPUT) as caught:
         prepare(*overrides)
     assert re.fullmatch(pattern, error_line(caught.value))
@@ -61,6 +64,7 @@ def source() -> str:
     return texts("src") + texts("tests")
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_message_stands_in_the_source(message: str, source: str) -> None:
     """Each part between two `<word>`s, which may be put together of two texts."""

@@ -8,8 +8,6 @@ import pytest
 from conftest import Run, free_port
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
-
 
 def start(site: Site, count: int, *options: str) -> list[subprocess.Popen[str]]:
     meet = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -9,8 +9,6 @@ from conftest import Run
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 
 pytestmark = [
-    pytest.mark.proof,
-    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (package openmpi-bin)"),
 ]
 # Seconds that it waits before SIGTERM, and again before SIGKILL; its own default is one second.

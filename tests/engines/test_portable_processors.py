@@ -14,8 +14,6 @@ from lockstep.config.portable import missing_instructions
 
 QEMU = shutil.which("qemu-x86_64")
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.proof,
     pytest.mark.skipif(QEMU is None, reason="no qemu-x86_64: Debian's package qemu-user"),
     pytest.mark.skipif(bool(missing_instructions()), reason="this processor has no AVX2 and FMA"),
 ]
@@ -40,6 +38,7 @@ def lines(processor: str | None, *options: str, isa: str = "") -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_networks_layers_and_optimizers_have_the_same_bits(processor: str) -> None:
     here = lines(None)
@@ -58,6 +57,7 @@ SHORT = ("experiment=golden", "callbacks.golden=null", "max_epochs=null", "max_s
 LITTLE = ("+debug.trainer.limit_val_batches=1", "+debug.trainer.limit_test_batches=1")
 
 
+@pytest.mark.nightly
 def test_a_whole_run_has_the_same_bits(tmp_path: Path) -> None:
     """A parent that forks, a worker, validation and test."""
     there = Program(tmp_path / "there")

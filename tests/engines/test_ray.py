@@ -13,8 +13,6 @@ from engines.sites import JOB, SLOW, Site, ended_well, everything
 # Ray and what it needs have a folder of their own, so that all other tests run without them: see install.sh.
 FOLDER = Path(sys.prefix) / "engines"
 pytestmark = [
-    pytest.mark.proof,
-    pytest.mark.slow,
     pytest.mark.skipif(not (FOLDER / "ray").is_dir(), reason="Ray is not installed (tests/engines/install.sh)"),
 ]
 

@@ -7,7 +7,6 @@ from conftest import Run
 from engines.cluster import Cluster
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, refused_once
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
 TWO_NODES = ("--nodes=2", "--cpus-per-task=1", "scripts/slurm.sh")
 TWO_TASKS = ("--ntasks-per-node=2", "--cpus-per-task=1", "scripts/slurm.sh")
 

@@ -13,7 +13,6 @@ from engines.cluster import Cluster
 from engines.sites import JOB, SECONDS, SLOW, Site, everything
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
 
 
 def restarted(cluster: Cluster, job: str) -> bool:

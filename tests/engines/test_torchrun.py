@@ -14,7 +14,6 @@ from conftest import Run, of_process
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 from network.machines import Machines
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
 RESTARTED = ("torchrun", "--nproc-per-node=2", "--max-restarts=1", "src/train.py", "strategy=ddp")
 TWO_WORKERS = ("torchrun", "--nproc-per-node=2", "src/train.py", "strategy=ddp")
 PORT = 29500

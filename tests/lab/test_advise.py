@@ -13,12 +13,9 @@ from lockstep.config.value_checks import group_file
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 
-pytestmark = pytest.mark.proof
-
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "accelerator=cpu")
 
 
-@pytest.mark.slow
 def test_an_answer_rests_on_what_was_run(tmp_path: Path) -> None:
     run = Program(tmp_path, "scripts/lab/advise.py")(*TINY, "seconds=0.1", "batch_size=4", "threads=1", cwd=ROOT)
     report = json.loads((run.folder / "advise.json").read_text())

@@ -8,8 +8,6 @@ from bench.players import OPPONENTS, play
 from conftest import forked
 from traces import STEP, per_step, traced
 
-pytestmark = pytest.mark.proof
-
 PLAYER = """
 import sys, time
 sys.path.insert(0, {opponents!r})
@@ -68,7 +66,6 @@ def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
     assert (found["gloo:all_reduce"], found["once"]) == (2, 0)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_commands")
 def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
     asked = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]

@@ -27,8 +27,6 @@ from lockstep.run.api import compose
 from lockstep.run.training import check_sizes
 from lockstep.strategies.ddp import DistributedDataParallel
 
-pytestmark = pytest.mark.proof
-
 TINY = replace(
     steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
 )
@@ -45,7 +43,6 @@ def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> 
         assert 0.9 * case.data["samples"] / case.batch > (case.rounds + 1) * case.steps  # an epoch's end saves
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_commands")
 def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     """All sides make the same steps, else it fails: as it does with one that takes another order."""
@@ -150,7 +147,6 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
         )
 
 
-@pytest.mark.slow
 def test_the_whole_day_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part, in its short form, with programs in processes of their own; then its page."""
     write_mnist(tmp_path / "data")

@@ -17,7 +17,6 @@ from network.machines import Machines, NoMachines
 from scaling import Computed, buckets
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.proof
 ELEMENTS = 5003  # no number of workers divides it
 TINY = ("data=synthetic", "data.samples=60", "data.image_size=12", "data.num_classes=3", "accelerator=cpu", "threads=1")
 
@@ -156,7 +155,6 @@ def test_buckets_are_ddps() -> None:
     assert [size for _, size in buckets(one)] == sizes
 
 
-@pytest.mark.slow
 def test_advise_measures_one_device_and_predicts_several_machines(tmp_path: Path) -> None:
     run = Program(tmp_path, "scripts/lab/advise.py")(
         *TINY, "seconds=0.1", "batch_size=4", "link=[100mbit,10gbit]", cwd=ROOT

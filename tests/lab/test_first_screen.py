@@ -76,8 +76,6 @@ def test_a_command_that_fails_ends_the_session(tmp_path: Path) -> None:
         shell.run(Command("true"))
 
 
-@pytest.mark.slow
-@pytest.mark.proof
 def test_a_tiny_task_is_recorded(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/lab/first_screen.py", "--folder", str(tmp_path), *TINY, "max_epochs=5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -24,8 +24,6 @@ def test_what_pairing_saves() -> None:
     assert saving([0.5] * 4, [0.5] * 4)["correlation"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.proof
 def test_runs_are_paired_by_seed() -> None:
     tiny = ("data=synthetic", "data.samples=64", "data.image_size=12", "max_steps=2", "batch_size=16", "threads=1")
     program = ("scripts/lab/pairing.py", *tiny, "accelerator=cpu", "--seeds", "4")

@@ -4,10 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, TINY, Program, forked
 
-pytestmark = pytest.mark.slow
 PLANTED = ROOT / "scripts" / "lab" / "planted_differences.py"
 SHORT = (*TINY, "callbacks.console=null", "callbacks.pictures=null", "logger=none", "max_steps=3", "accelerator=cpu")
 
@@ -32,7 +30,6 @@ def test_three_differences_and_none() -> None:
     }
 
 
-@pytest.mark.proof
 def test_forty_differences() -> None:
     done = forked(PLANTED)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,6 +22,7 @@ def opened():
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_data_set_that_computes_in_parallel_hangs_no_run(tmp_path: Path) -> None:
     """Each program would be silent for `hang_timeout` otherwise."""
     project, outputs = template(tmp_path / "project"), tmp_path / "outputs"

@@ -1,6 +1,7 @@
 """lockstep.launch.parent where nobody trains: workers that end in odd ways."""
 
 import logging
+import operator
 import os
 import re
 import signal
@@ -8,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +22,8 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate
 from lockstep.config.value_checks import ROOT
-from lockstep.errors import UserError, WorkerFailed
-from lockstep.launch import logs
+from lockstep.errors import LostRank, UserError, WorkerFailed
+from lockstep.launch import logs, parent
 from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
@@ -52,6 +55,7 @@ def refused_in_a_loader() -> None:
     list(DataLoader(Torn(UserError("x.jpg can't be decoded")), num_workers=1))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
     """The message of a loader process's own failure is torch's, over its traceback."""
     with pytest.raises(WorkerFailed) as failed:
@@ -73,6 +77,7 @@ def killed(seconds: float, number: int = signal.SIGKILL) -> str:
     return "done"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL \(out of memory\?\)$"):
         launch(killed, 0, layout=ALONE)
@@ -82,6 +87,42 @@ def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
         assert launch(killed, milliseconds / 1000, layout=ALONE) == "done"
 
 
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        ((-signal.SIGABRT, -signal.SIGKILL), "rank 1 was killed by SIGKILL (out of memory?)"),
+        ((-signal.SIGABRT, None), "rank 0 was killed by SIGABRT (NCCL does so if another rank is lost or does not"),
+        ((None, -signal.SIGABRT), "rank 1 was killed by SIGABRT (NCCL does so if another rank is lost or does not"),
+    ],
+)
+def test_a_worker_that_nccl_aborts_is_not_the_one_that_failed(
+    codes: tuple[int | None, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: the worker is alive and sends nothing."""
+    monkeypatch.setattr(parent, "ANSWER_SECONDS", 0.1)
+
+    def result(uses_nccl: bool) -> str:
+        pipes = [Pipe(duplex=False) for _ in codes]
+        processes = [
+            SimpleNamespace(is_alive=partial(operator.is_, code, None), exitcode=code, sentinel=Pipe()[0])
+            for code in codes
+        ]
+        rows = zip(processes, pipes, strict=True)
+        workers = [parent._Worker(rank, process, pipe[0], uses_nccl) for rank, (process, pipe) in enumerate(rows)]
+        aborted = next(each for each in workers if each.process.exitcode == -signal.SIGABRT)
+        aborted.receive_answer()  # the first to be seen
+        with pytest.raises(WorkerFailed) as failed:
+            parent._result(workers, (), 5.0, "")
+        assert isinstance(failed.value, LostRank) == (uses_nccl and "NCCL" in str(failed.value))
+        return str(failed.value)
+
+    assert result(True).startswith(says)
+    assert (
+        result(False) == f"rank {codes.index(-signal.SIGABRT)} was killed by SIGABRT"
+    )  # the control: gloo aborts none
+
+
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("what", ["worker", "job"])
 def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -135,6 +176,7 @@ def test_the_programs_themselves_are_no_code_of_a_user() -> None:
     assert user_code_location("".join([*frames, beside])) == f"{os.path.relpath(ROOT / 'src/nets.py')}:5 in net; "
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failure_before_the_run_has_a_log_tells_how_to_see_the_traceback() -> None:
     with pytest.raises(WorkerFailed) as failed:
         launch(forked_without_log, layout=ALONE)

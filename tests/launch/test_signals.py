@@ -40,6 +40,7 @@ def on_a_terminal(terminal: int, *overrides: str, ignored: bool = False) -> "sub
     return subprocess.Popen(command, cwd=ROOT, preexec_fn=prepare, start_new_session=True, text=True, **streams)  # noqa: PLW1509
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal(tmp_path: Path, ignored: bool) -> None:
     """The terminal takes no more output either: the bar of the workers goes nowhere."""
@@ -87,6 +88,7 @@ exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__", "__file_
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("module", "signum"),
     [
@@ -122,6 +124,7 @@ cli.command(job, "train")
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
 def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
     (tmp_path / "save.py").write_text(SAVE)
@@ -131,6 +134,7 @@ def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple
     assert summary_of(found.parent)["status"] == "completed"
 
 
+@pytest.mark.usefixtures("processes")
 def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object, **how: object) -> None:
         raise KeyboardInterrupt
@@ -151,6 +155,7 @@ def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.
     assert pending_signals == [signal.SIGTERM]
 
 
+@pytest.mark.usefixtures("processes")
 def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -92,6 +92,7 @@ def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, set_envi
     assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_of_an_array_queues_itself_alone(cluster: Path, set_environment: Callable[..., None]) -> None:
     set_environment(**environment(cluster), SLURM_ARRAY_JOB_ID="77", SLURM_ARRAY_TASK_ID="3")
     assert slurm.requeue() == "SLURM job 77_3 is requeued"

@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, python
 
+OTHERS = (
+    *("src/train.py --cfg job", "src/evaluate.py --help", "src/predict.py --help"),
+    *(f"scripts/{name}.py --help" for name in ("dashboard", "fit_memory", "new_project", "schema")),
+    *(f"scripts/{name}.py --help" for name in ("export", "parity", "verify")),
+)
 CLOSED = (">&-", "2>&-", "<&-", "<&- >&- 2>&-", "1>/dev/full 2>/dev/full", "-u >&- 2>&-")
 STREAMS = """
 import contextlib, os, sys
@@ -34,6 +39,7 @@ def shell(redirections: str, *command: object) -> subprocess.CompletedProcess[st
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("redirections", CLOSED)
 def test_closed_streams_lead_nowhere_and_no_file_gets_their_numbers(redirections: str, tmp_path: Path) -> None:
     done = shell(redirections, "-c", STREAMS.replace("'", '"'), tmp_path / "file")
@@ -42,6 +48,7 @@ def test_closed_streams_lead_nowhere_and_no_file_gets_their_numbers(redirections
     assert int((tmp_path / "file").read_text()) > 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_protection_a_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     """Show that the test above can fail."""
     unprotected = STREAMS.replace("standard_streams.protect()", "sys.stdout = sys.stderr")
@@ -49,6 +56,7 @@ def test_without_protection_a_file_gets_the_number_of_a_closed_stream(tmp_path: 
     assert (tmp_path / "file").read_text() == "1"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stream_without_a_reader_is_ignored(tmp_path: Path) -> None:
     done = shell("| head -1; echo ${PIPESTATUS[0]}", "-c", STREAMS.replace("'", '"'), tmp_path / "file")
     assert done.stdout == "line 0\n0\n"
@@ -59,12 +67,14 @@ def test_a_stream_without_a_reader_is_ignored(tmp_path: Path) -> None:
     assert subprocess.call(program, stdout=ours.fileno(), stderr=ours.fileno(), stdin=subprocess.DEVNULL) == 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_full_disk_as_standard_output_is_named_once(tmp_path: Path) -> None:
     done = shell(">/dev/full", "-c", STREAMS.replace('sys.stderr.write("error\\n")', "0"), tmp_path / "file")
     lines = done.stderr.replace("written by a library", "").splitlines()
     assert (done.returncode, lines) == (0, ["standard output: No space left on device: what is printed there is lost"])
 
 
+@pytest.mark.usefixtures("processes")
 def test_output_to_a_pipe_that_does_not_block_is_complete(tmp_path: Path) -> None:
     """A slow reader, and a pipe that other programs have set to O_NONBLOCK."""
     code = "import sys, os\nfrom lockstep import standard_streams\nstandard_streams.protect()\nprint('x' * 500_000)"
@@ -77,6 +87,7 @@ def test_output_to_a_pipe_that_does_not_block_is_complete(tmp_path: Path) -> Non
     assert process.returncode == 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_replaced_streams_stay_as_they_are() -> None:
     done = python(
         "import io, sys\nfrom lockstep import standard_streams\nsys.stdout = mine = io.StringIO()\n"
@@ -86,16 +97,12 @@ def test_replaced_streams_stay_as_they_are() -> None:
     assert (done.returncode, done.stderr) == (0, "é\n")
 
 
-@pytest.mark.slow  # each imports torch or Hydra twice
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "program",
     [
-        "src/train.py --help",
-        "src/train.py --cfg job",
-        "src/evaluate.py --help",
-        "src/predict.py --help",
-        *(f"scripts/{name}.py --help" for name in ("compare", "dashboard", "fit_memory", "new_project", "schema")),
-        *(f"scripts/{name}.py --help" for name in ("export", "parity", "verify")),
+        *("src/train.py --help", "scripts/compare.py --help"),
+        *(pytest.param(program, marks=pytest.mark.nightly) for program in OTHERS),  # the list below is checked daily
     ],
 )
 def test_every_program_is_protected(program: str) -> None:
@@ -114,7 +121,7 @@ def test_all_programs_are_in_the_list() -> None:
             assert "exit_on_signal" in first.splitlines()[0] or "standard_streams" in first.splitlines()[0], file
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("redirections", ["<&- >&- 2>&-", "2>&1 | head -1 >/dev/null; exit ${PIPESTATUS[0]}"])
 def test_a_run_without_streams_completes_with_all_its_files(redirections: str, tmp_path: Path) -> None:
     task = ("max_epochs=1", "strategy=ddp", "devices=2", f"outputs={tmp_path}")

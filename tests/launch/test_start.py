@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from conftest import Program, python, workers_of
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 # train.py, whose worker then tells of itself
 COMMAND = """
 import gc, sys

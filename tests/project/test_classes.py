@@ -81,6 +81,7 @@ def test_labels_that_look_alike_are_refused(tmp_path: Path, one: str, other: str
         assert "labels that look alike: " in refusal_of(image_folder, str(tmp_path / "folders"))
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_labels_of_the_hub_that_look_alike_are_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason=PARQUET)
     rows = {"image": [{"bytes": png(), "path": None}] * 4, "label": ["a", "b", "a ", "b"]}

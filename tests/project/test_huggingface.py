@@ -28,10 +28,9 @@ def refusal(path: Any, **changes: Any) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library, offline, with a cache of its own."""
+    """Return the library, with a cache of its own. conftest.py keeps it offline."""
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("cache")))
-    patch.setenv("HF_HUB_OFFLINE", "1")
     yield pytest.importorskip("datasets", reason=WHY)
     patch.undo()
 
@@ -53,7 +52,6 @@ def rows(library: Any, tmp_path: Path) -> Any:
     return library.DatasetDict(splits)
 
 
-@pytest.mark.slow
 def test_a_run_offline_on_a_local_copy(rows: Any, run_train: Program, tmp_path: Path) -> None:
     """It trains what the folder trains, also on two devices and after a resume."""
     rows.save_to_disk(tmp_path / "copy")

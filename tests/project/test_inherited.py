@@ -13,30 +13,30 @@ DATA = ("data=synthetic", "data.samples=100", "data.num_classes=3")
 # --- nets -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 class TestMnistCNN(ModuleTests):
     overrides = ["model=mnist_cnn", "model.dropout=0.3", "model.class_weights=[1,2,5]", *DATA, "data.image_size=12"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 class TestFastCNN(ModuleTests):
     overrides = ["model=fast_cnn", "model.width=[4,4,8,8]", *DATA, "data.image_size=20"]
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestResNet9(ModuleTests):
     overrides = ["model=resnet9", "model.width=[4,4,8,8]", *DATA, "data.image_size=12", "data.mix=mixup"]
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestResNet18(ModuleTests):
     overrides = ["model=resnet18", "model.norm=group", *DATA, "data.image_size=9", "model.label_smoothing=0.1"]
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestTorchvision(ModuleTests):
     overrides = [
         "model=torchvision",
@@ -47,8 +47,8 @@ class TestTorchvision(ModuleTests):
     ]
 
 
-@pytest.mark.proof
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 class TestTimm(ModuleTests):
     overrides = ["model=timm", "model.arch=test_efficientnet", *DATA, "data.image_size=33"]
@@ -57,10 +57,12 @@ class TestTimm(ModuleTests):
 # --- data sets --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("processes")
 class TestDigits(DataTests):
     overrides = ["data=digits", "data/transforms=trivial_augment", "data.sampling=balanced"]
 
 
+@pytest.mark.usefixtures("processes")
 class TestSynthetic(DataTests):
     overrides = [*DATA, "data/transforms=rand_augment"]
 
@@ -84,10 +86,12 @@ class InFolder(DataTests):
         write_images(folder)
 
 
+@pytest.mark.usefixtures("processes")
 class TestImageFolder(InFolder):
     options = ("data=image_folder", "data/transforms=random_resized_crop")
 
 
+@pytest.mark.usefixtures("processes")
 class TestImageList(InFolder):
     options = ("data=image_list", "data.csv=<folder>/list.csv", "data.sampling=balanced")
 
@@ -100,6 +104,7 @@ class TestImageList(InFolder):
         (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
 
 
+@pytest.mark.usefixtures("processes")
 class TestMnist(InFolder):
     options = ("data=mnist",)
 

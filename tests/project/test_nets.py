@@ -93,6 +93,7 @@ def test_an_unknown_segmentation_net_is_not_called_a_classifier() -> None:
         segmentation_net("fcn_resnet5", 3, 2)
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_options_go_to_the_architecture_or_are_refused(tmp_path: Path) -> None:
     assert torchvision(options={"dropout": 0.4}).net.classifier[2].p == 0.4
     for arch in ("mobilenet_v3_small", "resnet18"):

@@ -66,7 +66,6 @@ def written(folder: Path, root: Path, form: str, **options: Any) -> Path:
     return write_shards(folder, root, form, **options)
 
 
-@pytest.mark.slow
 def test_a_folder_and_its_shards_train_the_same_weights(run_train: Program, tmp_path: Path) -> None:
     """The run on shards ends on two devices and is resumed on one. In the control, two images are exchanged."""
 
@@ -160,6 +159,7 @@ def _open_in_process(root: Path, results: Any) -> None:
     results.put((len(builds), opened(root).fingerprint, len(builds)))
 
 
+@pytest.mark.usefixtures("processes")
 def test_one_of_several_processes_makes_the_index(tmp_path: Path) -> None:
     root = write_shards(write_folder(tmp_path / "folder"), tmp_path / "shards", "tar")
     context = get_context("fork")

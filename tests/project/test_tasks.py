@@ -26,32 +26,34 @@ SHORT = ("data.samples=110",)
 SIZE = 24
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestMultiLabel(ModuleTests):
     overrides = [*ROWS["multi_label"], *SHORT]
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestRegression(ModuleTests):
     overrides = [*ROWS["regression"], *SHORT]
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 class TestSegmentation(ModuleTests):
     overrides = [*ROWS["segmentation"], *SHORT]
 
 
+@pytest.mark.usefixtures("processes")
 class TestLabelsData(DataTests):
     overrides = ["data=synthetic", "data.task=multi_label"]
 
 
+@pytest.mark.usefixtures("processes")
 class TestValuesData(DataTests):
     overrides = ["data=synthetic", "data.task=regression", "data.num_classes=1"]
 
 
+@pytest.mark.usefixtures("processes")
 class TestMasksData(DataTests):
     overrides = ["data=synthetic", "data.task=segmentation", "data.num_classes=2"]
 
@@ -90,8 +92,7 @@ def train(outputs: Path, file: Path, task: str, *more: str, ok: bool = True) -> 
     return Program(outputs)(f"model={task}", *TASKS[task], *options, *short, *more, ok=ok)
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("task", TASKS)
 def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, listed: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "outputs", listed, task)
@@ -223,7 +224,7 @@ def test_transforms_that_would_leave_masks_behind_are_refused(listed: Path) -> N
         opened(listed, **MASK, transforms=transforms)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_a_model_and_data_of_other_tasks_are_refused(listed: Path, tmp_path: Path) -> None:
     for model, task in (("regression", "regression"), ("mnist_cnn", "classification")):
         run = train(tmp_path / model, listed, "segmentation", f"model={model}", ok=False)

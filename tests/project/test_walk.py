@@ -26,6 +26,7 @@ def _lines_as_nobody(root: Path, results: Any) -> None:
     results.put([refusal_of(call, *arguments) for call, *arguments in openers(root)])
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can drop its rights")
 def test_a_folder_without_rights_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:  # that of pytest is closed to other users

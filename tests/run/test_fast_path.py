@@ -15,7 +15,9 @@ from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.launch import machine
 from lockstep.launch.machine import cgroup_cpu_limits
+from lockstep.run import worker_setup
 from lockstep.run.api import compose
+from lockstep.run.worker_setup import choose_tf32
 
 POLICY = "OMP_WAIT_POLICY"
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
@@ -30,6 +32,7 @@ sys.exit(said or code)
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
 def test_freed_memory_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     script = tmp_path / "counted.py"
@@ -53,6 +56,33 @@ def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> 
     assert "| 32-true | 2 threads\n" in plain.stdout + plain.stderr
 
 
+@pytest.mark.parametrize(("choice", "convolutions", "others"), [("auto", 1, 0), (True, 1, 1), (False, 0, 0)])
+def test_tf32_is_set_whatever_was_set_before(choice: bool | str, convolutions: int, others: int) -> None:
+    try:
+        for before in (True, False):
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = before
+            choose_tf32(choice)
+            assert torch.backends.cudnn.allow_tf32 == bool(convolutions)
+            assert torch.backends.cuda.matmul.allow_tf32 == bool(others)
+            assert torch.get_float32_matmul_precision() == ("high" if others else "highest")  # Lightning reads this
+    finally:
+        choose_tf32("auto")
+
+
+def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen: list[bool | str] = []
+    monkeypatch.setattr(worker_setup, "choose_tf32", chosen.append)
+    monkeypatch.setattr(worker_setup.logs, "configure_logging", lambda *args: None)
+    monkeypatch.setattr(worker_setup, "keep_freed_memory", lambda: None)
+    for name in ("set_flush_denormal", "set_num_threads"):  # of this process
+        monkeypatch.setattr(torch, name, lambda value: None)
+    monkeypatch.setattr(worker_setup.tempfile, "tempdir", None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for choice in ("auto", "false"):
+        worker_setup.set_up_worker(check(dict(compose(f"speed.tf32={choice}", "threads=1"))), tmp_path)
+    assert chosen == ["auto", False]
+
+
 @pytest.mark.parametrize(
     ("told", "files", "found"),
     [
@@ -73,7 +103,7 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
 def test_threads_wait_shortly_for_each_other_unless_told_otherwise(tmp_path: Path) -> None:
     def turns(**variables: str) -> list[str]:

@@ -50,8 +50,7 @@ def tuned(place: Path, name: str, *overrides: str, without: str = "", ok: bool =
     return Program(place / name)(*kept, *overrides, cwd=place, ok=ok)
 
 
-@pytest.mark.slow
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: Path) -> None:
     runs = {name: tuned(place, name, *layout) for name, layout in LAYOUTS.items()}
     hashes = {run.summary["weights_sha256"] for run in runs.values()}
@@ -93,7 +92,7 @@ def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: P
     assert len({run.summary["weights_sha256"] for run in controls} | hashes) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     for overrides, says in [
         (("init_from=nowhere",), "error: init_from=nowhere: no such file"),
@@ -298,7 +297,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     page = site_pages.read("use/fine-tuning.md")
     commands = [command.words[2:] for command in page.commands if command.text.startswith("python")]
@@ -309,7 +308,7 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
             assert ("init_from: 26 of 26 tensors" in run.stderr) == ("init_from=last" in overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_of_two_machines_one_has_the_weights(place: Path, tmp_path: Path) -> None:
     """Two ranks of an engine, each in a folder of its own, of which rank zero's has what `init_from` names."""
     task = (*BASE, "max_epochs=1", "seed=3", "exact=true", "pieces=6")

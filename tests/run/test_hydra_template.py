@@ -49,7 +49,6 @@ def templated(project: Path) -> Path:
     return project
 
 
-@pytest.mark.proof
 def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) -> None:
     whole = Program(tmp_path / "whole", home=templated)(*TASK)
     cut = Program(tmp_path / "cut", home=templated)(*TASK, "max_steps=3")

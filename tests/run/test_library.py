@@ -19,7 +19,7 @@ COMPUTED = "import torch; a = torch.randn(600, 600); a @ a\n"  # a forked worker
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "max_epochs=1", "logger=none")
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     """From a script that no `if __name__` guards."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use" / "python.md").read_text(), flags=re.DOTALL)
@@ -40,6 +40,7 @@ def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     assert summary.keys() == shell.keys()
 
 
+@pytest.mark.usefixtures("processes")
 def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="nowhere") as refused:
@@ -63,6 +64,7 @@ except KeyboardInterrupt as interrupted:
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_failures_and_signals(tmp_path: Path) -> None:
     job = [*TINY[:-2], "logger=none", f"outputs={tmp_path}"]
     script, said = tmp_path / "calls.py", tmp_path / "said"
@@ -87,6 +89,7 @@ def test_failures_and_signals(tmp_path: Path) -> None:
     assert lines[1] == "INTERRUPTED: interrupted by SIGINT"
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_command_ends_with_the_process_that_called_it() -> None:
     """Linux ends it when that process is killed; here that is gone already."""
     calls = "import os; os.environ['LOCKSTEP_PARENT'] = '1'; from lockstep.run import cli; cli.command(print, 'train')"
@@ -120,6 +123,7 @@ def test_the_public_names_are_there_for_people_and_for_type_checkers() -> None:
     assert [name for name in homes if f"`{name}`" not in page and f"`lockstep.{name}`" not in page] == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_import_is_cheap() -> None:
     code = "import sys, lockstep; print(sorted({'torch', 'hydra', 'lightning', 'numpy'} & set(sys.modules)))"
     assert python(code).stdout.strip() == "[]"

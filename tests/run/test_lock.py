@@ -16,6 +16,8 @@ from conftest import ENDLESS, Program, ended, wait_for, workers_of
 from lockstep.run import run_folder
 from lockstep.run.run_folder import FolderBusy, lock_folder
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*.yaml")}

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 from conftest import TINY, Program, composed
-from mlflow.tracking import MlflowClient
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.run.loggers import make_loggers, title
 
-Record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
-
 
 def records(path: Path) -> Iterator[Any]:
     """What a file of W&B's holds: after 7 bytes, records that may be cut at blocks of 32 KiB, as in LevelDB's log."""
+    from wandb.proto import wandb_internal_pb2
+
+    record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -32,7 +30,7 @@ def records(path: Path) -> Iterator[Any]:
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):
-            yield Record.FromString(whole)
+            yield record.FromString(whole)
             whole = b""
 
 
@@ -46,9 +44,10 @@ def points(path: Path, tag: str) -> list[int]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.proof
 def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_train: Program) -> None:
+    from mlflow.tracking import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     options = (*TINY, "strategy=ddp", "devices=2", "max_epochs=1", "logger=[tensorboard,csv,mlflow,wandb]")
     jobs = run_train(*options, "lr=0.1,0.2", "-m").jobs
     run_train(f"resume={jobs[0]}", "max_epochs=2", "optimizer.weight_decay=0.01")

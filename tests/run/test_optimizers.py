@@ -11,9 +11,12 @@ from conftest import TINY, Program, Run, apart, summary_of
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from kernels import Kernels
+from lightning.pytorch.plugins.precision.amp import _optimizer_handles_unscaling
 from small_models import resnet18
 from torch import nn
 
+from lockstep.config import check as config_check
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate, parameters
@@ -41,6 +44,39 @@ def rates(made: dict[str, Any], steps: int) -> list[float]:
         optimizer.step()
         schedule.step()
     return found
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_on_a_gpu_an_optimizer_is_one_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*overrides: str) -> tuple[int, Any, nn.Parameter]:
+        made = offered(f"optimizer={name}", *overrides)["optimizer"]
+        weights = [nn.Parameter(torch.arange(1.0, 4)) for _ in range(5)]
+        optimizer = made(weights)
+        for _ in range(2):  # the first one makes the state
+            for weight in weights:
+                weight.grad = torch.ones(3)
+            with Kernels() as kernels:
+                optimizer.step()
+        return kernels.kernels, optimizer, weights[-1]
+
+    plain, optimizer, weight = step()
+    assert not optimizer.param_groups[0]["fused"]  # on a CPU
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    fused, optimizer, other = step()
+    assert (fused, plain > 10) == (1 if name == "sgd" else 2, True)  # Adam counts steps in another one
+    assert torch.allclose(weight, other)
+    assert not _optimizer_handles_unscaling(optimizer), "Lightning would refuse to clip"
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert all(group["fused"] for group in optimizer.param_groups)
+    assert not step("+optimizer.fused=false")[1].param_groups[0]["fused"]
+
+
+def test_only_what_torch_can_fuse_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    sgd, rmsprop = (offered(f"optimizer={name}")["optimizer"] for name in ("sgd", "rmsprop"))
+    assert "fused" not in rmsprop([nn.Parameter(torch.ones(2))]).param_groups[0]
+    for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(4)[::2], torch.ones(1).expand(2)):
+        assert not sgd([nn.Parameter(wrong), nn.Parameter(torch.ones(2))]).param_groups[0]["fused"]
 
 
 @pytest.mark.parametrize("decays", [False, True])
@@ -261,6 +297,7 @@ TASK = (
 )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_fused_optimizer_makes_the_same_steps(tmp_path: Path) -> None:
     """Where a rank has no sample: the last step of an epoch has one, and torch's fused kernel takes a gradient's memory
     for that of its parameter. And where a run goes on, with such a step, in another memory format."""
@@ -287,7 +324,6 @@ ENDED = (
 )
 
 
-@pytest.mark.slow
 def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None:
     task = (*ENDED, "optimizer=muon", "scheduler=warm_restarts")
     told = run_train(*task, "max_epochs=9", "name=alone").stderr

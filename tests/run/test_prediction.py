@@ -85,6 +85,7 @@ def by_hand(run: Run, files: list[str]) -> torch.Tensor:
         return net.eval()(torch.stack(found)).softmax(1)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> None:
     predict = Program(tmp_path / "outputs", "src/predict.py")
     run = predict(f"checkpoint={trained.folder}", f"images={images_of(trained)}", "devices=1,3", "batch_size=5", "-m")
@@ -116,6 +117,7 @@ def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> 
     assert [json.loads((folder / "summary.json").read_text())["broken"] for folder in run.jobs] == [[BROKEN]] * 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> None:
     """And what a spreadsheet would compute is text in it."""
     folder, formula = tmp_path / "more", "=1+1.png"
@@ -193,6 +195,7 @@ def test_a_module_says_what_it_predicts(trained: Run, project: Path, tmp_path: P
     assert "top_k=1: the model's predict_step does not return class probabilities" in refused.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path) -> None:
     """Whose names differ in a capital: sorted, they would get each other's labels."""
     for part in ("train", "test"):
@@ -204,6 +207,7 @@ def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path)
         evaluate.evaluate(raw, tmp_path / "run")
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_export_would_leave_out_what_is_done_beside_forward(
     trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +223,7 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
     export.export(composed(f"checkpoint={trained.folder}", page="export"), tmp_path)
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_path: Path) -> None:
     raw = composed(f"checkpoint={trained.folder}", "+precision=bf16-mixed", page="export")
     with pytest.raises(UserError, match="precision: an export always uses precision=32-true: leave it out"):
@@ -243,6 +248,7 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
         ImageFiles(tmp_path, SIZE, 4)
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Path) -> None:
     export = Program(tmp_path / "outputs", "scripts/export.py")
     run = export(f"checkpoint={trained.folder}", "format=torch,onnx", "-m", ok=False)

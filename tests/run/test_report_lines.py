@@ -18,11 +18,21 @@ from conftest import Program
 from small_models import fast_cnn
 from torch import nn
 
+from lockstep.config import check as config_check
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
+from lockstep.run import report_lines
 from lockstep.run.api import compose
-from lockstep.run.report_lines import WIDTH, chance_level_line, data_counts, peak_lr, start_lines
+from lockstep.run.report_lines import (
+    WIDTH,
+    chance_level_line,
+    data_counts,
+    peak_lr,
+    precision_text,
+    speed_text,
+    start_lines,
+)
 from project import schedules
 
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
@@ -148,6 +158,40 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
     assert "lr 0.04 (linear from 0.02 at 64)" in " ".join(lines)
     assert any(line.startswith("run 10 steps per epoch, 3 in all (max_steps=3) | ") for line in lines)
     assert lines[-1] == "folder outputs"
+
+
+def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(config_check, "compiler_lacking", lambda accelerator: None)
+    texts = {
+        text.rpartition(", ")[0]: overrides
+        for overrides in ((), ("compile=true",), ("compile=true", "speed.cuda_graphs=true"))
+        if (text := speed_text(nn.Linear(1, 1), check(dict(compose(*overrides)))))
+    }
+    assert list(texts) == ["", "compiled", "compiled, CUDA graphs"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((), "32-true (TF32 in convolutions)"),
+        (("speed.tf32=true",), "32-true (TF32)"),
+        (("speed.tf32=false",), "32-true (no TF32)"),
+        (("precision=bf16-mixed",), "bf16-mixed"),
+        (("accelerator=cpu",), "32-true"),
+    ],
+)
+def test_a_run_on_a_gpu_says_which_products_are_rounded_to_tf32(
+    overrides: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    for module in (config_check, report_lines):
+        monkeypatch.setattr(module, "computes_bf16", lambda accelerator: accelerator == "gpu")
+    config = check(dict(compose(*overrides)))
+    lines = start_lines(config, made([0, 1] * 640, ("0", "1")), fast_cnn(), (), Path("outputs"), "lr 0.04")
+    assert f" | {says} | " in " ".join(lines)
+    monkeypatch.setattr(report_lines, "computes_bf16", lambda accelerator: False)  # an older GPU
+    assert precision_text(config) == config.precision
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from lockstep.run.provenance import git_info, versions
@@ -30,6 +31,7 @@ def test_the_digest_of_weights_sees_bits_and_names_only() -> None:
     assert weights_sha256({**state, "extra": {"not": "a tensor"}}) == digest
 
 
+@pytest.mark.usefixtures("processes")
 def test_versions_and_git(tmp_path: Path) -> None:
     assert {"python", "torch", "lightning"} <= versions().keys()
     assert git_info(tmp_path / "nowhere") == {"commit": None, "dirty": None}

@@ -34,6 +34,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return program.finish(process)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
     assert killed.returncode == 1, str(killed)
     assert "Traceback" not in killed.stderr
@@ -55,6 +56,7 @@ def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
     assert killed.stderr.endswith("error: 1 job of the sweep failed\n")
 
 
+@pytest.mark.usefixtures("processes")
 def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> None:
     """Where that follows from the layout: two workers have a core each, one has all."""
     task = [each for each in SWEEP if not each.startswith(("strategy", "devices", "threads"))]
@@ -65,6 +67,7 @@ def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> No
     assert all(f"threads={max(1, available_cores() // 2)}" in each for each in given) or available_cores() == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_is_missing_is_run(killed: Run) -> None:
     """The killed job goes on from its checkpoint, to the bits of the job that was not killed."""
     before = {job: (job / "summary.json").stat().st_mtime_ns for job in killed.jobs}

@@ -22,6 +22,7 @@ def rows(text: str) -> dict[str, tuple[str, str]]:
     return {key: (one, other) for _, key, one, other in cells}
 
 
+@pytest.mark.usefixtures("processes")
 def test_two_runs_and_the_curves_of_one(tmp_path: Path) -> None:
     one = Program(tmp_path / "one")(*TINY, "logger=tensorboard", "max_steps=12", "log_every=2")
     two = Program(tmp_path / "two")(*TINY, "strategy=dp", "devices=2", "lr=0.07")

@@ -173,7 +173,7 @@ def test_rows_with_seeds_are_compared_with_the_first(tmp_path: Path) -> None:
     assert "one run of a row does not show whether" in compare(*tmp_path.glob("*0")).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_a_sweep_of_folds_is_scored(tmp_path: Path) -> None:
     run = Program(tmp_path)(
         *("-m", "data.fold=0,1", "data.folds=2", "data=synthetic", "data.samples=61", "data.num_classes=3"),

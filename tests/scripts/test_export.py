@@ -130,6 +130,7 @@ CASES = [
 IDS = [f"{type(module).__name__}-{task}-{'-'.join(names)}" for module, task, names, _ in CASES]
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(("module", "task", "names", "activation"), CASES, ids=IDS)
 def test_a_file_computes_what_predict_writes(
     module: Any, task: str, names: tuple[str, ...], activation: str, tmp_path: Path
@@ -168,6 +169,7 @@ def test_what_can_not_be_exported_is_refused(module: Any, says: str) -> None:
         export.output_of(module.eval(), SPEC, NORMALISED)
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_file_describes_itself(tmp_path: Path) -> None:
     """As docs/use/predict-and-export.md reads it."""
     spec = Spec(3, 4, ("cat", "größer"), mean=(0.5,), std=(0.1, 0.2, 0.3))

@@ -10,7 +10,8 @@ import new_project
 import pytest
 from conftest import ROOT, summary_of
 
-pytestmark = pytest.mark.proof
+pytestmark = pytest.mark.usefixtures("processes")
+
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("GIT_")}
 
 

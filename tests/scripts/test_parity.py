@@ -40,6 +40,7 @@ def report(run: Run) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("processes")
 def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     run = run_parity(*TINY, "model.dropout=0.2")
     rows = report(run)["rows"]
@@ -67,7 +68,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert not list(run.folder.rglob("*.npz"))
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
 def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
     run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
     assert run.returncode == 1
@@ -87,6 +88,7 @@ def test_the_layout_asked_for_is_compared_and_not_a_plain_one_in_its_place() -> 
     assert found[1]["strategy"] == twos[0]
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Program) -> None:
     run = run_parity(*TINY, "differences=true", "model.dropout=0.25", "accumulate_grad_batches=2", "steps=3")
     found = run.folder / "differences.json"
@@ -102,7 +104,7 @@ def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Progra
     assert found.with_suffix(".md").read_text() in run.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("processes")
 def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program) -> None:
     both = "+rows.both=['callbacks=ema','callbacks.ema.decay=0.6','model.class_weights=balanced']"
     run = run_parity(*TINY, "steps=6", "accumulate_grad_batches=2", "precision=64-true", "features=[both]", both)
@@ -137,12 +139,14 @@ def test_the_verdict_names_the_rows_that_differ() -> None:
     assert verdict(rows) == (expected, True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_length_of_training_is_refused(run_parity: Program) -> None:
     run = run_parity("devices=2", "max_steps=3", ok=False)
     assert run.returncode == 2, str(run)
     assert run.stderr == "error: max_steps has no effect on parity.py: give steps=, the number of optimizer steps\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_one_piece_is_refused(run_parity: Program) -> None:
     run = run_parity(*TINY, "devices=1", ok=False)
     assert run.returncode == 2

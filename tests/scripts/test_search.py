@@ -54,6 +54,7 @@ def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> Non
     assert weights[0] == best["weights_sha256"] != weights[1]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
     given = (*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
@@ -72,6 +73,7 @@ def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tm
     assert weights[0] == weights[1]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_second_process_joins(tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
     given = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=20")
@@ -84,6 +86,7 @@ def test_a_second_process_joins(tmp_path: Path) -> None:
     assert sorted(made[0] + made[1]) == list("012") == sorted(map(str, trials(folder)))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_search_follows_the_metric_of_the_model(tmp_path: Path) -> None:
     given = (*TINY, "lr=0.1,0.01", "max_epochs=1", "trials=2", f"folder={tmp_path / 's'}")
     search(tmp_path)(*given, "+model.monitor=val/loss")
@@ -99,12 +102,14 @@ def refused(run: Run) -> str:
     return run.stderr.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_no_trial_can_mend_ends_the_search(tmp_path: Path) -> None:
     said = refused(search(tmp_path)("lr=interval(0.01,0.1)", "pieces=2", "batch_size=31", "trials=50", ok=False))
     assert said.startswith("error: the first 3 trials were refused: batch_size=31")
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_trial_that_is_refused_is_not_the_end(tmp_path: Path) -> None:
     given = ("batch_size=33,32", "pieces=2", "max_epochs=1", f"folder={tmp_path / 's'}", "trials=4")
     run = search(tmp_path)(*TINY, *given)
@@ -113,6 +118,7 @@ def test_a_trial_that_is_refused_is_not_the_end(tmp_path: Path) -> None:
     assert "failed: batch_size=33" in run.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_nothing_to_search_is_refused(tmp_path: Path) -> None:
     assert "nothing to search" in refused(search(tmp_path)("lr=0.1", ok=False))
     for setting in ("data.fold=0,1", "data=digits,synthetic"):

@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -42,6 +43,7 @@ from lockstep.step.collectives import StateGather, gather_tensors
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
+from lockstep.strategies.ddp import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CLASSES, SAMPLES = 3, 30
@@ -210,6 +212,7 @@ def _numbers(value: Any) -> list[float]:
     return torch.as_tensor(value).double().flatten().tolist()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world", [2, 4])
 def test_metrics_have_the_number_of_one_device(world: int, tmp_path: Path) -> None:
@@ -336,6 +339,7 @@ def errors_in_steps() -> list[str]:
     return [*uneven, *even]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_a_collective_in_a_step_needs_equal_numbers_of_batches(tmp_path: Path) -> None:
     """Else it is refused in the first batch, on all ranks, also one that torch itself starts."""
@@ -360,6 +364,7 @@ def errors_in_hooks() -> list[Any]:
     return [fits, module.mean, *(error_of(kind(), samples, batch_size=10, pieces=5) for kind, samples in cases)]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_hook_gathers_has_the_same_shape_on_all_ranks(tmp_path: Path) -> None:
     one = GathersAll()
@@ -409,6 +414,7 @@ def gathered_tensors() -> list[Any]:
     return results
 
 
+@pytest.mark.usefixtures("processes")
 def test_tensors_of_any_size_are_gathered(tmp_path: Path) -> None:
     ranks = on_ranks(5, tmp_path, gathered_tensors)
     for rank in ranks:
@@ -456,6 +462,7 @@ def train_short_steps() -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 def test_a_rank_without_a_sample_in_training_joins_the_metrics_of_the_epoch(tmp_path: Path) -> None:
     expected = train_short_steps()
@@ -464,6 +471,7 @@ def test_a_rank_without_a_sample_in_training_joins_the_metrics_of_the_epoch(tmp_
         assert rank == pytest.approx(expected, rel=1e-5), rank
 
 
+@pytest.mark.usefixtures("processes")
 def test_predicting_refuses_a_collective_where_a_rank_has_no_batch(tmp_path: Path) -> None:
     class Predicts(Net):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -471,3 +479,15 @@ def test_predicting_refuses_a_collective_where_a_rank_has_no_batch(tmp_path: Pat
 
     found = on_ranks(2, tmp_path, lambda: error_of(Predicts(), 1, "predict"))
     assert "predict_step can't gather from other ranks, since the ranks have 0 and 1 batches" in found[0] + found[1]
+
+
+def test_ddp_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buckets are filled with zeros there, before the first gradient."""
+    strategy = DistributedDataParallel()
+    strategy.model = nn.Linear(2, 2)
+    made = Mock()
+    monkeypatch.setattr("lockstep.strategies.ddp.FixedBucketsDDP", made)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "Stream", Mock(side_effect=AssertionError("another stream")))
+    strategy.configure_ddp()
+    assert made.call_args.kwargs["device_ids"] == [0]

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -13,14 +14,18 @@ import torch._dynamo
 import torch._inductor.config
 from conftest import Run, apart
 from own_runs import DDP, go_on, same_bits, train
+from refusals import refused_with
 from step.test_loop import Net, fit
 from torch import nn
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
 from lockstep.config import check as config
 from lockstep.config.check import check
-from lockstep.errors import UserError
+from lockstep.errors import StepRefused, UserError
+from lockstep.run import build
 from lockstep.run.api import compose
-from lockstep.step.compile import EagerEvaluation, compile_networks
+from lockstep.step.compile import CudaGraphs, EagerEvaluation, compile_networks
 from lockstep.step.network_parts import networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
@@ -68,8 +73,77 @@ def test_networks_are_what_is_called_and_has_weights() -> None:
         compile_networks(pl.LightningModule(), exact=False)
 
 
+# --- CUDA graphs, on a machine without a GPU --------------------------------------------------------------------------
+
+GRAPHS = "speed.cuda_graphs=true"
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_the_key_chooses_graphs(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def record(network: nn.Module, options: dict[str, Any], dynamic: bool) -> None:
+        torch._TorchCompileInductorWrapper(None, options, dynamic)  # torch refuses an option that it does not have
+        asked.append(options)
+
+    for name in ("DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):  # torch sets them for graphs
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(nn.Module, "compile", record)
+    compile_networks(Parts(), exact=False, cuda_graphs=chosen)
+    assert [options.get("triton.cudagraphs", False) for options in asked] == [chosen] * 3
+    # else torch would go on without graphs where it can't record one
+    assert all(options.get("triton.cudagraph_or_error", False) == chosen for options in asked)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("accelerator=cpu", "and accelerator=cpu .*a CPU has no CUDA graphs"),
+        ("compile=false", "and compile=false .*give compile=true"),
+        ("exact=true", "and exact=true .*give speed.cuda_graphs=false"),
+        ("pieces=2", "and 2 pieces on one device .*give as many pieces as devices"),
+        ("strategy=ddp devices=2 pieces=3 batch_size=48", "and 2 pieces on one device"),
+        ("extras=[ledger]", r"and extras=\[ledger\] .*an extra may keep a gradient"),
+    ],
+)
+def test_graphs_are_refused_where_they_can_not_work(overrides: str, says: str) -> None:
+    refused_with(f"compile=true {GRAPHS} {overrides}", f"{GRAPHS} {says}")
+    devices = ("strategy=ddp", "devices=2", "pieces=2", "batch_size=48")
+    assert check(compose("compile=true", GRAPHS, *devices)).speed.cuda_graphs  # the control: one piece on each device
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_each_step_of_a_run_with_graphs_frees_the_memory_of_the_last_one(
+    chosen: bool, tmp_path: Path, gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = check(compose("compile=true", *[GRAPHS] * chosen, "logger=none"))
+    monkeypatch.setattr(build, "StepTrainer", lambda gradients, hooks, seed, **options: hooks)
+    hooks: Any = build.make_trainer(config, tmp_path, [])
+    marked = Mock()
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", marked)
+    graphs = [hook for hook in hooks if isinstance(hook, CudaGraphs)]
+    for hook in graphs:
+        hook.before_step(Mock())
+    assert (len(graphs), marked.call_count) == (chosen, chosen)
+
+
+def test_what_torch_can_not_record_is_refused_in_a_line(tmp_path: Path) -> None:
+    with torch._inductor.config.patch({"triton.cudagraph_or_error": True}), pytest.raises(RuntimeError) as raised:
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device (cpu:0). Found from:\n  x = y.cpu()")
+    overwritten = RuntimeError(CUDAGraphTreeManager.format_dealloc_msg("File 'x.py'"))
+    for error, says in (
+        (raised.value, "skipping cudagraphs due to cpu device (cpu:0). Found from:"),
+        (overwritten, "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"),
+    ):
+        with pytest.raises(StepRefused) as refused:
+            CudaGraphs().on_error(Mock(), error)
+        assert str(refused.value) == f"{GRAPHS}: {says}: give speed.cuda_graphs=false"
+    CudaGraphs().on_error(Mock(), RuntimeError("out of memory"))  # another error stays
+
+
+@pytest.mark.usefixtures("processes")
 @compiles
-@pytest.mark.proof
 def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
@@ -85,8 +159,6 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
 
 
 @compiles
-@pytest.mark.slow
-@pytest.mark.proof
 def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path, tmp_path: Path) -> None:
     """Also one that goes on uncompiled, in the middle of an epoch."""
 
@@ -107,6 +179,7 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_exact_needs_a_torch_that_can_choose_kernels_without_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["fallback_random"])  # as torch 2.9
     with pytest.raises(UserError, match=r"^compile=true exact=true: .*use torch 2\.10 or newer"):

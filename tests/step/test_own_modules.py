@@ -36,7 +36,6 @@ def test_what_a_module_keeps_and_returns_on_scattered_devices(project: Path, tmp
         torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
 
 
-@pytest.mark.slow
 def test_buffers_have_the_same_bits_on_all_layouts_and_after_a_stop(project: Path, tmp_path: Path) -> None:
     """And what validation scores is what the checkpoint has."""
     task = ("exact=true", "pieces=4", "callbacks.checkpoint.monitor=val/acc")

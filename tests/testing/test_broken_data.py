@@ -22,6 +22,7 @@ def overrides(opener: str) -> list[str]:
     return ["~data", f"+data._target_=broken_code.{opener}", "+data.name=broken"]
 
 
+@pytest.mark.usefixtures("processes")
 class TestSound(DataTests):
     overrides = overrides("sound")
 
@@ -67,6 +68,7 @@ def test_a_fault_is_found_and_named(test: str, data: Splits, says: str) -> None:
         getattr(DataTests(), f"test_{test}")(data)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("opener", "what"), [("shuffled", "the samples of train"), ("classes_of_a_set", "the classes of the Spec")]
 )
@@ -79,6 +81,7 @@ def test_what_is_another_one_when_it_is_opened_again(opener: str, what: str, req
         getattr(Broken(), f"test_{REOPENED}")(opened, request)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("delay", [0.0, 0.5])
 def test_a_file_that_processes_share(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is noticed, also on a busy machine, where one process begins later than the other needs for all samples."""

@@ -10,7 +10,6 @@ from lockstep.testing.runs import Runs
 from lockstep.testing.server import server
 
 DATA = ("~model", "data=synthetic", "data.samples=100", "data.image_size=12", "data.num_classes=3")
-pytestmark = pytest.mark.slow
 
 NAMES = sorted(name for name in vars(ModuleTests) if name.startswith("test_"))
 
@@ -19,6 +18,7 @@ def overrides(module: str) -> list[str]:
     return [*DATA, f"+model._target_=broken_code.{module}", "+model.name=broken"]
 
 
+@pytest.mark.usefixtures("processes")
 class TestSound(ModuleTests):
     overrides = overrides("Sound")
 
@@ -53,9 +53,9 @@ FAULTS = [
     ("CountsBatches", "evaluation_counts_each_sample_once", "test/loss is .* in batches of one .*without batch_size="),
     ("Collects", "evaluation_counts_each_sample_once", "test/wrong is .* on one device and .* on two: .*one device's"),
 ]
-FIRST = {test: module for module, test, _ in reversed(FAULTS)}  # of each test; the others are left to `make proof`
+FIRST = {test: module for module, test, _ in reversed(FAULTS)}  # of each test; the others are left to `make nightly`
 CASES = [
-    pytest.param(module, test, says, id=f"{module}-{test}", marks=[pytest.mark.proof] * (FIRST[test] != module))
+    pytest.param(module, test, says, id=f"{module}-{test}", marks=[pytest.mark.nightly] * (FIRST[test] != module))
     for module, test, says in FAULTS
 ]
 
@@ -73,6 +73,7 @@ def runs_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return runs
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("module", "test", "says"), CASES)
 def test_a_fault_is_found_and_named(module: str, test: str, says: str, runs_of: Any) -> None:
     more = ["ddp"] if "layout" in test else []
@@ -84,6 +85,7 @@ def test_every_test_has_a_fault_that_it_finds() -> None:
     assert {f"test_{test}" for _, test, _ in FAULTS} == set(NAMES)
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_cant_be_run_is_said(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"overrides = 'model=mine': must be a list of texts"):
         Runs("model=mine", tmp_path, server(request.session))

@@ -42,6 +42,7 @@ def faults(*overrides: str, **changes: Any) -> dict[str, str]:
     return faults_of_steps(module, DataModule(splits, config.layout, config.seed), splits, copies=True).faults
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("name", NETS)
 def test_no_line_of_the_template_waits_or_has_a_constant_on_the_cpu(name: str) -> None:
     assert faults(*NETS[name]) == {}
@@ -93,6 +94,7 @@ class Planted(MnistCNN):
 LINES, FIRST = inspect.getsourcelines(Planted)
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(
     ("fault", "kind", "line"),
     [

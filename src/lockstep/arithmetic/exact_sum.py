@@ -18,7 +18,6 @@ share a grid, because a network has many of them and the overhead of an operatio
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -93,10 +92,6 @@ class ExactSum:
         self.names, checks = names, len(self.groups) + 1 if names else 0
         self.message = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
         *self.parts, self.counts, self.checks = self.message.split([*self.sizes, counts, checks])
-        sizes = [[self.like[index].numel() for index in self.groups[g]] for g in self.local_groups]
-        split = [self.parts[g].split(each) for g, each in zip(self.local_groups, sizes, strict=True)]
-        indices = [index for g in self.local_groups for index in self.groups[g]]
-        self.units = dict(zip(indices, chain(*split), strict=True))  # the part of the message of each tensor
         self.scratch = torch.empty(CHUNK * self.in_chunks, dtype=torch.float64, device=self.device)
         self.begin()
 
@@ -105,19 +100,82 @@ class ExactSum:
         self.step = step
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
+        # on a GPU: the groups and addends of the last `add`, their largest elements, and when the host can read these
+        self.unchecked: tuple[list[tuple[int, Tensor]], Tensor, torch.cuda.Event | None] | None = None
         self.counts_alone: list[int] | None = None  # the message's counts, if this is the only process
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
         self.grid_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
-    def add(self, values: Sequence[Tensor | None]) -> None:
-        """Add one list of tensors, in the order of `like`. None counts as zeros."""
+    def add(self, values: Sequence[Tensor | None], unchanged: bool = False) -> None:
+        """Add one list of tensors, in the order of `like`. None counts as zeros.
+
+        Args:
+            values: the tensors.
+            unchanged: whether they keep their elements until the next call, so that no copy is needed.
+        """
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
-        added = self._add_in_chunks(values) if self.in_chunks else self._add_together(values)
+        self._check_last()
+        if not self.in_chunks:
+            self._add_together(values, unchanged)
+            return
         for g in self.local_groups:
-            if g in added:
+            flat = self._flat(self.groups[g], values)
+            if self._round(flat, g):
                 self.num_added[g] += 1
-            else:  # it is put aside on the CPU, which has more memory than the GPU
-                self.outgrown.append((g, self._flat(self.groups[g], values).to("cpu", copy=True)))
+            else:
+                self._put_aside(g, flat)
+
+    def _add_together(self, values: Sequence[Tensor | None], unchanged: bool) -> None:
+        """Do what `add` does on a GPU, in few kernels for all groups; `_check_last` checks the elements later."""
+        flats: dict[int, Tensor] = {}
+        for g in self.local_groups:
+            flat = self._flat(self.groups[g], values)
+            if self._limit(g):
+                is_copy = unchanged or len(self.groups[g]) > 1
+                flats[g] = flat if is_copy else flat.clone()
+            else:
+                self._put_aside(g, flat)
+        for first in (True, False):
+            for groups in self._together(g for g in flats if first == (not self.num_added[g])):
+                units = [self.parts[g] for g in groups]
+                wide = units if first else [torch.empty_like(each) for each in units]  # the first addend overwrites
+                rounded = [each.view(torch.float64) for each in wide]
+                torch._foreach_copy_(rounded, [flats[g] for g in groups])
+                torch._foreach_add_(rounded, [_constant(self.grid_exponents[g]) for g in groups])
+                if not first:
+                    torch._foreach_add_(units, wide)
+        for g in flats:
+            self.num_added[g] += 1
+        if flats:
+            maxima = _norms(list(flats.values())).to("cpu", non_blocking=True)
+            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            self.unchecked = list(flats.items()), maxima, event
+
+    def _check_last(self) -> None:
+        """On a GPU, take back what the last `add` should not have added: the addends that outgrew their grids.
+
+        The host reads the largest elements only here, when the next piece's passes are queued, so that the GPU has work
+        while the host waits. Integers are subtracted, so nothing is left of what is taken back.
+        """
+        if self.unchecked is None:
+            return
+        (unchecked, maxima, event), self.unchecked = self.unchecked, None
+        if event is not None:
+            event.synchronize()
+        for (g, flat), largest in zip(unchecked, maxima.tolist(), strict=True):
+            if not largest < self._limit(g):  # also if it is nan
+                self.parts[g].sub_(self._rounded(flat, g))
+                self.num_added[g] -= 1
+                self._put_aside(g, flat)
+
+    def _put_aside(self, g: int, flat: Tensor) -> None:
+        """Keep an addend that outgrew its grid on the CPU, which has more memory than the GPU."""
+        self.outgrown.append((g, flat.to("cpu", copy=True)))
+
+    def _limit(self, g: int) -> float:
+        """Return the upper limit of a group's elements; 0 if it has no grid yet."""
+        grid_exponent = self.grid_exponents[g]
+        return 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)
 
     def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
         """Return the sum over all processes, divided by `divisor`. Every process must call this.
@@ -146,6 +204,7 @@ class ExactSum:
         Args:
             alone: whether this is the only process. The host then knows the counts, so a GPU need not get them.
         """
+        self._check_last()
         for part, num_added in zip(self.parts, self.num_added, strict=True):
             if not num_added:
                 part.zero_()
@@ -247,26 +306,29 @@ class ExactSum:
                 views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
         return views
 
-    def _limit(self, g: int) -> float:
-        """Return the upper limit of an element of a group; 0 if the group has no grid yet."""
-        grid_exponent = self.grid_exponents[g]
-        return 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)
+    def _rounded(self, flat: Tensor, g: int) -> Tensor:
+        """Return the elements of an addend rounded to its group's grid, as int64 with the constant's bits."""
+        # `double` may return the addend itself, so don't add in place
+        return torch.add(flat.double(), _constant(self.grid_exponents[g])).view(torch.int64)
 
-    def _add_in_chunks(self, values: Sequence[Tensor | None]) -> set[int]:
-        """Add those groups of an addend that do not outgrow their grids, on a CPU. Return their indices."""
-        return {g for g in self.local_groups if self._limit(g) and self._round(g, self._flat(self.groups[g], values))}
+    def _round(self, flat: Tensor, g: int) -> bool:
+        """Round the elements, on a CPU, and add them to the group's units, each with the constant's bits.
 
-    def _round(self, g: int, flat: Tensor) -> bool:
-        """Round the elements of a group and add them to its units, each with the constant's bits.
+        The first addend overwrites the units. numpy does the same IEEE additions as torch in half of the time.
 
-        numpy does the same IEEE additions as torch in half of the time.
+        Args:
+            flat: the addend.
+            g: index of the group.
 
         Returns:
-            Whether all elements are below the limit. If not, nothing was added, except where the group has had no
-            addend yet: its units are then undefined, and the next addend must overwrite them.
+            Whether the addend fits the grid. If not, nothing was added; but the units are undefined if they had no
+            addend before.
         """
-        constant, limit, first = _constant(self.grid_exponents[g]), self._limit(g), not self.num_added[g]
+        limit, first = self._limit(g), not self.num_added[g]
+        if not limit:
+            return False
         values, sums, scratch = flat.numpy(), self.parts[g].numpy(), self.scratch.numpy()
+        constant = _constant(self.grid_exponents[g])
 
         def add_constant(start: int, into: np.ndarray) -> np.ndarray:
             np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
@@ -285,23 +347,6 @@ class ExactSum:
             else:
                 into += add_constant(start, scratch[: len(part)])
         return True
-
-    def _add_together(self, values: Sequence[Tensor | None]) -> set[int]:
-        """Do what `_add_in_chunks` does, on a GPU: in few kernels, and with one read."""
-        flats = {index: self._flat([index], values) for g in self.local_groups for index in self.groups[g]}
-        maxima = dict(zip(flats, _largest(list(flats.values()), False), strict=True))
-        fits = [g for g in self.local_groups if all(maxima[index] < self._limit(g) for index in self.groups[g])]
-        for first in (True, False):
-            for groups in self._together(g for g in fits if first == (not self.num_added[g])):
-                indices = [index for g in groups for index in self.groups[g]]
-                units = [self.units[index] for index in indices]
-                wide = units if first else [torch.empty_like(each) for each in units]  # the first addend overwrites
-                sums = [each.view(torch.float64) for each in wide]
-                torch._foreach_copy_(sums, [flats[index] for index in indices])
-                torch._foreach_add_(sums, [_constant(self.grid_exponents[g]) for g in groups for _ in self.groups[g]])
-                if not first:
-                    torch._foreach_add_(units, wide)
-        return set(fits)
 
     def _together(self, groups: Iterable[int]) -> Iterator[list[int]]:
         """Yield some groups in lists of at most TOGETHER elements, or of one group."""
@@ -401,8 +446,13 @@ def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:
         return []
     if on_cpu:  # numpy takes half of the time and propagates nan as torch does
         return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
+    return _norms(flats).tolist()
+
+
+def _norms(flats: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor as float64 [n], with few kernels for all of them together."""
     norms = torch._foreach_norm([flat if len(flat) else flat.new_zeros(1) for flat in flats], math.inf)
-    return torch.stack(norms).double().tolist()  # few kernels for all tensors together, and one read
+    return torch.stack(norms).double()
 
 
 def _checksums(parts: Sequence[Tensor]) -> Tensor:

@@ -175,6 +175,8 @@ class Speed:
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     allocator: Literal["auto", "system"] = "auto"
     resident: Flag | Literal["auto"] = "auto"
+    tf32: Flag | Literal["auto"] = "auto"
+    cuda_graphs: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

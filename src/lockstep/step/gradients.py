@@ -221,7 +221,7 @@ class ExactGradientSum(GradientSum):
 
     def collect(self) -> None:
         """Add the gradient of a piece to the sum and drop it."""
-        self.sum.add([parameter.grad for parameter in self.trained.values()])
+        self.sum.add([parameter.grad for parameter in self.trained.values()], unchanged=True)
         self._reset()
 
     def reduce(self, step: "Step") -> "Step | None":

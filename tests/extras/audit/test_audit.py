@@ -13,7 +13,6 @@ from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
 from lockstep.extras.audit.choice import choose_piece, verdict
 
-pytestmark = pytest.mark.slow
 TRAINED = 81  # samples, in four steps an epoch
 AUDIT = (
     "accelerator=cpu",
@@ -69,9 +68,10 @@ def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_p
 RANDOM_TWICE = (*TINY, "data.mix=mixup", "model.dropout=0.3", "exact=true", "pieces=4", "max_epochs=1")
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
-    "task", [*map(featured, TOGETHER), RANDOM_TWICE], ids=[*map("+".join, TOGETHER), "mixed+dropped"]
+    "task",
+    [*(pytest.param(featured(names), marks=pytest.mark.nightly) for names in TOGETHER), RANDOM_TWICE],
+    ids=[*map("+".join, TOGETHER), "mixed+dropped"],
 )
 def test_whatever_a_run_is_told_pieces_come_to_the_same_bits(task: list[str], run_train: Program) -> None:
     """By another device, and by the only one."""

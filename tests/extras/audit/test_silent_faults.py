@@ -3,7 +3,8 @@
 import pytest
 from conftest import ROOT, forked
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
+pytestmark = [pytest.mark.usefixtures("processes"), pytest.mark.nightly]
+
 SILENT = ROOT / "scripts" / "lab" / "silent_faults.py"
 
 

@@ -21,8 +21,6 @@ from lockstep.config.portable import missing_instructions
 from lockstep.data.build import open_data
 from lockstep.extras.ledger.ledger_file import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
-pytestmark = pytest.mark.slow
-
 JOB = (*STRUCK, "checkpoint_every=5", "exact=true", "pieces=4", "extras=[ledger]", "checkpoint_keep=-1")
 Lines = list[dict[str, Any]]
 
@@ -64,6 +62,7 @@ def verified(run: Path, *overrides: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_without_a_step_left_repairs_its_ledger(run: Path, tmp_path: Path) -> None:
     """It writes no checkpoint, after which the missing line would follow."""
     folder = tmp_path / "outputs" / "again" / run.name
@@ -75,6 +74,7 @@ def test_a_run_without_a_step_left_repairs_its_ledger(run: Path, tmp_path: Path)
     assert file.read_text() == whole
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_ledger_has_neither_gap_nor_double(run: Path) -> None:
     texts, lines = (run / "ledger.jsonl").read_text().splitlines(), ledger(run)
     steps = [line["step"] for line in lines]
@@ -90,6 +90,7 @@ def test_a_ledger_has_neither_gap_nor_double(run: Path) -> None:
     assert len({path.stat().st_ino for path in kept.values()}) == len(kept), "none is another one's second name"
 
 
+@pytest.mark.usefixtures("processes")
 def test_parts_of_it_come_out_again(run: Path) -> None:
     code, said = verified(run, "steps=2", "seed=3")
     assert code == 0, said
@@ -99,6 +100,7 @@ def test_parts_of_it_come_out_again(run: Path) -> None:
     assert not [*(run.parent.parent / "verified").rglob("*")], "what was computed is gone"
 
 
+@pytest.mark.usefixtures("processes")
 def test_all_of_it_comes_out_again_from_the_seed(run: Path, tmp_path: Path) -> None:
     """On a layout that the run never had; parts of it, above, on one device."""
     folder = shutil.copytree(run, tmp_path / "a" / "b", ignore=shutil.ignore_patterns("checkpoints"))
@@ -134,12 +136,14 @@ def at(lines: Lines, step: int) -> dict[str, Any]:
     return next(line for line in lines if line["step"] == step)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_changed_line_breaks_the_chain(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: at(lines, 20).update(weights_sha256="0" * 64), chain=False)
     code, said = verified(folder)
     assert (code, "the chain breaks at step 20" in said) == (1, True), said
 
 
+@pytest.mark.usefixtures("processes")
 def test_other_samples_are_seen_without_computing(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: at(lines, 30).update(samples_sha256="0" * 64))
     code, said = verified(folder)
@@ -155,6 +159,7 @@ def test_other_samples_are_seen_without_computing(run: Path, tmp_path: Path) -> 
     assert (code, "step 5: the samples of steps 1 to 5 are not those" in said) == (1, True), said
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_line_of_too_many_steps_is_refused(run: Path, tmp_path: Path) -> None:
     """Nothing is said about its samples, because they are not compared."""
     folder = forged(run, tmp_path / "a" / "b", lambda lines: lines[-1].update(step=lines[-1]["since"] + 10**7 + 1))
@@ -163,6 +168,7 @@ def test_a_line_of_too_many_steps_is_refused(run: Path, tmp_path: Path) -> None:
     assert "not those of the seed" not in said
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_changed_weight_is_named(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: None)
     changed = with_other_weights(folder, 25)
@@ -181,6 +187,7 @@ def test_a_changed_weight_is_named(run: Path, tmp_path: Path) -> None:
     assert code == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
     def change(lines: Lines) -> None:
         about = lines[0]["about"]
@@ -192,7 +199,6 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
     assert (code, "step 5 differs from its ledger: other weights and optimizer; first" in said) == (1, True), said
 
 
-@pytest.mark.proof
 def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     job = [*STRUCK, "checkpoint_every=5", "extras=[ledger]", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
     job += ["data.sampling=balanced"]

@@ -29,6 +29,7 @@ def found(outputs: Path, *overrides: str) -> list[tuple[str, float, int]]:
     return [(s["weights_sha256"], s["metrics"]["test/loss"], s["metrics"]["test/correct"]) for s in summaries]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_bits_of_one_device(tmp_path: Path) -> None:
     """With exact sums, and without: backward passes come in the order of the pieces."""
     one = found(tmp_path / "one", *TASK, *ONE, "pieces=8,4", "exact=true,false")
@@ -38,7 +39,8 @@ def test_the_bits_of_one_device(tmp_path: Path) -> None:
     assert found(tmp_path / "plain", *TASK, *cut, "exact=false") == [one[1]] * 2
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_the_bits_of_one_device_in_other_precisions(tmp_path: Path) -> None:
     task = (*TASK, "max_epochs=1", "exact=true", "precision=bf16-mixed,64-true")
     one = found(tmp_path / "one", *task, *ONE)
@@ -47,7 +49,6 @@ def test_the_bits_of_one_device_in_other_precisions(tmp_path: Path) -> None:
     assert len(set(one)) == 2
 
 
-@pytest.mark.proof
 def test_own_modules_train_and_log_as_on_one_device(project: Path, tmp_path: Path) -> None:
     """Of two parts that drop, the second one draws on; a gradient that is not finite in one stage is skipped by all;
     each sample is counted once."""
@@ -61,6 +62,7 @@ def test_own_modules_train_and_log_as_on_one_device(project: Path, tmp_path: Pat
         assert skipped == [name == "Overflows"] * 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_it_goes_on_where_another_layout_stopped(tmp_path: Path) -> None:
     shown = ("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null")
     keep = (*shown, "scheduler=constant", "exact=true")
@@ -81,6 +83,7 @@ def test_it_goes_on_where_another_layout_stopped(tmp_path: Path) -> None:
     assert metrics[0]["test/count"] == 17
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_network_that_gives_nan_is_cut_too(tmp_path: Path) -> None:
     """Before a run it is asked whether its parts give what it does: both give nan."""
     lost = Program(tmp_path / "lost")(*TASK, "callbacks=default", "lr=1e30", "nonfinite=skip", "max_steps=6")
@@ -112,7 +115,8 @@ def test_a_device_holds_its_stage_alone(project: Path, tmp_path: Path) -> None:
     assert min(parts) > 2 * 8 * 16 * 3
 
 
-@pytest.mark.proof
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_what_it_costs_is_measured() -> None:
     task = ("data=synthetic", "data.image_size=14", "data.samples=64", "batch_size=16", "pieces=4")
     done = forked("scripts/lab/ways.py", "strategy=ddp", "strategy=pipeline", "--steps=2", "--rounds=1", "--", *task)

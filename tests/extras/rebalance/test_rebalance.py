@@ -124,7 +124,6 @@ def test_a_run_begins_with_the_shares_of_the_command_line(single: Run, uneven: P
     assert sha(moved) == sha(single)
 
 
-@pytest.mark.slow
 def test_the_audit_follows_pieces_that_move(single: Run, uneven: Path, tmp_path: Path) -> None:
     pytest.importorskip("lockstep.extras.audit")
     options = ("exact=true", "devices=3", BACK_AND_FORTH, "extras=[rebalance,audit]", "extras.audit.share=1")
@@ -171,6 +170,7 @@ def test_each_device_has_as_many_pieces_as_the_table_says(counts: list[int]) -> 
     assert with_counts(layout(sum(counts), len(counts)), tuple(counts)).counts == counts
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_process_that_was_forked_earlier_reads_changes_and_earlier_steps_stay() -> None:
     assignment = MovingAssignment(layout(8, 2))
     context = get_context("fork")

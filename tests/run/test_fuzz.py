@@ -160,6 +160,7 @@ def opened(raw: dict[str, Any]) -> Config:
     return config
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_config_values() -> None:
     rng, base = random.Random(7), composed(*SMALL)
     assert accepted(lambda: opened(base))
@@ -178,6 +179,7 @@ def test_config_values() -> None:
     assert results > 20, "not everything is refused"
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_command_lines() -> None:
     """Whatever Hydra's parser makes of an override, the answer is a config or a refusal of one line."""
     rng = random.Random(9)

@@ -1,0 +1,205 @@
+"""The kind of each test, by what it uses, and what keeps one test from changing another.
+
+| kind     | what its tests do                                                       | how it is recognised        |
+|----------|-------------------------------------------------------------------------|-----------------------------|
+| `unit`   | neither a process nor a process group                                   | none of the below           |
+| `ranks`  | several ranks as threads of this process                                | the fixture `ranks`         |
+| `run`    | start processes, or compute for seconds in this one                     | `processes`, or `whole_run` |
+| `engine` | start ranks as torchrun, SLURM, MPI or Ray do                           | the folder `tests/engines/` |
+| `lab`    | measure                                                                 | the folder `tests/lab/`     |
+
+Whoever starts a process asks for the fixture `processes`, by way of `run_train` say. A unit that starts one fails.
+"""
+
+import logging
+import multiprocessing.util
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+from lockstep.launch.environment import environment
+
+TESTS = Path(__file__).resolve().parent
+FOLDERS = {"engines": "engine", "lab": "lab"}
+FIXTURES = {"processes": "run", "whole_run": "run", "ranks": "ranks"}
+QUICK = ("unit", "ranks")
+STARTS = {
+    *("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn"),
+    "lockstep.start",  # of ours, for what raises none of these: see `forks.Fork` and below
+}
+
+
+class ProcessInUnit(AssertionError):
+    """A test of kind unit or ranks starts a process."""
+
+
+def kind_of(item: pytest.Item) -> str:
+    """Return the kind of a test, from its folder and its fixtures."""
+    folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    fixtures = getattr(item, "fixturenames", ())
+    if folder in FOLDERS:
+        return FOLDERS[folder]
+    return next((kind for name, kind in FIXTURES.items() if name in fixtures), "unit")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark each test with its kind, before `-m` selects."""
+    item.add_marker(kind_of(item))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with whole runs first: at the end, no worker waits for another's."""
+    long = {item.path for item in items if kind_of(item) not in QUICK}
+    items.sort(key=lambda item: item.path not in long)
+
+
+# --- no unit starts a process ---
+
+_refused: list[str] | None = None  # what the unit that runs now tried to start; None: processes are allowed
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _refused is not None and event in STARTS:
+        _refused.append(f"{event} {arguments[:2]!r}"[:200])
+        raise ProcessInUnit(f"this test starts a process ({_refused[-1]}): it must use the fixture `processes`")
+
+
+def _spawn(*arguments: Any) -> int:
+    sys.audit("lockstep.start", *arguments[:2])
+    return SPAWN(*arguments)
+
+
+sys.addaudithook(_audit)
+SPAWN = multiprocessing.util.spawnv_passfds
+multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment] # it raises no event
+torch.set_num_threads(1)  # tests share the cores, and small tensors gain nothing from threads
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of kind unit or ranks whose fixtures start a process."""
+    with no_process(item):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of kind unit or ranks that starts a process."""
+    with no_process(item):
+        yield
+
+
+@contextmanager
+def no_process(item: pytest.Item) -> Iterator[None]:
+    """Refuse processes, if the kind of a test is unit or ranks. It fails though it may have caught the exception."""
+    global _refused
+    _refused = [] if kind_of(item) in QUICK else None  # `_audit` appends
+    try:
+        yield
+        if _refused:
+            raise ProcessInUnit(f"this test starts a process ({_refused[0]}): it must use the fixture `processes`")
+    finally:
+        _refused = None
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """Makes a test one of kind `run`: it may start processes."""
+
+
+@pytest.fixture(scope="session")
+def whole_run() -> None:
+    """Makes a test one of kind `run`: it takes seconds, though it starts no process."""
+
+
+# --- what a test changes of this process is put back ---
+
+
+@pytest.fixture(autouse=True)
+def own_process_state() -> Iterator[None]:
+    """Put back what a test changes of this process: environment, folder, threads, numbers, random state, messages."""
+    environment.cache_clear()  # what a test sets in the environment is read in that test
+    put_back = [*_states()]
+    yield
+    for restore in reversed(put_back):
+        restore()
+    environment.cache_clear()
+
+
+def _states() -> Iterator[Callable[[], object]]:
+    """Yield functions, each of which puts one thing back to what it is now."""
+    variables, folder, arguments, path = dict(os.environ), os.getcwd(), sys.argv, list(sys.path)
+
+    def restore_environment() -> None:
+        if dict(os.environ) != variables | {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}:
+            current = os.environ.get("PYTEST_CURRENT_TEST", "")
+            os.environ.clear()
+            os.environ.update(variables | {"PYTEST_CURRENT_TEST": current})
+
+    yield restore_environment
+    yield lambda: os.chdir(folder)
+    yield lambda: setattr(sys, "argv", arguments)
+    yield lambda: sys.path.__setitem__(slice(None), path)
+    yield GlobalHydra.instance().clear
+
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    mode, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    precision, gradients = torch.get_float32_matmul_precision(), torch.is_grad_enabled()
+    cudnn, generator = torch.backends.cudnn, torch.get_rng_state()
+    flags = (cudnn.benchmark, cudnn.deterministic)
+    yield lambda: torch.set_num_threads(threads)
+    yield lambda: torch.set_flush_denormal(False)
+    yield lambda: torch.set_default_dtype(dtype)
+    yield lambda: torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    yield lambda: torch.set_float32_matmul_precision(precision)
+    yield lambda: torch.set_grad_enabled(gradients)
+    yield lambda: setattr(cudnn, "benchmark", flags[0])
+    yield lambda: setattr(cudnn, "deterministic", flags[1])
+    yield lambda: torch.set_rng_state(generator)
+
+    numbers, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    yield lambda: random.setstate(numbers)
+    yield lambda: np.random.set_state(legacy)  # noqa: NPY002
+
+    filters, hook, thread_hook = list(warnings.filters), sys.excepthook, threading.excepthook
+    yield lambda: warnings.filters.__setitem__(slice(None), filters)  # type: ignore[index]
+    yield lambda: setattr(sys, "excepthook", hook)
+    yield lambda: setattr(threading, "excepthook", thread_hook)
+    loggers = [logging.getLogger(), *(x for x in logging.root.manager.loggerDict.values() if type(x) is logging.Logger)]
+    levels = [(x, x.level, x.propagate, x.disabled, list(x.handlers)) for x in loggers]
+    disabled = logging.root.manager.disable
+
+    def restore_logging() -> None:
+        logging.disable(disabled)
+        for logger, level, propagate, off, handlers in levels:
+            if logger.level != level:
+                logger.setLevel(level)
+            logger.propagate, logger.disabled = propagate, off
+            logger.handlers[:] = handlers
+
+    yield restore_logging
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    }
+
+    def restore_signals() -> None:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+    yield restore_signals
