@@ -56,7 +56,7 @@ def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ddp(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run on two workers, looked at from several sides."""
     program = Program(tmp_path_factory.mktemp("ddp") / "outputs", fresh=True)
     return program(*TINY, "strategy=ddp", "devices=2", "max_epochs=2", "seed=3", "data.samples=205")
@@ -149,7 +149,7 @@ STRUCK = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What STRUCK ends with on two devices of one machine, by its weights' digest."""
     run = Program(tmp_path_factory.mktemp("undisturbed"))(*STRUCK, "devices=2")
     return str(run.summary["weights_sha256"])
