@@ -1,78 +1,43 @@
-"""Promise 1: one batch size, one number of pieces."""
+"""Promise 1: one batch size, one number of pieces, on any layout.
 
-import itertools
+What follows from what, for all numbers: tests/arithmetic/test_layout.py. What does not fit is refused: refusals.yaml.
+"""
+
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from conftest import summary_of
+from user_runs import RECORDED, recorded_pieces, train
 
-from lockstep.arithmetic.layout import Layout, resolve, split
-from lockstep.errors import UserError
-
-counts = st.integers(1, 12)
+SAMPLES = 81  # of an epoch: user_runs.TASK
 
 
-def make(**options: Any) -> Layout:
-    usual: dict[str, Any] = {"strategy": "ddp", "accelerator": "cpu", "devices": 1, "num_nodes": 1, "batch_size": 64}
-    return resolve(**(usual | options))
+def steps_of(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the pieces of each step of a run."""
+    return [list(step) for _, step in groupby(recorded_pieces(folder), key=lambda row: row["step"])]
 
 
-@given(world=counts, pieces=counts, strategy=st.sampled_from(["ddp", "dp"]))
-def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) -> None:
-    pieces += world
-    layout = make(strategy=strategy, devices=world, pieces=pieces, batch_size=pieces)
-    assigned = [pair for rank in range(layout.world_size) for pair in layout.micro_batches(rank)]
-    assert sorted(piece for _, piece in assigned) == list(range(pieces))
-    assert all(piece in layout.owned(device) for device, piece in assigned)
-    loads = [len(layout.owned(device)) for device in range(world)]
-    assert max(loads) - min(loads) <= 1
-    assert layout.accumulate == max(loads)
+def test_a_step_is_batch_size_samples_in_equal_pieces_on_any_layout(project: Path, tmp_path: Path) -> None:
+    """8 pieces on 3 devices are 3, 3 and 2. The last step of the epoch has 9 samples."""
+    task = (RECORDED, "pieces=8", "max_epochs=1", "strategy=ddp,dp", "devices=1,3", "-m")
+    swept = train(project, tmp_path, "LitDigits", *task)
+    for folder, loads in zip(swept.jobs, ([8], [3, 3, 2]) * 2, strict=True):
+        steps = steps_of(folder)
+        sizes = [[len(piece["ids"]) for piece in step] for step in steps]
+        assert sizes == [[3] * 8] * 3 + [[1] * 7 + [2]]
+        for step in steps:
+            assert [piece["piece"] for piece in step] == list(range(8)), "each is computed once"
+            devices = [piece["device"] for piece in step]
+            assert [devices.count(device) for device in range(len(loads))] == loads
+        summary = summary_of(folder)
+        assert summary["layout"]["accumulate_grad_batches"] == loads[0]
+        assert (summary["layout"]["pieces"], summary["layout"]["batch_size"]) == (8, 24)
+        assert (summary["steps"], summary["samples_seen"]) == (4, SAMPLES)
 
 
-def test_dp_assigns_pieces_in_rounds() -> None:
-    layout = make(strategy="dp", devices=3, pieces=8, batch_size=8)
-    assert layout.micro_batches(0) == [(0, 0), (1, 3), (2, 6), (0, 1), (1, 4), (2, 7), (0, 2), (1, 5)]
-
-
-def test_pieces_and_accumulation_follow_from_each_other() -> None:
-    assert make(devices=4, num_nodes=2, accumulate_grad_batches=2).pieces == 16
-    assert make(devices=3, pieces=8).accumulate == 3
-    assert [len(make(devices=3, pieces=8).owned(d)) for d in range(3)] == [3, 3, 2]
-    assert make(devices=4, pieces=8, accumulate_grad_batches=2).pieces == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 1 << 17, "pieces": 1 << 17}, "pieces=131072 is too many: a step has at most 65,536 pieces"),
-        ({"batch_size": 1 << 14, "pieces": 1 << 14, "exact": True}, "at most 8,192 pieces with exact=true"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_what_does(options: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make(**options)
-
-
-@given(batch=st.integers(1, 300), pieces=st.integers(1, 40))
-def test_the_sizes_that_a_refusal_names_do_fit(batch: int, pieces: int) -> None:
-    try:
-        make(batch_size=batch, pieces=pieces)
-    except UserError as refusal:
-        words = str(refusal).replace(",", " ").replace(";", " ").split()
-        named = [
-            int(word) for word in " ".join(words).split(": ", 1)[1].replace("batch_size=", "").split() if word.isdigit()
-        ]
-        assert named
-        for size in named:
-            assert make(batch_size=size, pieces=pieces).batch_size % pieces == 0
-
-
-@given(total=st.integers(1, 60), shares=st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
-def test_shares_are_whole_near_and_leave_nobody_out(total: int, shares: list[float]) -> None:
-    total += len(shares)
-    parts = split(total, len(shares), tuple(shares))
-    assert sum(parts) == total
-    assert min(parts) >= 1
-    order = sorted(range(len(shares)), key=lambda i: shares[i])
-    assert all(parts[a] <= parts[b] + 1 for a, b in itertools.pairwise(order))
+def test_pieces_follow_from_devices_and_accumulation(project: Path, tmp_path: Path) -> None:
+    """The control: without accumulation a step is cut otherwise, and has as many samples."""
+    task = (RECORDED, "pieces=null", "devices=2", "accumulate_grad_batches=2,1", "max_steps=1", "-m")
+    cut = [steps_of(folder)[0] for folder in train(project, tmp_path, "LitDigits", *task).jobs]
+    assert [[len(piece["ids"]) for piece in step] for step in cut] == [[6] * 4, [12] * 2]

@@ -1,6 +1,7 @@
 """Promise 6: killed at any moment, a run goes on to the bitwise same end; and promise 9, through the programs.
 
-scripts/lab/chaos.py does the same at random and at length; here each case is one that a reader can follow.
+test_promise_6_histories.py and scripts/lab/chaos.py do the same at random; here each case is one that a reader can
+follow.
 """
 
 import os
@@ -15,46 +16,36 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Process, Program, Run, checkpoint_of, ended, of_process, wait_for, workers_of
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from conftest import TINY, Process, Program, Run, checkpoint_of, ended, read_proc, wait_for, workers_of
 from plain import scalars
-
-from lockstep.checkpoint import resume
-from lockstep.checkpoint.resume import expand_resume, write_hydra_files
-from lockstep.checkpoint.resume import expand_sweep_resume as arguments
-from lockstep.checkpoint.start import checkpoint_to_load, differences
-from lockstep.errors import UserError
-from lockstep.launch.environment import environment
-from lockstep.run.api import compose
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 AUGMENT = "data.augment={crop: 1, flip: true, fill: zero}"
 JOB = (*TINY, "data.samples=415", AUGMENT, "model.dropout=0.25", "checkpoint_every=5")
 DDP = ("strategy=ddp", "devices=2")
-ENDLESS = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+LONG_RUN = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
 def saves(outputs: Path, process: Process, times: int = 1) -> Path:
-    """The run folder below `outputs`, once its last.ckpt has been replaced so many times from now on."""
+    """Return the run folder below `outputs`, once its last.ckpt has been replaced so many times from now on."""
 
     def newest() -> tuple[int, Path] | None:
-        found = [(path.stat().st_mtime_ns, path) for path in outputs.rglob("last.ckpt")]
-        return max(found, default=None)
+        actual = [(path.stat().st_mtime_ns, path) for path in outputs.rglob("last.ckpt")]
+        return max(actual, default=None)
 
     seen = {newest()}
     for _ in range(times):
         seen.add(wait_for(lambda: {newest()} - seen, process).pop())
-    found = newest()
-    assert found is not None
-    return found[1].parent.parent
+    actual = newest()
+    assert actual is not None
+    return actual[1].parent.parent
 
 
 def same_end(run: Run, undisturbed: Run) -> None:
-    found, expected = run.summary, undisturbed.summary
+    actual, expected = run.summary, undisturbed.summary
     for key in ("status", "weights_sha256", "steps", "samples_seen"):
-        assert found[key] == expected[key], key
-    assert found["metrics"] == pytest.approx(expected["metrics"]), "epoch means too are right across the cuts"
+        assert actual[key] == expected[key], key
+    assert actual["metrics"] == pytest.approx(expected["metrics"]), "epoch means too are right across the cuts"
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
@@ -80,9 +71,9 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
     timeless = {curve for curve in boards[1] if re.search("train/|val/|test/|optim", curve)}
     assert timeless
     for curve in timeless:
-        found, expected = (board[curve] for board in boards)
-        assert [at for at, _ in found] == [at for at, _ in expected], f"{curve}: each step once"
-        assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
+        actual, expected = (board[curve] for board in boards)
+        assert [at for at, _ in actual] == [at for at, _ in expected], f"{curve}: each step once"
+        assert [value for _, value in actual] == pytest.approx([value for _, value in expected]), curve
 
 
 def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path) -> None:
@@ -97,37 +88,20 @@ def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path
     same_end(run, undisturbed)
 
 
-CUT = """
-import os, signal, sys
-sys.path.insert(0, "src")
-from lockstep.run import cli
-from lockstep.callbacks import Checkpoint
-from train import train
-
-def cut(self, trainer, module):
-    if trainer.global_step == int(os.environ["CUT"]):
-        os.killpg(0, signal.SIGKILL)
-
-setattr(Checkpoint, os.environ["HOOK"], cut)
-cli.command(train, "train")
-"""
-
-
 @pytest.mark.usefixtures("processes")
-def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
+def test_cut_between_a_step_and_what_follows_it(project: Path, tmp_path: Path) -> None:
     """Validation is not left out, and where nothing is left to train its metrics are still told."""
     options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
     undisturbed = Program(tmp_path / "undisturbed")(*options)
-    script = tmp_path / "cut.py"
-    script.write_text(CUT)
     for hook, step in (("on_validation_start", 12), ("on_train_end", 24)):
-        program = Program(tmp_path / hook)
-        done = Program(program.outputs, str(script))(*options, env={"CUT": str(step), "HOOK": hook}, ok=False)
+        program = Program(tmp_path / hook, home=project)
+        killed = f"+callbacks.killed={{_target_: mine.KilledIn, hook: {hook}, step: {step}}}"
+        done = program(*options, killed, env={"CUT": "SIGKILL"}, ok=False)
         assert done.returncode == -signal.SIGKILL, str(done)
         (folder,) = program.outputs.glob("*/*")
         same_end(program(f"resume={folder}"), undisturbed)
         best = (checkpoint_of(run, "best") for run in (folder, undisturbed.folder))
-        assert len({found["global_step"] for found in best}) == 1
+        assert len({actual["global_step"] for actual in best}) == 1
 
 
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
@@ -141,60 +115,12 @@ def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program,
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
-@pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
-def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name
-    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml", "multirun.yaml"):
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
-    run, sweep = (
-        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
-        for found in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
-    )
-    assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
-    assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
-
-
-def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
-    for file, content in {
-        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
-        "run/checkpoints/last.ckpt": "",
-        "run/.hydra/overrides.yaml": "[experiment=best]",
-        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
-            {"path": "/conf", "schema": "file", "provider": "main"},
-            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
-        ]}}}),
-    }.items():  # fmt: skip
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(content)
-    assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
-    for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
-        found = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
-        assert not [override for override in found if "searchpath" in override]
-        assert found[-len(other) :] == other
-
-
-@pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
-def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
-    with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
-        expand_resume(["resume=last"], program)
-    assert expand_resume(["resume=null"], program) == ["resume=null"]
-
-
-def test_what_changed_since_the_checkpoint_is_told_once() -> None:
-    sgd = {"name": "sgd", "momentum": 0.9}
-    before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
-    now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
-    strategy = ["strategy.name: ddp -> auto", "strategy.shares: None -> auto"]
-    assert differences(before, now) == ["lr: 1 -> 2", "optimizer.fused: None -> True", *strategy]
-
-
 # --- asked to save, or to end -----------------------------------------------------------------------------------------
 
 
 def test_terminated_with_the_whole_group(run_train: Program) -> None:
     """As SLURM and Kubernetes do it. Loader processes hear it too; without them there would be no next step."""
-    process = run_train.start(*ENDLESS, *DDP, "num_workers=2")
+    process = run_train.start(*LONG_RUN, *DDP, "num_workers=2")
     folder = saves(run_train.outputs, process)
     os.killpg(process.pid, signal.SIGTERM)
     run = run_train.finish(process)
@@ -205,16 +131,16 @@ def test_terminated_with_the_whole_group(run_train: Program) -> None:
 
 
 def pending(pid: int, signum: int) -> bool:
-    """Whether a process has still to hear of a signal that it was sent."""
-    return bool(int(of_process(pid, "status").partition("ShdPnd:")[2].split()[0], 16) >> signum - 1 & 1)
+    """Return whether a signal that was sent to a process is still pending."""
+    return bool(int(read_proc(pid, "status").partition("ShdPnd:")[2].split()[0], 16) >> signum - 1 & 1)
 
 
 def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
-    process = run_train.start(*ENDLESS, *DDP)
+    process = run_train.start(*LONG_RUN, *DDP)
     folder = saves(run_train.outputs, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)  # so that nobody can end in good order
-    wait_for(lambda: of_process(workers[1], "stat").rpartition(")")[2].split()[0] == "T", process)
+    wait_for(lambda: read_proc(workers[1], "stat").rpartition(")")[2].split()[0] == "T", process)
     os.killpg(process.pid, signal.SIGINT)
     wait_for(lambda: pending(workers[1], signal.SIGTERM), process)  # it was answered: two at once would be one
     os.killpg(process.pid, signal.SIGINT)
@@ -230,7 +156,7 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
 
 def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tmp_path: Path) -> None:
     """And nothing else saves."""
-    job = (*ENDLESS, *DDP, "data.samples=80", "batch_size=72", "val_every=1", "callbacks.checkpoint=null")
+    job = (*LONG_RUN, *DDP, "data.samples=80", "batch_size=72", "val_every=1", "callbacks.checkpoint=null")
     process = run_train.start(*job)
     (log,) = wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)
     process.send_signal(signal.SIGUSR1)
@@ -256,7 +182,7 @@ def test_disk_full(run_train: Program, how: str) -> None:
     """It has failed, whoever starts the workers, and also when it should have saved and ended: nothing was saved."""
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
     engine = one if how == "under an engine" else {}
-    process = run_train.start(*ENDLESS, *([] if engine else DDP), env=engine)
+    process = run_train.start(*LONG_RUN, *([] if engine else DDP), env=engine)
     folder = saves(run_train.outputs, process)
     for pid in [process.pid] if engine else reversed(workers_of(process)):  # rank zero is the one that writes
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
@@ -311,11 +237,9 @@ def test_a_refused_resume_leaves_the_run_as_it_was(finished: Run, run_train: Pro
 
 
 READS = """
-import os, sys, zipfile
+import os, runpy, sys, zipfile
 sys.path.insert(0, "src")
 import torch
-from lockstep.run import cli
-from train import train
 
 def counted(kind, function):
     def call(file, *args, **kwargs):
@@ -327,7 +251,7 @@ def counted(kind, function):
 
 torch.load = counted("load", torch.load)
 zipfile.ZipFile.testzip = counted("checksums", zipfile.ZipFile.testzip)
-cli.command(train, "train")
+runpy.run_path("src/train.py", run_name="__main__")
 """
 
 
@@ -348,28 +272,6 @@ def test_a_resumed_run_reads_its_checkpoint_once(finished: Run, tmp_path: Path) 
     refused = program(f"resume={folder}", "max_epochs=3", env={"READS": str(reads)}, ok=False)
     assert refused.returncode == 2
     assert refused.stderr == f"error: {last}: the file is damaged: its checksums do not match\n"
-
-
-def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, older = {"overrides.yaml": "- resume=step_5"}, tmp_path / "checkpoints" / "step_5.ckpt"
-    write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
-
-    def start() -> Path:
-        environment.cache_clear()
-        return checkpoint_to_load(tmp_path, str(older), record)
-
-    assert start() == older
-    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        with monkeypatch.context() as patched:
-            patched.setenv("SLURM_JOB_ID", "77")
-            patched.setenv(variable, "1")
-            write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
-            assert start() == older, "it was killed before its first step"
-            write_hydra_files(tmp_path, record)
-            assert start() == older.with_name("last.ckpt")
-    assert start() == older, "the user has typed it once more"
 
 
 def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(
@@ -401,43 +303,3 @@ def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) 
     assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"
     torch.load(path, weights_only=False)  # the control: the payload does run
     assert witness.exists()
-
-
-def test_the_last_run_is_the_newest_of_those_that_are_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
-) -> None:
-    runs = [tmp_path / "mnist_cnn_digits" / "1", tmp_path / "resnet18_digits" / "2", tmp_path / "own" / "3"]
-    for age, run in enumerate(runs):
-        (run / ".hydra").mkdir(parents=True)
-        (run / ".hydra" / "overrides.yaml").write_text("[]")
-        (run / "checkpoints").mkdir()
-        (run / "checkpoints" / "last.ckpt").touch()
-        os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
-
-    def meant(*given: str) -> Path:
-        found = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *given], "train")
-        (folder,) = [
-            each.removeprefix("hydra.run.dir=").strip("'") for each in found if each.startswith("hydra.run.dir=")
-        ]
-        return Path(folder)
-
-    assert meant() == meant("max_epochs=3") == runs[0]
-    assert meant("model=resnet18") == runs[1]
-    assert meant("name=own") == runs[2]
-    os.utime(runs[2] / "checkpoints" / "last.ckpt", (2000, 2000))
-    assert meant() == runs[2]
-    assert meant("data=digits") == runs[0]
-    with pytest.raises(UserError, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
-        meant("data=mnist")
-    for folder in (tmp_path / "own", tmp_path):
-        with pytest.raises(UserError, match=rf"^resume={folder}: a folder of runs, not a run: resume={runs[2]} is the"):
-            expand_resume([f"resume={folder}"], "train")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own").rename(tmp_path / "my own")
-    with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
-        expand_resume(["resume=my own"], "train")
-    (tmp_path / "my own").rename(tmp_path / "own")
-    set_environment(SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
-    assert meant() == runs[2]
-    (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
-    assert meant() == runs[1]  # another job's may be newer by now

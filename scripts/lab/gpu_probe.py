@@ -71,6 +71,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours, augmented": ("+data.augment.crop=4", "+data.augment.flip=true"),
     "ours, contiguous": ("speed.memory_format=contiguous",),
     "ours, compiled": ("compile=true", *TUNED),
+    "ours, compiled, CUDA graphs": ("compile=true", "speed.cuda_graphs=true", *TUNED),
+    "ours, not fused": ("+optimizer.fused=false",),
     "ours, 4 pieces": ("pieces=4",),
     "ours, exact": ("exact=true",),
     "ours, 4 pieces, exact": ("pieces=4", "exact=true"),
@@ -78,8 +80,8 @@ OURS: dict[str, tuple[str, ...]] = {
 TRAINER = "Lightning's Trainer"
 FIRST = ("plain loop", "loop, every lever", "ours", "loop, CUDA graph", TRAINER, "ours, tuned", "ours, no callbacks")
 EXACT = ("ours", "ours, 4 pieces", "ours, 4 pieces, exact", "ours, exact")
-OPTIONS = ("ours, data on the host", "ours, augmented", "ours, contiguous", "loop, contiguous")
-COMPILED = ("loop, compiled", "ours, compiled")
+OPTIONS = ("ours, not fused", "ours, data on the host", "ours, augmented", "ours, contiguous", "loop, contiguous")
+COMPILED = ("loop, compiled", "ours, compiled", "ours, compiled, CUDA graphs")
 # Sides that the cases of other batch sizes and precisions have.
 FEW = ("plain loop", "loop, every lever", "ours", "loop, CUDA graph")
 
@@ -104,6 +106,8 @@ PREDICTIONS: dict[tuple[str, int, str, str], tuple[float, float]] = {
     ("resnet18", 1024, "TF32", "ours"): (22000, 40000),
     ("resnet18", 1024, "bf16", "ours"): (11000, 22000),
     ("resnet18", 128, "bf16", "ours, compiled"): (2500, 6000),
+    ("mnist_cnn", 128, "TF32", "ours, compiled, CUDA graphs"): (350, 800),
+    ("resnet18", 128, "bf16", "ours, compiled, CUDA graphs"): (1500, 4000),
     ("fast_cnn", 128, "TF32", "ours"): (700, 1800),
     ("fast_cnn", 128, "TF32", "loop, CUDA graph"): (150, 500),
 }
@@ -205,7 +209,7 @@ def ours(case: Case, device: torch.device, clock: Clock, outputs: str) -> None:
     callbacks = [*build.make_callbacks(config, splits, folder, module), _Ticks(clock)]
     trainer = build.make_trainer(config, folder, callbacks, RunParts(config, splits, folder, module, {}, 0))
     if config.compile:
-        compile_networks(module, bool(config.layout.exact))
+        compile_networks(module, bool(config.layout.exact), config.speed.cuda_graphs)
     trainer.fit(module, datamodule=build.make_data(config, splits))
 
 
@@ -388,7 +392,7 @@ def main() -> int:
     if options.again:
         rows = [row for row in rows if _key(row) not in {case.key for case in chosen}]
     for case in chosen:
-        skipped = device.type == "cpu" and ("graph" in case.side or "compiled" in case.side)
+        skipped = device.type == "cpu" and any(word in case.side for word in ("graph", "compiled", "not fused"))
         if skipped or any(_key(row) == case.key and "error" not in row for row in rows):
             continue
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Functions that mkdocs calls while it builds the site: tables of keys from conf/, pages of extras and decisions.
+"""Functions that mkdocs calls while it builds the site: tables of keys and of refusals, pages of extras and decisions.
 
 mkdocs.yml names this file; `make docs` builds the site.
 """
@@ -11,9 +11,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import yaml
 from common.keys import KEY, rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+REFUSALS = Path(__file__).resolve().parents[2] / "tests" / "refusals.yaml"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
 # Sections whose pages are found in a folder, in the order of their titles.
 FOLDERS = {"Extras": "extras", "Decisions": "decisions"}
@@ -35,10 +37,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Replace `<!-- keys of NAME -->` by tables, and link what a page can't link itself, as its target may be deleted.
+    """Replace comments by tables, and link what a page can't link itself, as its target may be deleted.
 
-    The tables have the keys of train.yaml, of groups or of programs. The links are those to pages of extras, and the
-    list of decisions.
+    `<!-- keys of NAME -->` becomes the keys of train.yaml, of groups or of programs, `<!-- table of refusals -->` the
+    commands and messages of tests/refusals.yaml. The links are those to pages of extras, and the list of decisions.
     """
     makers = {
         "train": lambda: _front_page("train", 2),
@@ -54,6 +56,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         pages = sorted(path for path in Path(config["docs_dir"], "decisions").glob("*.md") if path.name != "index.md")
         titles = (path.read_text().partition("\n")[0].removeprefix("# ") for path in pages)
         markdown += "\n" + "\n".join(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True))
+    markdown = re.sub("<!-- table of refusals -->", lambda _: _refusals(), markdown)
     return re.sub(r"<!-- keys of ([\w ]+) -->", lambda match: makers[match[1]](), markdown)
 
 
@@ -96,6 +99,29 @@ def _groups() -> str:
             if table := list(rows(text)):
                 parts.append(_table(table))
     return "\n\n".join(parts)
+
+
+def _refusals() -> str:
+    """Return a section for each of tests/refusals.yaml, with a table of commands and of the lines that refuse them."""
+    parts = []
+    for section in yaml.safe_load(REFUSALS.read_text()):
+        program = f"src/{section.get('program', 'train')}.py"
+        parts.append(f"## {section['title']}\n\nWhat follows `python {program}`, and the line that is printed.")
+        for name, text in section.get("files", {}).items():
+            parts.append(f"The file `<folder>/{name}` is\n\n" + re.sub("^", "    ", text.rstrip(), flags=re.MULTILINE))
+        lines = ["| command | message |", "|---|---|"]
+        for row in section["rows"]:
+            command, message = (_code(row[key].replace("{folder}", "<folder>")) for key in ("command", "message"))
+            lines.append(f"| {command} | {message} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _code(text: str) -> str:
+    """Return text as inline code in a cell of a Markdown table."""
+    fence = "``" if "`" in text else "`"
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text.replace('|', chr(92) + '|')}{space}{fence}" if text else ""
 
 
 def _comment(text: str) -> str:

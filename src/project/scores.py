@@ -39,4 +39,4 @@ class Scores(nn.ModuleDict):
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:
     """Return the accuracy of logits [n, classes], 0-dim. Of mixed labels y [n, classes] the largest is the class."""
-    return (logits.argmax(1) == (y if y.ndim == 1 else y.argmax(1))).float().mean()
+    return (logits.argmax(1) == (y if y.ndim == 1 else y.argmax(1))).mean(dtype=torch.float32)

@@ -6,6 +6,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,10 +18,38 @@ from lockstep import files as atomic
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.start import load_start
+from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 
 
 def plain(value: float = 1.0) -> dict[str, Any]:
     return {"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((5000,), value)}, "lockstep": {"seed": 0}}
+
+
+def test_a_gpu_is_not_waited_for_until_the_file_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    with fake_gpu() as gpu:
+        state = {"a": torch.zeros(3, device=DEVICE), "b": [torch.zeros(2, device=DEVICE)], "c": torch.zeros(1), "d": 5}
+        copy, wait = checkpoint_io.copied_to_cpu(state)
+        assert gpu.faults == {}
+        assert {each.device.type for each in (copy["a"], copy["b"][0], copy["c"])} == {"cpu"}
+        assert copy["c"].data_ptr() != state["c"].data_ptr()  # type: ignore[attr-defined]
+        event = stream.return_value.record_event.return_value
+        assert (stream.call_count, event.synchronize.call_count) == (1, 0)  # one for all tensors
+        wait()
+        assert event.synchronize.call_count == 1
+        state["a"].cpu()  # type: ignore[attr-defined]
+        assert list(gpu.faults.values()) == [WAITS]  # the control
+
+
+def test_the_writer_waits_before_it_reads_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(checkpoint_io, "copied_to_cpu", lambda state: (state, lambda: order.append("wait")))
+    monkeypatch.setattr(checkpoint_io, "save", lambda *args: order.append("save"))
+    writer = AtomicCheckpointIO([Mock(before_write=lambda checkpoint: order.append("observer"))])
+    writer.save_checkpoint(plain(), tmp_path / "last.ckpt")
+    writer.wait()
+    assert order == ["wait", "observer", "save"]
 
 
 @pytest.fixture

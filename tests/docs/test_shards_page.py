@@ -15,8 +15,8 @@ TRAIN = [command.words for command in PAGE.commands if command.words[1] == "src/
 
 
 @pytest.fixture(scope="module")
-def project(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the template, with a folder of images and the shards that the page's commands make of it."""
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the template, with a folder of images and the shards that the page's commands make of it."""
     folder = template(tmp_path_factory.mktemp("project"))
     write_folder(folder / "images")
     (folder / "shards").mkdir()

@@ -106,18 +106,19 @@ NETS: dict[str, Callable[[], Any]] = {
     "resnet18": small_models.resnet18,
     "with_buffer": lambda: WithBuffer(**small_models.task()),
 }
-# net, exact, pieces; at most so many kernels and host reads
+# net, exact, pieces; at most so many kernels and host reads. Of the reads of each piece under exact, only those of the
+# last one leave the GPU without work (tests/arithmetic/test_exact_sum.py).
 LIMITS = [
-    ("mnist_cnn", False, 1, 81, 2),
-    ("mnist_cnn", False, 4, 275, 2),
-    ("mnist_cnn", True, 1, 121, 4),
-    ("mnist_cnn", True, 4, 346, 7),
-    ("resnet18", False, 1, 381, 2),
-    ("resnet18", False, 4, 1278, 2),
-    ("resnet18", True, 1, 682, 4),
-    ("resnet18", True, 4, 1961, 12),
-    ("with_buffer", False, 4, 370, 3),
-    ("with_buffer", True, 4, 463, 13),
+    ("mnist_cnn", False, 1, 76, 1),
+    ("mnist_cnn", False, 4, 267, 1),
+    ("mnist_cnn", True, 1, 90, 3),
+    ("mnist_cnn", True, 4, 273, 6),
+    ("resnet18", False, 1, 376, 1),
+    ("resnet18", False, 4, 1154, 1),
+    ("resnet18", True, 1, 390, 3),
+    ("resnet18", True, 4, 1026, 11),
+    ("with_buffer", False, 4, 362, 2),
+    ("with_buffer", True, 4, 389, 12),
 ]
 
 
@@ -126,9 +127,9 @@ LIMITS = [
 def test_a_step_takes_no_more_kernels_and_host_reads(
     net: str, exact: bool, pieces: int, kernels: int, reads: int, count: Callable[..., Counts]
 ) -> None:
-    found = count(NETS[net](), exact, pieces)
-    assert found.kernels <= kernels, found.seen
-    assert found.reads <= reads, found.lines
+    actual = count(NETS[net](), exact, pieces)
+    assert actual.kernels <= kernels, actual.seen
+    assert actual.reads <= reads, actual.lines
 
 
 class Reads(small_models.MnistCNN):
@@ -138,11 +139,11 @@ class Reads(small_models.MnistCNN):
         return output
 
 
-def test_a_planted_read_is_found(count: Callable[..., Counts]) -> None:
+def test_a_planted_read_is_detected(count: Callable[..., Counts]) -> None:
     assert count(Reads(**small_models.task()), False, 4).reads == count(small_models.mnist_cnn(), False, 4).reads + 4
 
 
-def test_one_more_kernel_for_each_parameter_is_found(count: Callable[..., Counts]) -> None:
+def test_one_more_kernel_for_each_parameter_is_detected(count: Callable[..., Counts]) -> None:
     class Clamps(small_models.MnistCNN):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             for parameter in self.parameters():

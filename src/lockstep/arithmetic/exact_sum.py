@@ -17,7 +17,8 @@ share a grid, because a network has many of them and the overhead of an operatio
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ HIGHEST = 1000  # largest exponent: far above float32's, and the grid's constant
 NO_EXPONENT = -100_000  # of a group without an addend: below every exponent, so that "max" ignores it
 SMALL = 16_384  # at most so many elements of neighbouring tensors share a grid
 CHUNK = 65_536  # elements of a chunk on a CPU: in float64 it fits the second-level cache
+TOGETHER = 1 << 24  # elements that a GPU converts to float64 at once, in few kernels; they take 128 MiB
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
 
@@ -77,7 +79,7 @@ class ExactSum:
         self.like = list(like)
         self.floor = floor
         self.device = self.like[0].device if self.like else torch.device("cpu")
-        self.in_chunks = self.device.type == "cpu"  # for its cache; a GPU takes each group in one kernel
+        self.in_chunks = self.device.type == "cpu"  # for its cache; a GPU takes many groups in one kernel
         self.dense = [dense(tensor) for tensor in self.like]
         self.groups = _group(self.like, segment_ids or [0] * len(self.like))
         self.local_groups = [g for g, group in enumerate(self.groups) if not summed_here or summed_here[group[0]]]
@@ -91,6 +93,10 @@ class ExactSum:
         self.names, checks = names, len(self.groups) + 1 if names else 0
         self.message = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
         *self.parts, self.counts, self.checks = self.message.split([*self.sizes, counts, checks])
+        sizes = [[self.like[index].numel() for index in self.groups[g]] for g in self.local_groups]
+        split = [self.parts[g].split(each) for g, each in zip(self.local_groups, sizes, strict=True)]
+        indices = [index for g in self.local_groups for index in self.groups[g]]
+        self.units = dict(zip(indices, chain(*split), strict=True))  # the part of the message of each tensor
         self.scratch = torch.empty(CHUNK * self.in_chunks, dtype=torch.float64, device=self.device)
         self.begin()
 
@@ -99,24 +105,43 @@ class ExactSum:
         self.step = step
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
+        # on a GPU: the groups and tensors of the last `add`, their largest elements, and when the host can read these
+        self.unchecked: tuple[list[int], dict[int, Tensor], Tensor, torch.cuda.Event | None] | None = None
         self.counts_alone: list[int] | None = None  # the message's counts, if this is the only process
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
         self.grid_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
-    def add(self, values: Sequence[Tensor | None]) -> None:
-        """Add one list of tensors, in the order of `like`. None counts as zeros."""
+    def add(self, values: Sequence[Tensor | None], unchanged: bool = False) -> None:
+        """Add one list of tensors, in the order of `like`. None counts as zeros.
+
+        Args:
+            values: the tensors.
+            unchanged: whether they keep their elements until the next call, so that no copy is needed.
+        """
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
-        flats = [self._flat(self.groups[g], values) for g in self.local_groups]
-        # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
-        maxima = [0.0] * len(flats) if self.in_chunks else _largest(flats, False)
-        for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
-            grid_exponent = self.grid_exponents[g]
-            limit = 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)  # upper limit of an element
-            constant = _constant(grid_exponent)
-            if largest < limit and self._round(flat, self.parts[g], constant, limit, not self.num_added[g]):
+        self._check_last()
+        # A group without a value adds nothing. Its zeros would never get a grid, if no addend ever has a value for it.
+        groups = [g for g in self.local_groups if any(values[index] is not None for index in self.groups[g])]
+        with_grid = [g for g in groups if self._limit(g)]
+        if self.in_chunks:
+            added = {g for g in with_grid if self._round(g, self._flat(self.groups[g], values))}
+        else:
+            added = set(with_grid)
+            self._add_together(with_grid, values, unchanged)
+        for g in groups:
+            if g in added:
                 self.num_added[g] += 1
-            else:  # also if the largest is nan. The addend is put aside on the CPU, which has more memory than the GPU
-                self.outgrown.append((g, flat.to("cpu", copy=True)))
+            else:
+                self._put_aside(g, self._flat(self.groups[g], values))
+
+    def _put_aside(self, g: int, flat: Tensor) -> None:
+        """Keep an addend that outgrew its grid on the CPU, which has more memory than the GPU."""
+        self.outgrown.append((g, flat.to("cpu", copy=True)))
+
+    def _limit(self, g: int) -> float:
+        """Return the upper limit of an element of a group; 0 if the group has no grid yet."""
+        grid_exponent = self.grid_exponents[g]
+        return 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)
 
     def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
         """Return the sum over all processes, divided by `divisor`. Every process must call this.
@@ -145,6 +170,7 @@ class ExactSum:
         Args:
             alone: whether this is the only process. The host then knows the counts, so a GPU need not get them.
         """
+        self._check_last()
         for part, num_added in zip(self.parts, self.num_added, strict=True):
             if not num_added:
                 part.zero_()
@@ -177,7 +203,10 @@ class ExactSum:
         self.num_added, outgrown = counts[:groups], counts[groups]
         self.present = [count > 0 for count in counts[groups + 1 :]]
         outgrown_sums, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
-        flats = [self._result(g, outgrown_sums.get(g), divisor) for g in self.local_groups]
+        results = {} if self.in_chunks else self._results_together(outgrown_sums.keys(), divisor)
+        flats = [
+            results[g] if g in results else self._result(g, outgrown_sums.get(g), divisor) for g in self.local_groups
+        ]
         maxima = [largest * divisor for largest in _largest(flats, self.in_chunks)]
         sums = self._shaped(flats)
         for index in broken:
@@ -243,27 +272,17 @@ class ExactSum:
                 views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
         return views
 
-    def _round(self, flat: Tensor, units: Tensor, constant: float, limit: float, first: bool) -> bool:
-        """Round the elements and add them to `units`, each with the constant's bits.
+    def _round(self, g: int, flat: Tensor) -> bool:
+        """Round the elements of a group and add them to its units on a CPU, each with the constant's bits.
 
-        On a CPU, numpy does the same IEEE additions in half of the time.
-
-        Args:
-            flat: the addend.
-            units: int64 sums, changed in place.
-            constant: rounds an element to the grid.
-            limit: upper limit of the elements. Checked on a CPU; on a GPU the caller has checked it.
-            first: overwrite `units` instead of adding to it.
+        numpy does the same IEEE additions as torch in half of the time.
 
         Returns:
-            Whether all elements are below `limit`. If not, nothing was added to `units`; but with `first` its content
-            is undefined, and the next call must overwrite it (`first` again).
+            Whether all elements are below the limit. If not, nothing was added, except where the group has had no
+            addend yet: its units are then undefined, and the next addend must overwrite them.
         """
-        if not self.in_chunks:
-            add = Tensor.copy_ if first else Tensor.add_
-            add(units, torch.add(flat.double(), constant).view(torch.int64))  # `double` may return the addend itself
-            return True
-        values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
+        constant, limit, first = _constant(self.grid_exponents[g]), self._limit(g), not self.num_added[g]
+        values, sums, scratch = flat.numpy(), self.parts[g].numpy(), self.scratch.numpy()
 
         def add_constant(start: int, into: np.ndarray) -> np.ndarray:
             np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
@@ -283,12 +302,66 @@ class ExactSum:
                 into += add_constant(start, scratch[: len(part)])
         return True
 
+    def _add_together(self, groups: list[int], values: Sequence[Tensor | None], unchanged: bool) -> None:
+        """Do what `_round` does, on a GPU, in few kernels; `_check_last` finds what is not below the limit."""
+        flats = {index: self._flat([index], values) for g in groups for index in self.groups[g]}
+        for first in (True, False):
+            for batch in self._together(g for g in groups if first == (not self.num_added[g])):
+                indices = [index for g in batch for index in self.groups[g]]
+                units = [self.units[index] for index in indices]
+                rounded = self._rounded(batch, flats, into=units if first else None)  # the first addend overwrites
+                if not first:
+                    torch._foreach_add_(units, rounded)
+        if flats:
+            maxima = _norms([*flats.values()]).to("cpu", non_blocking=True)
+            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            if not unchanged:
+                copies = [torch.empty_like(flat) for flat in flats.values()]
+                torch._foreach_copy_(copies, [*flats.values()])
+                flats = dict(zip(flats, copies, strict=True))
+            self.unchecked = groups, flats, maxima, event
+
+    def _check_last(self) -> None:
+        """On a GPU, take back what the last `add` should not have added: the addends that outgrew their grids.
+
+        The host reads the largest elements only here, when the next piece's passes are queued, so that the GPU has work
+        while the host waits. Integers are subtracted, so nothing is left of what is taken back.
+        """
+        if self.unchecked is None:
+            return
+        (groups, flats, maxima, event), self.unchecked = self.unchecked, None
+        if event is not None:
+            event.synchronize()
+        largest = dict(zip(flats, maxima.tolist(), strict=True))
+        for g in groups:
+            if not all(largest[index] < self._limit(g) for index in self.groups[g]):  # also if it is nan
+                torch._foreach_sub_([self.units[index] for index in self.groups[g]], self._rounded([g], flats))
+                self.num_added[g] -= 1
+                self._put_aside(g, torch.cat([flats[index] for index in self.groups[g]]))
+
+    def _rounded(self, groups: list[int], flats: dict[int, Tensor], into: list[Tensor] | None = None) -> list[Tensor]:
+        """Return the tensors of some groups rounded to their grids, as int64 with the constants' bits."""
+        indices = [index for g in groups for index in self.groups[g]]
+        result = into or [torch.empty_like(self.units[index]) for index in indices]
+        sums = [each.view(torch.float64) for each in result]
+        torch._foreach_copy_(sums, [flats[index] for index in indices])
+        torch._foreach_add_(sums, [_constant(self.grid_exponents[g]) for g in groups for _ in self.groups[g]])
+        return result
+
+    def _together(self, groups: Iterable[int]) -> Iterator[list[int]]:
+        """Yield some groups in lists of at most TOGETHER elements, or of one group."""
+        batch: list[int] = []
+        for g in groups:
+            if batch and sum(self.sizes[each] for each in (*batch, g)) > TOGETHER:
+                yield batch
+                batch = []
+            batch.append(g)
+        if batch:
+            yield batch
+
     def _result(self, g: int, outgrown_sum: Tensor | None, divisor: float) -> Tensor:
         """Return the sum of a local group as floats: its units and what outgrew its grid, divided by `divisor`."""
-        grid_exponent = self.grid_exponents[g] or 0
-        constants = self.num_added[g] * _bits(_constant(grid_exponent))
-        constants = (constants + 2**63) % 2**64 - 2**63  # wrapped as int64 arithmetic does
-        scale = 2.0**grid_exponent
+        constants, scale = self._added_constants(g), 2.0 ** (self.grid_exponents[g] or 0)
         result = torch.empty(self.sizes[g], dtype=self.like[self.groups[g][0]].dtype, device=self.device)
         chunk = CHUNK if self.in_chunks else max(1, len(result))
         for start, units in zip(range(0, len(result), chunk), self.parts[g].split(chunk), strict=False):
@@ -300,6 +373,26 @@ class ExactSum:
             else:
                 part.copy_(exact.mul_(scale).add_(outgrown_sum[start : start + chunk]).div_(divisor))
         return result
+
+    def _results_together(self, outgrown: Container[int], divisor: float) -> dict[int, Tensor]:
+        """Return what `_result` returns for the groups that are not in `outgrown`, on a GPU: in few kernels."""
+        results: dict[int, Tensor] = {}
+        for groups in self._together(g for g in self.local_groups if g not in outgrown):
+            units = [self.parts[g] for g in groups]
+            torch._foreach_sub_(units, [self._added_constants(g) for g in groups])
+            exact = [torch.empty_like(each, dtype=torch.float64) for each in units]
+            torch._foreach_copy_(exact, units)
+            torch._foreach_div_(exact, [divisor / 2.0 ** (self.grid_exponents[g] or 0) for g in groups])
+            kinds = [self.like[self.groups[g][0]].dtype for g in groups]
+            sums = [torch.empty_like(each, dtype=kind) for each, kind in zip(units, kinds, strict=True)]
+            torch._foreach_copy_(sums, exact)
+            results.update(zip(groups, sums, strict=True))
+        return results
+
+    def _added_constants(self, g: int) -> int:
+        """Return the sum of the bits of a group's constants that were added, wrapped as int64 arithmetic does."""
+        constants = self.num_added[g] * _bits(_constant(self.grid_exponents[g]))
+        return (constants + 2**63) % 2**64 - 2**63
 
     # --- addends that outgrew their grids ---
 
@@ -353,8 +446,13 @@ def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:
         return []
     if on_cpu:  # numpy takes half of the time and propagates nan as torch does
         return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
+    return _norms(flats).tolist()
+
+
+def _norms(flats: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value of each tensor as float64 [n], with few kernels for all of them together."""
     norms = torch._foreach_norm([flat if len(flat) else flat.new_zeros(1) for flat in flats], math.inf)
-    return torch.stack(norms).double().tolist()  # few kernels for all tensors together, and one read
+    return torch.stack(norms).double()
 
 
 def _checksums(parts: Sequence[Tensor]) -> Tensor:

@@ -175,6 +175,32 @@ def not_plain(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if not is_plain(value)]
 
 
+def copied_to_cpu(state: Any) -> tuple[Any, Callable[[], None]]:
+    """Copy the tensors of a nested container to the CPU.
+
+    A GPU copies into page-locked memory, after its earlier and before its later work. So the caller need not wait: what
+    changes the tensors later does not change the copy.
+
+    Returns:
+        The copy, and a function that waits until a GPU has completed it. Don't read the copy before.
+    """
+    devices: set[torch.device] = set()
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            devices.add(tensor.device)
+        return tensor.detach().to("cpu", copy=True, non_blocking=tensor.is_cuda)
+
+    copy = apply_to_collection(state, Tensor, copied)
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return copy, wait
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer.
 
@@ -225,10 +251,10 @@ class AtomicCheckpointIO(CheckpointIO):
                 self._not_plain = not_plain(hyperparameters)
             plain_ones = {name: value for name, value in hyperparameters.items() if name not in self._not_plain}
             checkpoint = {**checkpoint, HYPERPARAMETERS: plain_ones}
-        copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        copy, wait = copied_to_cpu(checkpoint)
         if (metadata := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
             copy["state_dict"]._metadata = metadata  # versions of layers, which some torchvision layers read
-        self.then(self._write, copy, Path(path))
+        self.then(self._write, copy, Path(path), wait)
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Call a task in the writer thread, after the earlier tasks and only if they succeed."""
@@ -241,9 +267,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
         self._pending.append(self._writer.submit(work))
 
-    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def _write(self, checkpoint: dict[str, Any], path: Path, wait: Callable[[], None]) -> None:
         written = None
         try:
+            wait()
             for observer in self._observers:
                 observer.before_write(checkpoint)
             save(checkpoint, path)

@@ -25,7 +25,15 @@ from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count, has_amx
+from lockstep.launch.machine import (
+    compiler_lacking,
+    computes_bf16,
+    cores_per_worker,
+    cpu_cap,
+    gpu_count,
+    has_amx,
+    no_gpu_reason,
+)
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
@@ -225,7 +233,8 @@ def _devices(keys: Keys) -> tuple[str, int]:
     gpus = gpu_count() if keys.accelerator != "cpu" else 0
     if keys.accelerator == "gpu" and not gpus:
         raise UserError(
-            "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
+            f"accelerator=gpu: this machine has no GPU that torch can use: {no_gpu_reason()}; "
+            "accelerator=cpu simulates devices"
         )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
     # SLURM may show each worker only its own GPU, so one visible GPU does not mean one device.
@@ -293,6 +302,11 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     # Lightning refuses clipping with a fused optimizer for every mixed precision
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and chosen_precision.endswith("mixed"))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
+    tf32 = "speed.tf32=true" * (keys.speed.tf32 is True)
+    without_float32 = chosen_precision in ("64-true", "bf16-true", "16-true")
+    graphs = "speed.cuda_graphs=true" * keys.speed.cuda_graphs
+    in_turn = f"{max(layout.counts)} pieces on one device" * (max(layout.counts) > 1)
+    extras = ", ".join(name for name, options in keys.extras.items() if options)
     cannot_shrink = other_than_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
@@ -322,6 +336,14 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
             "nothing would be clipped; give gradient_clip_val=0.5, say",
         ),
+        (graphs, cpu, "a CPU has no CUDA graphs; leave it out"),
+        (graphs, "compile=false" * (not keys.compile), "graphs are recorded of compiled networks; give compile=true"),
+        (graphs, exact, "whether a graph has the same bits is not known; give speed.cuda_graphs=false"),
+        # https://github.com/pytorch/pytorch/issues/169545: the second backward pass overwrites the first one's gradient
+        (graphs, in_turn, "torch can't add gradients that are a graph's; give as many pieces as devices"),
+        (graphs, f"extras=[{extras}]" * bool(extras), "an extra may keep a gradient, which a graph overwrites"),
+        (tf32, cpu, "a CPU has no TF32; leave it out"),
+        (tf32, precision * without_float32, "nothing is computed in float32; give precision=32-true, or leave it out"),
         (
             "speed.resident=true" * (keys.speed.resident is True),
             cpu,
@@ -331,6 +353,8 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     _refuse(pairs)
     if portable and (missing := missing_instructions()):
         raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
+    if tf32 and not computes_bf16("gpu"):  # the same GPUs have bf16 and TF32
+        raise UserError(f"{tf32}: this GPU has no TF32, which came with NVIDIA's Ampere: leave it out")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 

@@ -20,7 +20,8 @@ Chunk = tuple[int, int]  # (start, stop)
 BatchCheck = Callable[[Any, Any], None]  # gets a collated batch and the ids of its samples
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
 # Bytes of images that one call fetches from a data set in memory: those of as many steps as fit, and of at least one.
-FETCH_BYTES = 1 << 20
+FETCH_BYTES = 1 << 20  # of a set in the CPU's memory: they stay in its cache
+FETCH_BYTES_ON_DEVICE = 64 << 20  # of a set on a GPU: each call starts kernels and copies from the host
 
 
 class Loader(DataLoader[Any]):
@@ -142,9 +143,10 @@ class StepDataset:
 
     def _fetch_steps(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
         """Fetch step `index` of an epoch and the next steps by one call of `fetch`. Return them by their position."""
-        order, image = self.order, innermost_dataset(self.dataset).images[0]
+        order, source = self.order, innermost_dataset(self.dataset)
+        most = FETCH_BYTES_ON_DEVICE if type(source) is Resident else FETCH_BYTES
         samples_per_step = -(-order.layout.batch_size // order.layout.replicas)  # of this process
-        num_steps = max(1, FETCH_BYTES // (image.nbytes * samples_per_step))
+        num_steps = max(1, most // (source.images[0].nbytes * samples_per_step))
         stop = min(index + num_steps, order.steps_per_epoch)
         step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, stop)}
         micro_batches = [

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
@@ -19,6 +20,7 @@ from lockstep.launch.environment import environment
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of CPU instructions: x86, x86, ARM
 # device files: of NVIDIA's driver, Windows' Linux, AMD's ROCm, and Jetson
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu", "/dev/nvgpu")
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # they hide some or all GPUs
 
 
 def available_cores() -> int:
@@ -54,11 +56,25 @@ def cpu_cap() -> int:
 
 def gpu_count() -> int:
     """Return the number of CUDA devices that this process may use."""
-    if not any(map(glob.glob, GPU_FILES)):  # torch takes seconds to import
+    if not gpu_files():  # torch takes seconds to import
         return 0
     import torch
 
     return _call_in_child(torch.cuda.device_count)
+
+
+def gpu_files() -> list[str]:
+    """Return the device files of GPUs, which a driver makes."""
+    return [file for pattern in GPU_FILES for file in glob.glob(pattern)]
+
+
+def no_gpu_reason() -> str:
+    """Return how GPUs were looked for, where `gpu_count` is 0."""
+    if not (files := gpu_files()):
+        return f"no driver has made one of {', '.join(GPU_FILES)} (NVIDIA, WSL, ROCm, Jetson)"
+    hidden = {name: os.environ[name] for name in GPU_VARIABLES if name in os.environ}
+    cause = "; ".join(f"{name}={value}" for name, value in hidden.items()) or "its build or the driver do not fit"
+    return f"there is {files[0]}, but torch {version('torch')} finds no device ({cause})"
 
 
 def hide_gpu(index: int) -> None:

@@ -54,6 +54,7 @@ from lockstep.text import signal_name
 
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
 ANSWER_SECONDS = 3.0  # after a timeout, for the other workers' answers
+NCCL_HINT = "its message, with the collective, is above; a rank without one is the lost one"
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -84,7 +85,8 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                     place = WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), scratch, listener, sender)
                     process = context.Process(target=run_worker, args=(work, args, place))
                     process.start()
-                    workers.append(_Worker(rank, process, receiver))
+                    uses_nccl = layout.has_process_group and layout.accelerator == "gpu"
+                    workers.append(_Worker(rank, process, receiver, uses_nccl))
                     sender.close()
             listener.close()
             if received:  # the signal arrived before all workers were started
@@ -136,6 +138,7 @@ class _Worker:
     rank: int
     process: Any
     receiver: Connection
+    uses_nccl: bool = False
     answered: bool = False  # whether the worker has sent how it ended, or has died
     died: bool = False  # whether it has died without sending anything
     error: BaseException | None = None  # the error that ended the work; None if it succeeded
@@ -153,7 +156,12 @@ class _Worker:
         code = self.process.exitcode
         text = f"was killed by {signal_name(-code)}" if code < 0 else f"failed: exit code {code}"
         text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
-        self.answered, self.died, self.error = True, True, WorkerFailed(f"rank {self.rank} {text}", self.rank)
+        failure: type[WorkerFailed] = WorkerFailed
+        if self.uses_nccl and code == -signal.SIGABRT:
+            # Where gloo raises an error, NCCL's watchdog aborts the process: after a timeout, or if a rank is lost.
+            failure = LostRank
+            text += f" (NCCL does so if another rank is lost or does not join within hang_timeout): {NCCL_HINT}"
+        self.answered, self.died, self.error = True, True, failure(f"rank {self.rank} {text}", self.rank)
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
@@ -171,7 +179,10 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
 
 def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: float, scratch: str) -> Any:
     """Return rank zero's result, or raise the error that ended the run. One worker has failed, or all have answered."""
-    decisive = min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
+    decisive = _decisive(workers)
+    if decisive.died and isinstance(decisive.error, LostRank):  # the worker that it has lost may answer, too
+        _wait(workers, ANSWER_SECONDS)
+        decisive = _decisive(workers)
     error = decisive.error
     if error is None:
         return decisive.result
@@ -188,6 +199,11 @@ def _result(workers: Sequence[_Worker], received: Sequence[int], hang_timeout: f
         lost = [each.error for each in workers if isinstance(each.error, LostRank)]
         error = next((each for each in lost if each.in_user_code), error)
     raise error
+
+
+def _decisive(workers: Sequence[_Worker]) -> _Worker:
+    """Return the worker whose answer decides how the run ends. One has answered at least."""
+    return min((each for each in workers if each.answered), key=lambda each: _priority(each.error))
 
 
 def _priority(error: BaseException | None) -> int:

@@ -44,7 +44,7 @@ from lockstep.run.optimizers import (
 )
 from lockstep.run.report_lines import headline
 from lockstep.run.run_length import smallest_piece
-from lockstep.step.compile import EagerEvaluation
+from lockstep.step.compile import CudaGraphs, EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -324,6 +324,8 @@ def make_trainer(
             compiled=config.compile,
         ),
     ]
+    if config.speed.cuda_graphs:
+        hooks.append(CudaGraphs())
     observers: list[CheckpointObserver] = []
     extra_callbacks: list[pl.Callback] = []
     for extra in config.extras.values():

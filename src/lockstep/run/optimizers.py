@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lockstep.arithmetic.exact_sum import dense
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
 from lockstep.config.instantiate import call, defaults, instantiate, locate, parameters
@@ -26,6 +27,8 @@ CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size
 }
 # If the user sets one of these keys and groups, the run's `lr` is passed even if the constructor has a default for it.
 LR_SETTERS = {"lr", "lr_scaling", "reference_batch_size", "optimizer"}
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those that torch can fuse on a GPU
+UNFUSED = {"fused", "foreach", "capturable", "differentiable"}  # options by which a user chooses
 ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
     "requires_grad_(False)"
@@ -72,16 +75,32 @@ class OptimizerFactory(Factory):
 
     Attributes:
         named_parameters: the module's method, which `groups` needs. It is set when the module exists.
+        fuses: whether torch's optimizers update all parameters in one kernel, for GPUs.
     """
 
     named_parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    fuses = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
         made = call(self.key, partial(self.make, **kwargs), *args)
+        if self.fuses and not UNFUSED.intersection(self.make.keywords | kwargs):
+            fuse(made)
         if self.groups:
             made.param_groups = self.groups.divide(made.param_groups, self.named_parameters())
         return made
+
+
+def fuse(optimizer: Any) -> None:
+    """Let one of torch's optimizers update all parameters in one kernel, where all of them allow it.
+
+    The constructor's `fused=True` does more: it leaves the loss scale of fp16 in the gradients until the step, so that
+    Lightning refuses to clip them, and callbacks would see scaled gradients.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if type(optimizer) in FUSED and all(p.is_floating_point() and dense(p) for p in parameters):
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group["fused"] = True
 
 
 class SchedulerFactory(Factory):
@@ -122,6 +141,7 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
         groups = divides if scale else None  # without factors it is only checked
     make = instantiate("optimizer", options, **numbers)
     optimizer = OptimizerFactory("optimizer", make, groups, {"lr_scale": scale} if scale else {})
+    optimizer.fuses = config.layout.accelerator == "gpu"
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early
     scheduler = None
     if config.scheduler:

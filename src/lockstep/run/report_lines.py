@@ -16,6 +16,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import TASKS
+from lockstep.launch.machine import computes_bf16
 from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
@@ -84,14 +85,14 @@ def start_lines(
         *wrap_parts(f"model {model_name}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data_name}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
-        *wrap_parts(f"run {length}", config.precision, speed_text(module, config.compile)),
+        *wrap_parts(f"run {length}", precision_text(config), speed_text(module, config)),
         f"folder {short_path(folder)}",
     ]
 
 
 def headline(config: Config, splits: Splits, folder: Path) -> str:
     """Return the description of a run for a dashboard, which adds the learning rate."""
-    parts = [*step_parts(config), length_text(config, len(splits.train)), config.precision]
+    parts = [*step_parts(config), length_text(config, len(splits.train)), precision_text(config)]
     return "\n".join([*wrap_parts(*parts), str(folder)])
 
 
@@ -140,12 +141,22 @@ def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     return f"{total:,} parameters" + f": {', '.join(parts)}" * bool(parts)
 
 
-def speed_text(module: nn.Module, compiled: bool) -> str:
-    """Return the choices that affect speed, as text: memory format, compilation, CPU threads."""
+def precision_text(config: Config) -> str:
+    """Return the precision as text. In float32 on a GPU that has TF32, say which products are rounded to it."""
+    gpu = config.layout.accelerator == "gpu"
+    if not (gpu and config.precision == "32-true" and computes_bf16("gpu")):  # the same GPUs have bf16 and TF32
+        return config.precision
+    products = {"auto": "TF32 in convolutions", True: "TF32", False: "no TF32"}[config.speed.tf32]
+    return f"{config.precision} ({products})"
+
+
+def speed_text(module: nn.Module, config: Config) -> str:
+    """Return the choices that affect speed, as text: memory format, compilation, CUDA graphs, CPU threads."""
     weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
     last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
     threads = torch.get_num_threads()
-    return "channels_last, " * last + "compiled, " * compiled + plural(threads, "thread")
+    chosen = [("channels_last", last), ("compiled", config.compile), ("CUDA graphs", config.speed.cuda_graphs)]
+    return ", ".join([*(name for name, is_chosen in chosen if is_chosen), plural(threads, "thread")])
 
 
 def data_counts(splits: Splits) -> list[str]:

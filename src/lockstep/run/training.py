@@ -99,7 +99,7 @@ def fit_and_test(
     parts = RunParts(config, splits, folder, module, checkpoint, environment().rank)
     trainer = make_trainer(config, folder, callbacks, parts, ranks)
     if config.compile:
-        compile_networks(module, bool(config.layout.exact))
+        compile_networks(module, bool(config.layout.exact), config.speed.cuda_graphs)
     if trainer.is_global_zero:
         provenance.write_provenance(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)

@@ -27,10 +27,22 @@ def set_up_worker(config: Config, folder: Path) -> None:
     if config.speed.allocator != "system":
         keep_freed_memory()
     portable.set_up_worker(config.layout.exact)
+    choose_tf32(config.speed.tf32)
     torch.set_flush_denormal(True)  # a loss near zero has gradients below 1e-38, which make a step up to 5 times slower
     threads = config.worker_threads
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise Lightning's ddp sets its own number
+
+
+def choose_tf32(choice: bool | str) -> None:
+    """Choose whether a GPU rounds the factors of float32 products to TF32: 10 bits after the point instead of 23.
+
+    `auto` is torch's default, in convolutions only. It is set too, since a variable of the environment or an earlier
+    run in this process may have set another one. torch refuses a mixture of these names and its newer ones
+    (`fp32_precision`); Lightning and the compiler read these.
+    """
+    torch.backends.cudnn.allow_tf32 = choice is not False
+    torch.backends.cuda.matmul.allow_tf32 = choice is True
 
 
 def keep_freed_memory() -> None:

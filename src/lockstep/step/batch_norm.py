@@ -57,9 +57,11 @@ class BatchNormStats:
         self.active = False
         self.versions: list[int] = []
         self.after: list[Tensor] = []  # with one piece: the buffers and counters after its forward pass
-        self.start: list[Tensor] = []  # the buffers before the step, and the counters
-        self.start_counts: list[Tensor] = []
-        self.total: list[Tensor] = []
+        # the buffers before the step, the counters before the step, and the sum of the buffers after the pieces
+        self.start = [torch.empty_like(buffer) for buffer in self.buffers]
+        self.start_counts = [torch.empty_like(counter) for counter in self.counters]
+        pairs = zip(self.buffers, self.wide, strict=True)
+        self.total = [torch.empty_like(buffer, dtype=dtype) for buffer, dtype in pairs]
         # Statistics have the order of 1 and start at exactly 0, so the grid need not be finer than 2**-45.
         self.exact_sum: ExactSum | None = None
         if gradients.exact:
@@ -75,13 +77,12 @@ class BatchNormStats:
         """Save the statistics before a step. A step with one piece may be left to torch."""
         self.active = bool(self.buffers) and not (step_batch.num_nonempty == 1 and self.leaves_one_to_torch)
         if self.active:
-            self.start = [buffer.clone() for buffer in self.buffers]
-            self.start_counts = [counter.clone() for counter in self.counters]
+            torch._foreach_copy_(self.start, self.buffers)
+            torch._foreach_copy_(self.start_counts, self.counters)
             if self.exact_sum is not None:
                 self.exact_sum.begin(step_batch.step)
             else:
-                pairs = zip(self.buffers, self.wide, strict=True)
-                self.total = [torch.zeros_like(buffer, dtype=dtype) for buffer, dtype in pairs]
+                torch._foreach_zero_(self.total)
 
     def before_forward(self) -> None:
         """Restore the statistics before the step, for the next micro-batch."""
@@ -113,15 +114,16 @@ class BatchNormStats:
             return
         if self.exact_sum is not None:
             reduce = all_reduce if self.world_size > 1 else reduce_alone
-            self.total = self.exact_sum.total(reduce, step_batch.num_nonempty)
+            means = self.exact_sum.total(reduce, step_batch.num_nonempty)
         else:
             if self.world_size > 1:
                 dist.all_reduce(flat := parameters_to_vector(self.total))
                 vector_to_parameters(flat, self.total)
             torch._foreach_div_(self.total, step_batch.num_nonempty)
-        counts = [count + layer.training for count, layer in zip(self.start_counts, self.layers, strict=True)]
+            means = list(self.total)
         for at, layer in enumerate(self.layers):
             if not layer.training:  # frozen by `eval()`: keep the values, since a mean of equal numbers may round
-                self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
-        torch._foreach_copy_(self.buffers, self.total)
-        torch._foreach_copy_(self.counters, counts)
+                means[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
+        torch._foreach_copy_(self.buffers, means)
+        torch._foreach_copy_(self.counters, self.start_counts)
+        torch._foreach_add_(self.counters, [int(layer.training) for layer in self.layers])

@@ -155,7 +155,7 @@ class Reduction:
         self.ends = ends if self.ends is None else torch.maximum(self.ends, ends)
         floats = [flats[at] for at in self.floats]
         if self.exact_sum is not None:  # `result` sets the elements that are not finite
-            self.exact_sum.add([None if flat is None else flat.nan_to_num(0, 0, 0) for flat in floats])
+            self.exact_sum.add([None if flat is None else flat.nan_to_num(0, 0, 0) for flat in floats], unchanged=True)
         elif floats:
             addends = zip(self.floats, floats, strict=True)
             wide = [self._zeros(at) if flat is None else flat.double() for at, flat in addends]

@@ -11,13 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.errors import UserError
+from lockstep.errors import StepRefused, UserError
 from lockstep.step.network_parts import networks
+from lockstep.step.passes import Step, StepHook
 
 SHAPES = 64  # compiled per network; torch's limit is 8 for all, and a ninth would run uncompiled, with other bits
 
 
-def compile_networks(module: pl.LightningModule, exact: bool) -> None:
+def compile_networks(module: pl.LightningModule, exact: bool, cuda_graphs: bool = False) -> None:
     """Compile the networks of a module in place. The compilation happens in each network's first training pass.
 
     torch caches the kernels on disk for later runs.
@@ -25,6 +26,7 @@ def compile_networks(module: pl.LightningModule, exact: bool) -> None:
     Args:
         module: the module; see `networks`.
         exact: whether torch must not choose kernels by timing, since they may round differently.
+        cuda_graphs: whether to record the passes of each network as CUDA graphs, see `CudaGraphs`.
 
     Raises:
         UserError: the module has no network, or this version of torch can't choose kernels without timing.
@@ -41,6 +43,8 @@ def compile_networks(module: pl.LightningModule, exact: bool) -> None:
         setattr(torch._dynamo.config, limit, most)
     torch._dynamo.config.optimize_ddp = False  # it splits a network at DDP's buckets, without a gain here
     options = {"fallback_random": True}
+    if cuda_graphs:  # torch's mode="reduce-overhead"; `or_error`: without it, it would run without graphs and a word
+        options |= {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
     if exact:
         if "deterministic" not in torch._inductor.list_options():
             remedy = "use torch 2.10 or newer, or exact=false"
@@ -48,6 +52,30 @@ def compile_networks(module: pl.LightningModule, exact: bool) -> None:
         options["deterministic"] = True
     for network in nets:
         network.compile(options=options, dynamic=False)
+
+
+class CudaGraphs(StepHook):
+    """Lets a GPU repeat the passes of compiled networks as recorded CUDA graphs, which saves the launches of kernels.
+
+    torch records a graph for each network and shape. A graph's results, gradients too, are in memory that the next step
+    overwrites, so nothing may keep them.
+    """
+
+    def before_step(self, step: Step) -> None:
+        """Let torch reuse the memory of the last step's results."""
+        torch.compiler.cudagraph_mark_step_begin()
+
+    def on_error(self, step: Step, error: Exception) -> None:
+        """Raise torch's error about a graph in a line.
+
+        Raises:
+            StepRefused: torch can't record a graph, or something has kept a result of an earlier step.
+        """
+        text = str(error)
+        if isinstance(error, RuntimeError) and "cudagraph" in text.lower():
+            line = next(line for line in text.splitlines() if "cudagraph" in line.lower())
+            reason = line.removeprefix("Error: ").partition(". Stack trace")[0][:160]
+            raise StepRefused(f"speed.cuda_graphs=true: {reason}: give speed.cuda_graphs=false") from error
 
 
 class EagerEvaluation(pl.Callback):

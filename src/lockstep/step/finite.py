@@ -2,6 +2,7 @@
 
 import logging
 import math
+from cmath import isfinite
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -98,15 +99,15 @@ class FiniteGradientCheck(StepHook):
         if not gradients and not staged:
             return False
         self.flush()
-        finite = all_finite(gradients or [next(module.parameters()).new_zeros(1)], self.one_step_later)
+        number = finite_if_all_are(gradients or [next(module.parameters()).new_zeros(1)], self.one_step_later)
         if staged:
-            dist.all_reduce(finite := finite.int(), dist.ReduceOp.MIN)
+            dist.all_reduce(number := number.abs().double())
         if self.one_step_later:
-            answer = finite.to("cpu", non_blocking=True)
-            event = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
+            answer = number.to("cpu", non_blocking=True)
+            event = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
             self._pending = answer, event, step
             return False
-        if bool(finite):
+        if isfinite(number.item()):
             return False
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if staged:
@@ -127,10 +128,10 @@ class FiniteGradientCheck(StepHook):
             NonFinite: the last step's gradient was not finite.
         """
         if self._pending is not None:
-            (finite, event, step), self._pending = self._pending, None
+            (number, event, step), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
-            if not bool(finite):
+            if not isfinite(number.item()):
                 self._skips(step)
 
     def _skips(self, step: Step, at: str = "") -> bool:
@@ -204,20 +205,21 @@ class FiniteGradientCheck(StepHook):
         return (min(losses), losses[-1]) if losses and losses[-1] > GROWTH * max(min(losses), 1.0) else None
 
 
-def all_finite(gradients: Sequence[Tensor], exactly: bool = False) -> Tensor:
-    """Return whether all elements are finite, as a tensor, for which the host need not wait.
+def finite_if_all_are(gradients: Sequence[Tensor], exactly: bool = False) -> Tensor:
+    """Return a number that is finite if all elements are, 0-dim: the host need not wait for it.
 
-    On a GPU these are few kernels for all tensors together. On a CPU a sum of each tensor takes less time.
+    On a GPU it is the largest element, which takes few kernels for all tensors together. On a CPU it is the sum, which
+    takes less time.
 
     Args:
         gradients: the tensors.
-        exactly: whether the answer must be right. Without it, finite tensors whose sum overflows may count as infinite.
+        exactly: whether the answer must be right. Without it, the sum of finite elements may overflow.
     """
     parts = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in gradients]
     parts = [part for part in parts if part.numel()] or [torch.zeros(1, device=gradients[0].device)]
     if exactly or parts[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(parts, math.inf)).isfinite().all()
-    return torch.stack([part.sum() for part in parts]).isfinite().all()
+        return torch.stack(torch._foreach_norm(parts, math.inf)).max()
+    return torch.stack([part.sum() for part in parts]).sum()
 
 
 def cause(findings: Sequence[Findings]) -> str:

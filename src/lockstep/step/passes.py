@@ -320,17 +320,20 @@ def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
     Raises:
         StepRefused: there is no loss, or it is not one number.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
+    values = output if isinstance(output, Mapping) else {"loss": output}
+    loss = values.get("loss")
     if not isinstance(loss, Tensor):
-        returned = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
+        returned = "a dict without a tensor 'loss'" if values is output else type(output).__name__
         remedy = "it must return the loss of every batch, or a dict with it under 'loss'"
         raise StepRefused(f"training_step returned {returned}: {remedy}")
     if loss.numel() != 1:
         raise StepRefused(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, the mean")
-    numbers = {"loss": loss.detach().reshape(())}
-    for name, value in output.items() if isinstance(output, Mapping) else ():
+    numbers = {"loss": loss.detach()}
+    for name, value in values.items():
+        if name == "loss":
+            continue
         if isinstance(value, Tensor) and value.numel() == 1:
-            numbers[name] = value.detach().reshape(())
+            numbers[name] = value.detach()
         elif isinstance(value, int | float):
             numbers[name] = torch.full((), float(value), device=loss.device)
-    return loss, numbers
+    return loss, {name: number.reshape(()) if number.ndim else number for name, number in numbers.items()}

@@ -51,18 +51,15 @@ class PieceStrategy(Strategy):
             without gradients. This call gets the network's output and returns the loss.
         hooks: the hooks of the trainer's steps.
         substitute: an object with the module's parameters that computes in its place; None: the module computes.
+        lightning_module: the module that is trained; Lightning's property, with another type.
     """
 
+    lightning_module: Any
     staged = False
     has_last_stage = True
     hooks: Sequence["StepHook"] = ()
     substitute: Any = None
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
-
-    @property
-    def lightning_module(self) -> Any:
-        """The module that is trained."""
-        return super().lightning_module
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch.
@@ -154,16 +151,19 @@ class PieceStrategy(Strategy):
         """
         return getattr(self.substitute or self.lightning_module, name)(*args, **kwargs)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, after the hooks' `before_weights_are_read`."""
+    def before_weights_are_read(self) -> None:
+        """Call the hooks' `before_weights_are_read`. Every process calls this."""
         for hook in self.hooks:
             hook.before_weights_are_read()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, after `before_weights_are_read`."""
+        self.before_weights_are_read()
         return super().lightning_module_state_dict()
 
     def on_validation_start(self) -> None:
-        """Call the hooks' `before_weights_are_read`."""
-        for hook in self.hooks:
-            hook.before_weights_are_read()
+        """Call `before_weights_are_read`."""
+        self.before_weights_are_read()
         super().on_validation_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,8 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -58,18 +56,17 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # replaces layers and keeps their tensors
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        device_ids = self.determine_ddp_device_ids()
-        # a side stream, as in Lightning: torch's notes on CUDA ask for it, so that DDP can be captured in a graph
-        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
-            ddp = FixedBucketsDDP(
-                module,
-                device_ids=device_ids,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,
-                # PowerSGD's hook sends several messages per bucket. With several buckets, their order could differ
-                # between ranks.
-                bucket_cap_mb=1 << 20 if self._compression == "powersgd" else None,
-            )
+        # Lightning builds DDP on a stream of its own, for networks that are captured in a graph with their hooks. The
+        # steps' stream did not wait for it, so a bucket might be filled with zeros after its first gradient.
+        ddp = FixedBucketsDDP(
+            module,
+            device_ids=self.determine_ddp_device_ids(),
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            # PowerSGD's hook sends several messages per bucket. With several buckets, their order could differ between
+            # ranks.
+            bucket_cap_mb=1 << 20 if self._compression == "powersgd" else None,
+        )
         if self._compression == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

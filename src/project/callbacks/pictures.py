@@ -1,7 +1,8 @@
 """Show the mistakes of a classifier: confusion matrix, accuracy by class, worst mistakes."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from numpy.typing import NDArray
 from torch import Tensor
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics import Metric
 
 from lockstep import Spec, exclude_from_timing, gather_objects, is_last_step
 from project.callbacks.first_page import HEIGHT, boards, figure
@@ -46,7 +47,7 @@ class Pictures(Callback):
         self._hook: Any = None  # the forward hook during an evaluation
         self._last_pass: tuple[Any, Any] = (None, None)  # input and output of the last forward pass
         self._must_gather: bool  # whether the counts of all processes must be added
-        self._confusion: MulticlassConfusionMatrix
+        self._confusion: Confusion
         self._mistakes: Mistakes
 
     def _start_counting(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -58,9 +59,7 @@ class Pictures(Callback):
         # Several replicas (processes that have a whole network each) count a part of the samples each. The stages of a
         # pipeline count all samples each.
         self._must_gather = data.layout.replicas > 1
-        confusion = MulticlassConfusionMatrix(
-            data.splits.spec.num_classes, validate_args=False, sync_on_compute=self._must_gather
-        )
+        confusion = Confusion(data.splits.spec.num_classes, sync_on_compute=self._must_gather)
         self._confusion = confusion.to(pl_module.device)
         self._mistakes = Mistakes(data.splits.spec)
 
@@ -76,9 +75,10 @@ class Pictures(Callback):
         x, y = batch
         # A rank without samples of the split evaluates one sample that does not count.
         is_counted = images is x and trainer.datamodule.num_local_samples(_split(trainer)) > 0
-        if is_counted and _is_classification_batch(x, logits, y, self._confusion.num_classes):
-            self._confusion.update(logits, y)
-            self._mistakes.add(x, logits, y)
+        if is_counted and _is_classification_batch(x, logits, y, self._confusion.classes):
+            valid = ((y >= 0) & (y < self._confusion.classes)).all()  # stays on the device: the host would wait for it
+            self._confusion.update(logits, y, valid)
+            self._mistakes.add(x, logits, y, valid)
 
     def _remove_hook(self, *args: Any, **kwargs: Any) -> None:
         if self._hook is not None:
@@ -142,38 +142,79 @@ def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
     return drawing
 
 
+class Confusion(Metric):
+    """Counts how often samples of each class are taken for each other class.
+
+    torchmetrics' own class reads numbers of each batch, for which the host would wait for a GPU.
+    """
+
+    counts: Tensor
+
+    def __init__(self, classes: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.classes = classes
+        # The last number is of samples that do not count.
+        self.add_state("counts", torch.zeros(classes**2 + 1, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, y: Tensor, valid: Tensor) -> None:
+        """Count n samples: logits [n, classes], labels [n], and whether they count []."""
+        cells = torch.where(valid, y * self.classes + logits.argmax(dim=1), self.classes**2)
+        self.counts.index_add_(0, cells, torch.ones_like(cells))
+
+    def compute(self) -> Tensor:
+        """Return the counts [true class, predicted class]."""
+        return self.counts[:-1].view(self.classes, self.classes)
+
+
 Mistake = tuple[float, int, int, float, NDArray[np.uint8]]  # see `Mistakes.worst`
 
 
 class Mistakes:
-    """Collects the wrongly classified samples with the largest loss.
-
-    Attributes:
-        worst: at most `most` mistakes, the worst first. Each has the loss, the label, the prediction, its probability
-            and the image, uint8 [size, size, channels].
-    """
+    """Collects the wrongly classified samples with the largest loss, on the device of the samples."""
 
     def __init__(self, spec: Spec, most: int = MISTAKES) -> None:
         self.classes = [str(name) for name in spec.classes]
-        self.worst: list[Mistake] = []
         self._spec = spec
         self._most = most
+        self._moments: list[Tensor] = []  # mean and standard deviation of each channel
+        self._values: list[Tensor] = []  # losses, labels, predictions, their probabilities, images; the worst first
 
-    def add(self, x: Tensor, logits: Tensor, y: Tensor) -> None:
-        """Add n samples: normalised images x [n, c, h, w], logits or log-probabilities [n, classes], labels y [n]."""
+    def add(self, x: Tensor, logits: Tensor, y: Tensor, valid: Tensor | bool = True) -> None:
+        """Add n samples: normalised images x [n, c, h, w], logits or log-probabilities [n, classes], labels y [n].
+
+        Args:
+            valid: whether they count. On a device, so that the host need not wait for it.
+        """
         logs = logits.detach().double().log_softmax(dim=1)
         top_logs, predictions = logs.max(dim=1)
-        losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)  # -1: not a mistake
+        losses = -logs.gather(1, y.clamp(0, logs.shape[1] - 1)[:, None])[:, 0]
+        losses = losses.where((predictions != y) & valid & ~losses.isnan(), -1.0)  # -1: not a mistake
         indices = losses.topk(min(self._most, len(y))).indices
-        mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
+        spec = self._spec
+        self._moments = self._moments or [x.new_tensor(each).view(-1, 1, 1) for each in (spec.mean, spec.std)]
+        mean, std = self._moments
         pixels = ((x[indices] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-        images = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        columns = (values[indices].tolist() for values in (losses, y, predictions, top_logs.exp()))
-        self.worst = self._worst(self.worst + [each for each in zip(*columns, images, strict=True) if each[0] >= 0])
+        more = [*(values[indices] for values in (losses, y, predictions, top_logs.exp())), pixels.permute(0, 2, 3, 1)]
+        both = [torch.cat(pair) for pair in zip(self._values, more, strict=True)] if self._values else more
+        order = both[0].argsort(descending=True, stable=True)[: self._most]
+        self._values = [values[order] for values in both]
+
+    @cached_property
+    def worst(self) -> list[Mistake]:
+        """At most `most` mistakes, the worst first. Read it after the last batch.
+
+        Each has the loss, the label, the prediction, its probability and the image, uint8 [size, size, channels].
+        """
+        if not self._values:
+            return []
+        *columns, images = self._values
+        rows = zip(*(values.tolist() for values in columns), images.cpu().numpy(), strict=True)
+        return [each for each in rows if each[0] >= 0]
 
     def gather(self) -> None:
         """Keep the worst mistakes of all ranks. Every rank must call this."""
-        self.worst = self._worst(chain.from_iterable(gather_objects(self.worst)))
+        mistakes = chain.from_iterable(gather_objects(self.worst))
+        self.worst = sorted(mistakes, key=lambda mistake: mistake[0], reverse=True)[: self._most]
 
     def draw(self, title: str) -> Any:
         """Return a figure of the images, with the predicted class, its probability and the true class below each."""
@@ -189,16 +230,13 @@ class Mistakes:
             axes.set_title(caption, fontsize=8, y=-0.55)
         return drawing
 
-    def _worst(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
-        return sorted(mistakes, key=lambda mistake: mistake[0], reverse=True)[: self._most]
-
 
 def _split(trainer: Trainer) -> str:
     return "test" if trainer.testing else "val"
 
 
 def _is_classification_batch(x: Any, logits: Any, y: Any, classes: int) -> bool:
-    """Check whether these are images [n, C, H, W], a score for each class [n, classes] and valid labels [n]."""
+    """Check whether these are images [n, C, H, W], a score for each class [n, classes] and labels [n]."""
     return (
         all(isinstance(part, Tensor) for part in (x, logits, y))
         and logits.is_floating_point()
@@ -206,5 +244,4 @@ def _is_classification_batch(x: Any, logits: Any, y: Any, classes: int) -> bool:
         and y.dtype == torch.int64
         and y.shape == (len(x),)
         and x.ndim == 4
-        and bool(((y >= 0) & (y < classes)).all())
     )

@@ -22,3 +22,16 @@ def test_a_callback_counts_unless_its_class_changes_no_weights() -> None:
 
     assert callbacks() == set()
     assert callbacks("callbacks=early_stopping", "~callbacks.pictures") == {"early_stopping"}
+
+
+def test_tf32_counts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on a CPU has none, so a ledger that was written before there was the key still matches."""
+
+    def speed(*overrides: str) -> dict[str, object]:
+        actual: dict[str, object] = decisive_config(config.check(composed("extras=[ledger]", *overrides)))["speed"]
+        return actual
+
+    assert speed() == {"memory_format": "auto"} == speed("speed.tf32=false")
+    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    assert speed() == {"memory_format": "auto", "tf32": "auto"}
+    assert speed("speed.tf32=false") != speed()

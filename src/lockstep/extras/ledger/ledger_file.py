@@ -166,11 +166,14 @@ def decisive_config(config: Config) -> dict[str, Any]:
     extras = {name: record["extras"][name] for name, extra in config.extras.items() if extra.changes_weights}
     layout_keys = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
     layout_keys["shares"] = list(layout.shares)
+    speed: dict[str, Any] = {"memory_format": config.speed.memory_format}
+    if layout.accelerator == "gpu":
+        speed["tf32"] = config.speed.tf32
     return decisive | {
         "callbacks": callbacks,
         "strategy": strategy if layout.exact else strategy | layout_keys,
         "extras": extras,
-        "speed": {"memory_format": config.speed.memory_format},
+        "speed": speed,
         "accelerator": layout.accelerator,
         "pieces": layout.pieces,
         "precision": config.precision,

@@ -1,0 +1,127 @@
+"""How `resume=` is expanded: which folder and checkpoint it means, and what of the run's own command it repeats."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from lockstep import compose
+from lockstep.checkpoint import resume
+from lockstep.checkpoint.resume import expand_resume, write_hydra_files
+from lockstep.checkpoint.resume import expand_sweep_resume as arguments
+from lockstep.checkpoint.start import checkpoint_to_load, differences
+from lockstep.errors import UserError
+from lockstep.launch.environment import environment
+
+
+@pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
+def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml", "multirun.yaml"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
+    run, sweep = (
+        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(actual)}
+        for actual in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
+    )
+    assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
+    assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
+
+
+def test_a_run_goes_on_with_the_config_folder_of_its_command(tmp_path: Path) -> None:
+    for file, content in {
+        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
+        "run/checkpoints/last.ckpt": "",
+        "run/.hydra/overrides.yaml": "[experiment=best]",
+        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
+            {"path": "/conf", "schema": "file", "provider": "main"},
+            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
+        ]}}}),
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
+    for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
+        actual = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
+        assert not [override for override in actual if "searchpath" in override]
+        assert actual[-len(other) :] == other
+
+
+@pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
+def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
+    with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
+        expand_resume(["resume=last"], program)
+    assert expand_resume(["resume=null"], program) == ["resume=null"]
+
+
+def test_what_changed_since_the_checkpoint_is_reported_once() -> None:
+    sgd = {"name": "sgd", "momentum": 0.9}
+    before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
+    now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
+    strategy = ["strategy.name: ddp -> auto", "strategy.shares: None -> auto"]
+    assert differences(before, now) == ["lr: 1 -> 2", "optimizer.fused: None -> True", *strategy]
+
+
+def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, older = {"overrides.yaml": "- resume=step_5"}, tmp_path / "checkpoints" / "step_5.ckpt"
+    write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
+
+    def start() -> Path:
+        environment.cache_clear()
+        return checkpoint_to_load(tmp_path, str(older), record)
+
+    assert start() == older
+    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        with monkeypatch.context() as patched:
+            patched.setenv("SLURM_JOB_ID", "77")
+            patched.setenv(variable, "1")
+            write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
+            assert start() == older, "it was killed before its first step"
+            write_hydra_files(tmp_path, record)
+            assert start() == older.with_name("last.ckpt")
+    assert start() == older, "the user has typed it once more"
+
+
+def test_the_last_run_is_the_newest_of_those_that_are_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
+) -> None:
+    runs = [tmp_path / "mnist_cnn_digits" / "1", tmp_path / "resnet18_digits" / "2", tmp_path / "own" / "3"]
+    for age, run in enumerate(runs):
+        (run / ".hydra").mkdir(parents=True)
+        (run / ".hydra" / "overrides.yaml").write_text("[]")
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / "last.ckpt").touch()
+        os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
+
+    def meant(*overrides: str) -> Path:
+        actual = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *overrides], "train")
+        (folder,) = [
+            each.removeprefix("hydra.run.dir=").strip("'") for each in actual if each.startswith("hydra.run.dir=")
+        ]
+        return Path(folder)
+
+    assert meant() == meant("max_epochs=3") == runs[0]
+    assert meant("model=resnet18") == runs[1]
+    assert meant("name=own") == runs[2]
+    os.utime(runs[2] / "checkpoints" / "last.ckpt", (2000, 2000))
+    assert meant() == runs[2]
+    assert meant("data=digits") == runs[0]
+    with pytest.raises(UserError, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
+        meant("data=mnist")
+    for folder in (tmp_path / "own", tmp_path):
+        with pytest.raises(UserError, match=rf"^resume={folder}: a folder of runs, not a run: resume={runs[2]} is the"):
+            expand_resume([f"resume={folder}"], "train")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").rename(tmp_path / "my own")
+    with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
+        expand_resume(["resume=my own"], "train")
+    (tmp_path / "my own").rename(tmp_path / "own")
+    set_environment(SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
+    assert meant() == runs[2]
+    (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
+    assert meant() == runs[1]  # another job's may be newer by now

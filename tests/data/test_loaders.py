@@ -1,0 +1,54 @@
+"""What the loaders of all ranks read: the pieces of the one order, each at the device that owns it."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from small_data import arrays
+
+from lockstep.arithmetic.layout import Assignment, Layout, resolve
+from lockstep.arithmetic.order import DataOrder
+from lockstep.data.augment import Augment
+from lockstep.data.loaders import StepDataset
+
+
+def layout(batch_size: int, pieces: int, devices: int = 1, strategy: str = "ddp") -> Layout:
+    return resolve(
+        strategy=strategy, accelerator="cpu", devices=devices, num_nodes=1, batch_size=batch_size, pieces=pieces
+    )
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> DataOrder:
+    pieces = draw(st.integers(1, 9))
+    return DataOrder(
+        draw(st.integers(1, 200)), layout(pieces * draw(st.integers(1, 12)), pieces), draw(st.integers(0, 2**63))
+    )
+
+
+@given(orders(), st.integers(0, 3), st.integers(1, 6), st.sampled_from(["ddp", "dp"]))
+def test_what_the_ranks_load_is_the_order_on_every_layout(
+    order: DataOrder, epoch: int, devices: int, strategy: str
+) -> None:
+    """The loader's own path: each piece, as it is loaded, is the order's, and lies with the device that owns it."""
+    alone = order.layout
+    on = layout(alone.batch_size, alone.pieces, min(devices, alone.pieces), strategy)
+    dataset = arrays(order.samples, size=2)
+    order_on, assignment = replace(order, layout=on), Assignment(on)
+    loaded = [StepDataset(dataset, order_on, rank, Augment(), assignment) for rank in range(on.world_size)]
+    for index in range(order.steps_per_epoch):
+        at_once = [each.__getitems__((epoch, index)) for each in loaded]
+        pieces = {piece: ids.tolist() for piece, ids in enumerate(order.pieces(epoch, index)) if len(ids)}
+        actual: dict[int, list[int]] = {}
+        for step_batch in at_once:
+            step = epoch * order.steps_per_epoch + index
+            assert (step_batch.epoch, step_batch.step) == (epoch, step)
+            assert (step_batch.num_nonempty, step_batch.samples) == (len(pieces), sum(map(len, pieces.values())))
+            assert step_batch.all_ranks_have_data == all(other.micro_batches for other in at_once)
+            for micro_batch in step_batch.micro_batches:
+                _, labels = micro_batch.batch  # which are ids here
+                assert labels.tolist() == micro_batch.ids.tolist()
+                assert micro_batch.piece in on.owned(micro_batch.device)
+                assert micro_batch.piece not in actual
+                actual[micro_batch.piece] = labels.tolist()
+        assert actual == pieces
