@@ -37,7 +37,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def layouts(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     program = Program(tmp_path_factory.mktemp("layouts") / "outputs")
     return program(*TASK, "exact=true", "strategy=ddp,dp", "devices=1,3,4", "-m")
 

@@ -207,7 +207,7 @@ class Payload:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Program(tmp_path_factory.mktemp("finished") / "outputs")(*JOB, "max_epochs=1", "logger=none")
 
 

@@ -52,7 +52,7 @@ def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ddp(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return one run on two workers, looked at from several sides."""
     program = Program(tmp_path_factory.mktemp("ddp") / "outputs", fresh=True)
     return program(*TINY, "strategy=ddp", "devices=2", "max_epochs=2", "seed=3", "data.samples=205")
@@ -138,7 +138,7 @@ SAVES_OFTEN = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "lo
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return what SAVES_OFTEN ends with on two devices of one machine, by its weights' digest."""
     run = Program(tmp_path_factory.mktemp("undisturbed"))(*SAVES_OFTEN, "devices=2")
     return str(run.summary["weights_sha256"])

@@ -36,7 +36,7 @@ from project.callbacks.pictures import Confusion, Mistakes
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ddp(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return one run on two workers that goes on for an epoch after its end."""
     program = Program(tmp_path_factory.mktemp("board") / "outputs")
     options = (*TINY, "strategy=ddp", "devices=2", "log_every=2")

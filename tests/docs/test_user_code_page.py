@@ -31,7 +31,7 @@ ALL = ("threads=1",)
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def followed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the run folders of the pages' commands, by command, in a fresh copy of the template."""
     project = template(tmp_path_factory.mktemp("project"))
     pages = [site_pages.read(f"use/{name}.md") for name in PAGES]

@@ -42,7 +42,7 @@ def paint(folder: Path, count: int, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run on images whose training set is gone since; the test set has got a broken file."""
     folder = tmp_path_factory.mktemp("prediction")
     paint(folder / "images" / "train", 30, seed=0)

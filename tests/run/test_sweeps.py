@@ -26,7 +26,7 @@ def kill_in(process: Process, outputs: Path, job: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def killed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run a sweep: jobs 0 and 1 are the same, and 1 is killed; 2 has another seed."""
     program = Program(tmp_path_factory.mktemp("sweep") / "outputs")
     process = program.start("-m", *SWEEP, "seed=1,1,2")

@@ -31,7 +31,7 @@ def make(checkout: Path, *arguments: str | Path, code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def dogs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dogs(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a new project with the environment of these tests."""
     folder = tmp_path_factory.mktemp("projects") / "dogs"
     assert f"cd {folder}" in make(ROOT, "dogs", folder)

@@ -35,7 +35,7 @@ def in_trial(process: Process, folder: Path, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("search") / "s"
     search(folder.parent)(*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
     return folder

@@ -38,7 +38,7 @@ def killed(program: Program, step: int, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run on one device, then ddp on 3, then dp on 2; between them kills, one after which the last line is missing,
     and one after which there are lines of steps that were lost, and a part of a line."""
     program = Program(tmp_path_factory.mktemp("runs") / "outputs")

@@ -39,7 +39,7 @@ def run(uneven: Path, outputs: Path, *overrides: str, ok: bool = True) -> Run:
 
 
 @pytest.fixture(scope="module")
-def single(uneven: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def single(processes: None, uneven: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(uneven, tmp_path_factory.mktemp("single"), *TASK, "exact=true")
 
 
