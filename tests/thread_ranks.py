@@ -260,5 +260,5 @@ def place_of(rank: int, world: int, machines: int = 1, **changes: Any) -> Enviro
 
 @pytest.fixture
 def ranks() -> Ranks:
-    """`ranks(4, function)` calls `function(rank)` on 4 ranks that are threads. It returns the results by rank."""
+    """Return a function: `ranks(4, function)` calls `function(rank)` on 4 ranks that are threads, and returns the results."""
     return Ranks()

@@ -28,7 +28,6 @@ from lockstep.run.evaluation import check_same_images, config_of, find_checkpoin
 from lockstep.run.prediction import load_module
 from lockstep.run.provenance import checkpoint_record
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12", "data.num_classes=3", "logger=none")
 STEPS = 8  # of the run
 
@@ -50,7 +49,7 @@ class Saved:
 
 @pytest.fixture(scope="module", autouse=True)
 def read_conf_once() -> Iterator[None]:
-    """Each evaluation reads all files of conf/ again, which takes most of its time."""
+    """Read the files of conf/ once: each evaluation reads all of them, which takes most of its time."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(instantiate, "_part", cache(instantiate._part))
         yield
@@ -230,7 +229,7 @@ def test_another_structure(saved: Saved, changes: list[tuple[float, str, Any]]) 
             assert same(weights, content["state_dict"]), "other weights than those of the file"
 
 
-FOUND: dict[str, list[Any]] = {  # by the test above, and ended in a traceback
+TRACEBACKS: dict[str, list[Any]] = {  # by the test above, and ended in a traceback
     "lockstep.config": [None, torch.zeros(0), {"data": 5}],
     "lockstep.config.data": [7, {}],
     "lockstep.config.model": [None, {}],
@@ -246,10 +245,10 @@ FOUND: dict[str, list[Any]] = {  # by the test above, and ended in a traceback
 }
 
 
-@pytest.mark.parametrize("key", FOUND)
+@pytest.mark.parametrize("key", TRACEBACKS)
 def test_an_entry_of_another_kind_is_refused(saved: Saved, key: str) -> None:
     *above, last = key.split(".", 1) if key.startswith("state_dict") else key.split(".")
-    for value in FOUND[key]:
+    for value in TRACEBACKS[key]:
         content = changed(saved.content, [])
         node = content
         for each in above:

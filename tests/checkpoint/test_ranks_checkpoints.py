@@ -20,7 +20,7 @@ from lockstep.checkpoint.start import checkpoint_to_load, load_start, share_newe
 from lockstep.errors import UserError
 from lockstep.launch.process_group import broadcast_file
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def write(folder: Path, step: int, best: int | None = None, **more: Any) -> Path:

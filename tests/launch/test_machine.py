@@ -20,6 +20,7 @@ def test_gpus_are_counted_where_a_driver_has_its_device_file(
     assert machine.gpu_count() == count
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("capabilities", "computes"), [([(8, 0), (9, 0)], True), ([(9, 0), (7, 5)], False)])
 def test_gpus_are_checked_in_another_process(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], computes: bool

@@ -42,7 +42,7 @@ KINDS = {  # the modes that a format keeps without loss
     "WEBP": ("RGB", "RGBA"),
     "JPEG": ("L", "RGB", "CMYK"),  # with a loss: as Pillow reads it
 }
-ENDINGS = (".png", ".jpg", ".tif", ".gif", ".bmp", ".webp", ".ppm", ".JPEG")  # of which most are wrong ones
+SUFFIXES = (".png", ".jpg", ".tif", ".gif", ".bmp", ".webp", ".ppm", ".JPEG")  # of which most are wrong ones
 
 
 @dataclass
@@ -136,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @often(40)
-@given(picture=pictures(), ending=st.sampled_from(ENDINGS), channels=st.sampled_from([1, 3]))
+@given(picture=pictures(), ending=st.sampled_from(SUFFIXES), channels=st.sampled_from([1, 3]))
 def test_pixels_are_those_that_were_stored(folder: Path, picture: Picture, ending: str, channels: int) -> None:
     files = opened(folder, f"image{ending}", picture.content, channels)
     if picture.shown is None:

@@ -272,12 +272,12 @@ def test_too_large_images_are_called_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_file_without_rights_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_images(tmp_path, (".",))
-    plain = Image.open
+    plain = open
 
-    def failing(source: Any) -> Any:
+    def failing(source: Any, *mode: str) -> Any:
         if str(source).endswith("cat/3.png"):
             raise PermissionError(13, "Permission denied", str(source))
-        return plain(source)
+        return plain(source, *mode)
 
-    monkeypatch.setattr(Image, "open", failing)
+    monkeypatch.setattr("project.data.pixels.open", failing, raising=False)
     assert "cat/3.png (Permission denied): repair or remove it" in refusal_of(image_folder, str(root))

@@ -22,7 +22,7 @@ from lockstep.step.collectives import MetricStates, StateGather, gather_tensors
 from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.metrics import Count, ExactMean
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 # --- EvaluationLogs.reduce --------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class PassesBy(Collects):
         torch.distributed.all_reduce(y.sum())
 
 
-SAYS = {
+MESSAGES = {
     Collects: "gather from other ranks",
     Waits: "wait for other ranks",
     Reduces: "log with sync_dist=True",
@@ -331,12 +331,12 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*SAYS])
+@pytest.mark.parametrize("kind", [*MESSAGES])
 def test_a_collective_in_a_batch_is_refused_on_all_ranks_where_some_have_more(ranks: Ranks, kind: Any) -> None:
     module = kind()
     errors = ranks(2, lambda rank: evaluate(rank, module, 2, 9), errors=UserError)
     for error in errors:
-        assert str(error).startswith(f"strategy=ddp: validation_step can't {SAYS[kind]}, since the ranks have 2 and 3 ")
+        assert str(error).startswith(f"strategy=ddp: validation_step can't {MESSAGES[kind]}, since the ranks have 2 and 3 ")
     even = ranks(2, lambda rank: evaluate(rank, module, 2, 8), errors=UserError)
     assert not any(isinstance(result, UserError) for result in even), "the control"
 

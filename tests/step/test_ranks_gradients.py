@@ -17,7 +17,6 @@ from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = (3, 1, 2, 4, 2)  # samples of each piece
 Gradients = list[Tensor | None]
 

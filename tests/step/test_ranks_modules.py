@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.errors import UserError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 LAYOUTS = [{"world": 2}, {"world": 3}, {"world": 2, "strategy": "dp"}, {"world": 4, "strategy": "dp"}]
 
 
