@@ -444,4 +444,4 @@ def largest_difference(
 
 
 if __name__ == "__main__":
-    cli.command(export, "export")
+    cli.command(export, "export", __file__)

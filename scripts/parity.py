@@ -337,4 +337,4 @@ def each(layout: Layout) -> str:
 
 
 if __name__ == "__main__":
-    cli.command(parity, "parity")
+    cli.command(parity, "parity", __file__)

@@ -24,12 +24,13 @@ if __name__ == "__main__":
     standard_streams.protect()
 
 from common.keys import rows
+from common.repository import ROOT
 from pydantic import TypeAdapter
 
 from lockstep.config.arguments import MODELINE
 from lockstep.config.schema import Keys, Transforms
-from lockstep.config.value_checks import CONF
 
+CONF = ROOT / "conf"
 LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files may have all keys of train.yaml
 INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${model.name}, which Hydra replaces
 

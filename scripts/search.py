@@ -39,10 +39,11 @@ except ImportError:
     print("error: Optuna is not installed: pip install -e .[search]", file=sys.stderr)
     sys.exit(2)
 
+from common.repository import ROOT
+
 from lockstep import compose
 from lockstep.config.arguments import quote_path
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
-from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process

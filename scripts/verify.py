@@ -342,4 +342,4 @@ def conclude(lines: Sequence[Line], parts: Sequence[Part], spans: Sequence[tuple
 
 
 if __name__ == "__main__":
-    cli.command(verify, "verify")
+    cli.command(verify, "verify", __file__)

@@ -31,4 +31,4 @@ def evaluate(raw: dict[str, Any], folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    cli.command(evaluate, "evaluate")
+    cli.command(evaluate, "evaluate", __file__)

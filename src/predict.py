@@ -44,4 +44,4 @@ def open_images(images: Any, config: Any, spec: Any) -> Any:
 
 
 if __name__ == "__main__":
-    cli.command(predict, "predict")
+    cli.command(predict, "predict", __file__)

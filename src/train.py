@@ -30,4 +30,4 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    cli.command(train, "train")
+    cli.command(train, "train", __file__)

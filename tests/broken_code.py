@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.nn.functional as F
-from own_modules import CLASSES, SIZE, LitDigits
 from torch import nn
+from user_modules import CLASSES, SIZE, LitDigits
 
 from lockstep import ArrayDataset, Source, Spec
 
@@ -91,7 +91,7 @@ class NumpyDraws(LitDigits):
         return super().training_step(batch, batch_idx) * np.random.rand()  # noqa: NPY002
 
 
-class OwnGenerator(LitDigits):
+class CustomGenerator(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * np.random.default_rng().random()
 

@@ -14,17 +14,17 @@ import compare as program
 LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
 
 
-def compare(*given: Path | str) -> SimpleNamespace:
-    """The program, in this process."""
-    said, complained = io.StringIO(), io.StringIO()
-    arguments = mock.patch.object(sys, "argv", ["compare.py", *map(str, given)])
-    with arguments, redirect_stdout(said), redirect_stderr(complained):
+def compare(*words: Path | str) -> SimpleNamespace:
+    """Run the program in this process."""
+    output, complained = io.StringIO(), io.StringIO()
+    arguments = mock.patch.object(sys, "argv", ["compare.py", *map(str, words)])
+    with arguments, redirect_stdout(output), redirect_stderr(complained):
         code = program.main()
-    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
+    return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=complained.getvalue())
 
 
 def written(folder: Path, **summary: Any) -> Path:
-    """A run folder made by hand."""
+    """Return a run folder made by hand."""
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
     (folder / ".hydra" / "config.yaml").write_text(
         "lr: 0.1\nname: ${model.name}\nmodel: {name: mnist_cnn, dropout: 0.5}\n"

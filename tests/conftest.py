@@ -25,14 +25,17 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from omegaconf import OmegaConf
+from thread_ranks import ranks as ranks
 
 from lockstep.config import check as config_check
 from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
+from lockstep.project import project as current_project
 
 pytest_plugins = ["kinds"]
 ROOT = Path(__file__).resolve().parent.parent
+current_project()  # pytest runs in the project's folder; a test may leave it
 MARK = "LOCKSTEP_TEST_SESSION"
 # A run of six short steps an epoch.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
@@ -45,24 +48,26 @@ RANDOM = (
     *("callbacks=none", "logger=none"),
 )
 # A run to be struck: its steps take milliseconds, and it saves after every third.
-STRUCK = (
+SAVES_OFTEN = (
     *("data=synthetic", "data.samples=415", "data.image_size=12", "data.num_classes=3", "model.dropout=0.25"),
     *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
 # A run that goes on until somebody ends it.
-ENDLESS = (
+LONG_RUN = (
     *(*TINY, "max_epochs=100000", "scheduler=constant", "checkpoint_every=20"),
     *("logger=none", "callbacks.console=null"),
 )
 # Strategies of several devices: those of the core, and what lies beside them in conf/strategy/.
-SEVERAL = ",".join(["ddp", "dp", *sorted({f.stem for f in ROOT.glob("conf/strategy/*.yaml")} - {"auto", "ddp", "dp"})])
+STRATEGIES = ",".join(
+    ["ddp", "dp", *sorted({f.stem for f in ROOT.glob("conf/strategy/*.yaml")} - {"auto", "ddp", "dp"})]
+)
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
 SEEN = "LOCKSTEP_TEST_GPUS"  # by the first of all processes: pytest's workers inherit what it hides
 os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else "")
 CUDA_VISIBLE_DEVICES = os.environ[SEEN]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when the library is imported: else it asks its hub for 20 s
-PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
+TIMEOUT = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
 # A machine may stand still for a moment, so nothing has a deadline.
@@ -84,13 +89,13 @@ class Run:
 
     @property
     def folders(self) -> list[Path]:
-        """All run folders, oldest first: those that hold Hydra's composed config or a summary."""
-        held = [*self.outputs.rglob(".hydra"), *self.outputs.rglob("summary.json")]
-        return sorted({path.parent for path in held})
+        """Return all run folders, oldest first: those that hold Hydra's composed config or a summary."""
+        paths = [*self.outputs.rglob(".hydra"), *self.outputs.rglob("summary.json")]
+        return sorted({path.parent for path in paths})
 
     @property
     def folder(self) -> Path:
-        """The only run folder; an AssertionError if the process left none, or several."""
+        """Return the only run folder; an AssertionError if the process left none, or several."""
         assert len(self.folders) == 1, f"one run folder expected, found {self.folders}\n{self}"
         return self.folders[0]
 
@@ -100,7 +105,7 @@ class Run:
 
     @property
     def jobs(self) -> list[Path]:
-        """The job folders of the only sweep, by number."""
+        """Return the job folders of the only sweep, by number."""
         sweeps = {path.parent for path in self.folders}
         assert len(sweeps) == 1, f"one sweep expected, found {sweeps}\n{self}"
         return sorted(self.folders, key=lambda path: int(path.name))
@@ -110,13 +115,13 @@ class Run:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """What a run says about itself."""
+    """Return the content of a run's summary.json."""
     content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return content
 
 
 def checkpoint_of(folder: Path, name: str = "last") -> dict[str, Any]:
-    """A checkpoint as anyone may read it: with plain torch, and nothing that could run code."""
+    """Return a checkpoint as anyone may read it: with plain torch, and nothing that could run code."""
     import torch
 
     content: dict[str, Any] = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
@@ -124,7 +129,7 @@ def checkpoint_of(folder: Path, name: str = "last") -> dict[str, Any]:
 
 
 def template(folder: Path) -> Path:
-    """A copy of the template as a user has it."""
+    """Return a copy of the template as a user has it."""
     for part in ("src", "conf"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     return folder
@@ -143,31 +148,31 @@ def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in an interpreter of its own, that finds the project."""
+    """Run code in an interpreter of its own, that finds the project."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         check=False,
     )
 
 
 def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end, what
-    the fork has imported is taken apart."""
+    """Run a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end,
+    what the fork has imported is taken apart."""
     fork = forks.Fork([str(ROOT / program), *arguments], cwd, dict(os.environ))
     try:
-        stdout, stderr = fork.communicate(PATIENCE)
+        stdout, stderr = fork.communicate(TIMEOUT)
     finally:
         fork.kill()
     return subprocess.CompletedProcess(fork.args, fork.returncode or 0, stdout, stderr)
 
 
 def apart(one: Run, other: Run) -> float:
-    """How far two runs' last weights are apart, as a part of their size; names must be the same."""
+    """Return how far two runs' last weights are apart, as a part of their size; names must be the same."""
     import torch
 
     a, b = (checkpoint_of(run.folder)["state_dict"] for run in (one, other))
@@ -176,48 +181,48 @@ def apart(one: Run, other: Run) -> float:
     return float((first - second).norm() / second.norm())
 
 
-def wait_for(what: Callable[[], T], process: Process, seconds: float = PATIENCE) -> T:
-    """What `what` returns as soon as that is true; fails when the process ends or time runs out before."""
+def wait_for(what: Callable[[], T], process: Process, seconds: float = TIMEOUT) -> T:
+    """Return what `what` returns as soon as that is true; fail when the process ends or time runs out before."""
     deadline = time.monotonic() + seconds
-    while not (found := what()):
+    while not (result := what()):
         if (process.poll() is not None or time.monotonic() > deadline) and not what():
             pytest.fail(f"waited in vain; exit {process.poll()}\n{process.communicate(timeout=10)}")
         time.sleep(0.02)
-    return found
+    return result
 
 
 _ports = itertools.count(20000 + os.getpid() % 100 * 100)
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to who asks for any: nobody else gets it meanwhile, and none comes twice."""
+    """Return a port below those that the kernel assigns by itself: no other process gets it, and none comes twice."""
     for port in _ports:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("there is no end of ports")
 
 
-def of_torchrun() -> list[dict[str, str]]:
-    """The environments of two workers, as torchrun makes them."""
+def torchrun_environments() -> list[dict[str, str]]:
+    """Return the environments of two workers, as torchrun makes them."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     return [{**where, **sizes, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
 def workers_of(process: Process) -> list[int]:
-    """The process ids of a program's workers, oldest (rank zero) first; Linux only."""
-    listed = of_process(process.pid, f"task/{process.pid}/children").split()
-    own = of_process(process.pid, "cmdline")
-    return [int(pid) for pid in listed if of_process(int(pid), "cmdline") == own]  # `git` is another child
+    """Return the process ids of a program's workers, oldest (rank zero) first; Linux only."""
+    listed = read_proc(process.pid, f"task/{process.pid}/children").split()
+    command_line = read_proc(process.pid, "cmdline")
+    return [int(pid) for pid in listed if read_proc(int(pid), "cmdline") == command_line]  # `git` is another child
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits for its parent to notice; Linux only."""
-    return of_process(pid, "stat").rpartition(")")[2].strip()[:1] in ("", "Z", "X")
+    """Return whether a process is gone, or only waits for its parent to notice; Linux only."""
+    return read_proc(pid, "stat").rpartition(")")[2].strip()[:1] in ("", "Z", "X")
 
 
-def of_process(pid: int, file: str) -> str:
-    """A file of /proc about a process; empty when the process has ended, be it while it is read."""
+def read_proc(pid: int, file: str) -> str:
+    """Return a file of /proc about a process; empty when the process has ended, be it while it is read."""
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -225,23 +230,23 @@ def of_process(pid: int, file: str) -> str:
 
 
 def listening(pid: int) -> set[str]:
-    """Addresses at which a process accepts connections; Linux only."""
-    sockets, found = set(), set()
+    """Return the addresses at which a process accepts connections; Linux only."""
+    sockets, result = set(), set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in of_process(pid, f"net/{table}").splitlines()[1:]:
+        for line in read_proc(pid, f"net/{table}").splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             if state == "0A" and rest[5] in sockets:
                 raw = bytes.fromhex(local.partition(":")[0])  # in little-endian words
                 words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-                found.add(socket.inet_ntop(family, words).removeprefix("::ffff:"))
-    return found
+                result.add(socket.inet_ntop(family, words).removeprefix("::ffff:"))
+    return result
 
 
 def finished(process: Process, outputs: Path, timeout: float) -> Run:
-    """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
+    """Wait for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -263,7 +268,7 @@ class Program:
     fresh: bool = False  # an interpreter of its own, as a user starts it; else a fork of one, see forks.py
 
     def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Process:
-        """Starts the program in a process group of its own, so that a test may signal it or its group."""
+        """Start the program in a process group of its own, so that a test may signal it or its group."""
         command = [str(self.home / self.script), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
         cwd = cwd or self.home
@@ -280,16 +285,16 @@ class Program:
             start_new_session=True,
         )
 
-    def finish(self, process: Process, timeout: float = PATIENCE) -> Run:
+    def finish(self, process: Process, timeout: float = TIMEOUT) -> Run:
         return finished(process, self.outputs, timeout)
 
     def wait_for_checkpoint(self, process: Process, name: str = "last") -> Path:
-        """Waits until a started program has written a checkpoint; returns the folder of its run."""
+        """Wait until a started program has written a checkpoint; return the folder of its run."""
         (checkpoint, *_) = wait_for(lambda: list(self.outputs.rglob(f"{name}.ckpt")), process)
         return checkpoint.parent.parent
 
     def kill(self, process: Process) -> None:
-        """Kills a started program and its workers, at once: a parent that finds its workers dead ends by itself."""
+        """Kill a started program and its workers, at once: a parent that finds its workers dead ends by itself."""
         os.killpg(process.pid, signal.SIGKILL)
         run = self.finish(process)
         assert run.returncode == -signal.SIGKILL, str(run)
@@ -299,10 +304,10 @@ class Program:
         *overrides: str,
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
-        timeout: float = PATIENCE,
+        timeout: float = TIMEOUT,
         ok: bool = True,
     ) -> Run:
-        """Runs the program to its end. With `ok` any exit code but 0 fails the test, showing what the program said."""
+        """Run the program to its end. With `ok` any exit code but 0 fails the test, showing what the program said."""
         run = self.finish(self.start(*overrides, env=env, cwd=cwd), timeout)
         assert not ok or run.returncode == 0, str(run)
         return run
@@ -310,13 +315,13 @@ class Program:
 
 @pytest.fixture
 def run_train(processes: None, tmp_path: Path) -> Program:
-    """`run_train("strategy=ddp", "devices=2")` -> Run. All runs of one test share an `outputs` folder."""
+    """Return a program: `run_train("strategy=ddp")` -> Run. All runs of one test share an `outputs` folder."""
     return Program(tmp_path / "outputs")
 
 
 @pytest.fixture
 def forked_commands(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the benchmark runs to its end is a fork."""
+    """Let the benchmark run its commands as forks."""
     from bench import players
 
     run = SimpleNamespace(run=lambda command, **options: forked(*command[1:]))
@@ -325,22 +330,23 @@ def forked_commands(processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def project(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
+    """Return the template as a user has it: with modules of their own (user_modules.py), and a file that names one
+    of them."""
     folder = template(tmp_path_factory.mktemp("project"))
-    shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
+    shutil.copy(ROOT / "tests" / "user_modules.py", folder / "src" / "mine.py")
     (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
     return folder
 
 
 @pytest.fixture(scope="session")
 def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """STRUCK on one device, exact: what those that lose workers or machines must end as."""
-    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*STRUCK, "exact=true", "pieces=4")
+    """Return the run SAVES_OFTEN on one device, exact: runs that lose workers or machines must end with its bits."""
+    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*SAVES_OFTEN, "exact=true", "pieces=4")
 
 
 @pytest.fixture
 def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""
+    """Set variables as an engine does; what is made of them is computed anew, which a process does once otherwise."""
 
     def set_variables(**variables: str) -> None:
         for name, value in variables.items():
@@ -352,7 +358,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
-    """Fails the session if processes that its tests started are still there five seconds after the last test."""
+    """Fail the session if processes that its tests started are still there five seconds after the last test."""
     mark = f"{MARK}={uuid.uuid4().hex}"
     os.environ[MARK] = mark.partition("=")[2]
     yield
@@ -367,8 +373,9 @@ def no_process_left() -> Iterator[None]:
 
 
 def _started_by_us(mark: str) -> dict[int, str]:
-    """Living processes below this one, or orphaned by it and known by the mark in their environment; Linux only."""
-    found: dict[int, str] = {}
+    """Return the living processes below this one, or orphaned by it and known by the mark in their environment;
+    Linux only."""
+    result: dict[int, str] = {}
     family = {os.getpid()}
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         pid = int(folder.name)
@@ -383,13 +390,13 @@ def _started_by_us(mark: str) -> dict[int, str]:
             continue
         if marked or int(parent) in family:
             family.add(pid)
-            found[pid] = command
-    return found
+            result[pid] = command
+    return result
 
 
 @pytest.fixture
 def two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a config is refused for does not depend on the machine that tests, nor on how pytest was started."""
+    """Check configs as on a machine with two cores and no GPU, however pytest was started."""
     monkeypatch.setattr(config_check, "gpu_count", lambda: 0)
     monkeypatch.setattr(config_check, "cpu_cap", lambda: 8)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -399,5 +406,5 @@ def two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two_gpus(two_cores_no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same with two GPUs, as far as a config is checked."""
+    """Check configs as on the same machine with two GPUs."""
     monkeypatch.setattr(config_check, "gpu_count", lambda: 2)

@@ -22,14 +22,14 @@ def files_of(name: str, root: Path = ROOT) -> list[Path]:
     folder = root / "src" / "lockstep" / "extras" / name
     listed = folder / "BELONGS.txt"
     others = listed.read_text().split() if listed.exists() else []
-    found = [
+    actual = [
         folder,
         root / "tests" / "extras" / name,
         *(root / "conf" / group / f"{name}.yaml" for group in ("extras", "strategy")),
         *(root / "docs" / "extras").glob(f"{name}.*"),
         *(root / path for path in others),
     ]
-    return [path for path in found if path.exists()]
+    return [path for path in actual if path.exists()]
 
 
 def named_in_the_core(root: Path = ROOT) -> list[str]:
@@ -37,15 +37,15 @@ def named_in_the_core(root: Path = ROOT) -> list[str]:
     names = "|".join(name.replace("_", "[_ ]?") for name in extras(root))
     if not names:
         return []
-    found = []
+    actual = []
     for path in sorted((root / "src" / "lockstep").rglob("*.py")):
         if "extras" in path.relative_to(root / "src" / "lockstep").parts[:-1]:
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(rf"\b({names})\b", line, re.IGNORECASE):
-                found.append(f"{path.relative_to(root)}:{number}: {line.strip()}")
-    return found
+                actual.append(f"{path.relative_to(root)}:{number}: {line.strip()}")
+    return actual
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join([*found, "the core must name no extra"]) if (found := named_in_the_core()) else 0)
+    sys.exit("\n".join([*actual, "the core must name no extra"]) if (actual := named_in_the_core()) else 0)

@@ -47,14 +47,15 @@ LIBRARIES = (
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-def serve(asked: socket.socket) -> None:
-    """Returns in each fork, as the program that it shall run: its arguments, environment and place are set."""
+def serve(requests: socket.socket) -> None:
+    """Serve requests; return in each fork, as the program that it shall run: its arguments, environment and place
+    are set."""
     for name in LIBRARIES:
         importlib.import_module(name)
     gc.freeze()
     atexit.register(gc.unfreeze)  # else what C++ made looks leaked when an interpreter takes itself apart
     while True:
-        message, files, _, _ = socket.recv_fds(asked, 1 << 20, 3)
+        message, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # who waited for a program that has ended
                 pass
@@ -64,17 +65,17 @@ def serve(asked: socket.socket) -> None:
             break
         for file in files:
             os.close(file)
-    asked.close()
-    *streams, told = files
+    requests.close()
+    *streams, status = files
     if program := os.fork():
         for file in streams:
             os.close(file)
         code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-        os.write(told, f"{code}\n".encode())
+        os.write(status, f"{code}\n".encode())
         os._exit(0)
     os.setsid()
-    os.write(told, f"{os.getpid()}\n".encode())
-    os.close(told)
+    os.write(status, f"{os.getpid()}\n".encode())
+    os.close(status)
     for number, file in enumerate(streams, 1):
         os.dup2(file, number)
         os.close(file)
@@ -99,7 +100,7 @@ class Server:
             self.process = start([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
 
     def close(self) -> None:
-        """Ends it; programs that it has started go on."""
+        """End it; programs that it has started continue."""
         self.asks.close()
         self.process.wait()
 
@@ -110,7 +111,7 @@ def _here() -> Server:
 
 
 def close() -> None:
-    """Ends the server of this machine, if there is one."""
+    """End the server of this machine, if there is one."""
     if _here.cache_info().currsize:
         _here().close()
         _here.cache_clear()
@@ -128,11 +129,11 @@ class Fork:
         )
         for _, end in pipes:
             os.close(end)
-        *streams, told = (os.fdopen(end, errors="replace") for end, _ in pipes)
-        self.pid = int(told.readline())
+        *streams, status = (os.fdopen(end, errors="replace") for end, _ in pipes)
+        self.pid = int(status.readline())
         pool = ThreadPoolExecutor(3)
-        self._end: Future[str] = pool.submit(told.read)
-        self._said = [pool.submit(stream.read) for stream in streams]
+        self._end: Future[str] = pool.submit(status.read)
+        self._last_words = [pool.submit(stream.read) for stream in streams]
         pool.shutdown(wait=False)
 
     def poll(self) -> int | None:
@@ -146,7 +147,7 @@ class Fork:
         until = None if timeout is None else time.monotonic() + timeout
         try:
             self._end.result(timeout)
-            left = [said.result(until and max(0, until - time.monotonic())) for said in self._said]
+            left = [output.result(until and max(0, until - time.monotonic())) for output in self._last_words]
         except NotYet:
             raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
         return left[0], left[1]
@@ -161,10 +162,10 @@ class Fork:
 
 
 if __name__ == "__main__":
-    asked = socket.socket(fileno=os.dup(0))
+    requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    serve(asked)
+    serve(requests)
     if sys.argv[0] == "-m":
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -36,12 +36,12 @@ class Kernels(TorchDispatchMode):
 
     @property
     def kernels(self) -> int:
-        """The operations that start a kernel."""
+        """Return the operations that start a kernel."""
         return sum(count for name, count in self.seen.items() if name not in FREE)
 
     @property
     def host_reads(self) -> int:
-        """How often the host has read a number, for which it would wait for a GPU."""
+        """Return how often the host has read a number, for which it would wait for a GPU."""
         return self.seen["_local_scalar_dense"]
 
 
@@ -64,9 +64,9 @@ class HostReads(TorchFunctionMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}  # a copy that is asynchronous waits for nothing
-        is_copy = func is Tensor.to and "cpu" in map(str, (*args[1:], *given.values()))
-        if func in READING or (is_copy and not given.get("non_blocking")):
+        overrides = kwargs or {}  # a copy that is asynchronous waits for nothing
+        is_copy = func is Tensor.to and "cpu" in map(str, (*args[1:], *overrides.values()))
+        if func in READING or (is_copy and not overrides.get("non_blocking")):
             frame = sys._getframe(1)
             while frame.f_back is not None and "site-packages" in frame.f_code.co_filename:
                 frame = frame.f_back

@@ -128,7 +128,7 @@ def whole_run() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_process_state() -> Iterator[None]:
+def custom_process_state() -> Iterator[None]:
     """Put back what a test changes of this process: environment, folder, threads, numbers, random state, messages."""
     environment.cache_clear()  # what a test sets in the environment is read in that test
     put_back = [*_states()]

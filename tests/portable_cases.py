@@ -28,7 +28,8 @@ Make = Callable[[], nn.Module]
 
 
 def passes(make: Make, *shape: int, last: bool = True) -> Iterator[Tensor | None]:
-    """The output of a module for random inputs, the gradients of inputs and parameters, and the module's buffers.
+    """Return the output of a module for random inputs, the gradients of inputs and parameters, and the module's
+    buffers.
 
     Args:
         last: whether images are channels_last.
@@ -175,7 +176,7 @@ def optimizers() -> Iterator[Case]:
 
 
 def steps(make: Callable[..., torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """Weights after three steps."""
+    """Return the weights after three steps."""
     weights = [nn.Parameter(torch.randn(size)) for size in ((50, 2001), (10,), (20, 20, 5, 5))]
     optimizer = make(weights)
     for _ in range(3):

@@ -89,9 +89,9 @@ PLAIN = (*COMMON, *SYNTHETIC, *MNIST_CNN, *SGD, *ONECYCLE)  # 144 samples to tra
 TAIL = "data.samples=86"  # 77 to train on: the last step of an epoch has 5
 # All that is random or keeps a state. Eight pieces of three; of five in the last step, so that some have none.
 EXACT = (*COMMON, *SYNTHETIC, CROP, *MNIST_CNN, *ADAMW, *CLIP, *ONECYCLE, TAIL, "pieces=8", "exact=true")
-STRUCK = (*EXACT, "max_epochs=40", "checkpoint_every=3")
+SAVES_OFTEN = (*EXACT, "max_epochs=40", "checkpoint_every=3")
 # A user's own LightningModule that makes its optimizer itself.
-OWN = (*COMMON, *SYNTHETIC, TAIL, "precision=64-true", "pieces=6", "~model")
+USER = (*COMMON, *SYNTHETIC, TAIL, "precision=64-true", "pieces=6", "~model")
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ RUNS = [
     Run("exact_audit_ddp_3", (*EXACT, *DDP_3, "extras=[audit]", "extras.audit.share=0.5"), same_as="exact_single"),
     Run("exact_ledger_ddp_2", (*EXACT, *DDP_2, "checkpoint_every=2", "extras=[ledger]"), same_as="exact_single"),
     Run("exact_resnet18_ddp_2", (*EXACT, *RESNET18, *DDP_2)),
-    Run("exact_long", STRUCK),
-    Run("exact_long_killed", (*STRUCK, *DDP_3), same_as="exact_long", resumed=DP_2),
+    Run("exact_long", SAVES_OFTEN),
+    Run("exact_long_killed", (*SAVES_OFTEN, *DDP_3), same_as="exact_long", resumed=DP_2),
     # precision
     Run("bf16_mixed_ddp_2", (*PLAIN, *DDP_2, "precision=bf16-mixed")),
     Run("bf16_true", (*PLAIN, "precision=bf16-true")),
@@ -145,7 +145,7 @@ RUNS = [
     Run("pipeline_2", (*PLAIN, *PIPELINE_2, "pieces=4"), same_as="accumulated"),
     Run("late_ddp_2", (*PLAIN, *DDP_2, "extras=[late]", "extras.late.steps=1")),
     Run("average_every_ddp_2", (*PLAIN, *DDP_2, "extras=[local_sgd]", "extras.local_sgd.every=4")),
-    Run("own_module_ddp_2", (*OWN, *DDP_2, "+model.name=own", "+model._target_=own_modules.Mixes", "+model.lr=0.1")),
+    Run("own_module_ddp_2", (*USER, *DDP_2, "+model.name=own", "+model._target_=user_modules.Mixes", "+model.lr=0.1")),
 ]  # fmt: skip
 
 
@@ -252,7 +252,7 @@ def kill_after_checkpoint(source: Path, outputs: Path, overrides: tuple[str, ...
     process = start(source, outputs, overrides, log)
     deadline = time.monotonic() + TIMEOUT
     try:
-        while not (found := list(outputs.rglob("last.ckpt"))):
+        while not (actual := list(outputs.rglob("last.ckpt"))):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise Failed(f"no checkpoint to be killed after: {last_line(log)}")
             time.sleep(0.01)
@@ -260,7 +260,7 @@ def kill_after_checkpoint(source: Path, outputs: Path, overrides: tuple[str, ...
         kill(process)
     if process.wait() != -signal.SIGKILL:
         raise Failed("it ended before it could be killed: give it more steps")
-    return found[0]
+    return actual[0]
 
 
 def start(source: Path, outputs: Path, overrides: tuple[str, ...], log: Path) -> subprocess.Popen[bytes]:

@@ -74,10 +74,10 @@ def refused(*overrides: str) -> str:
     return _one_line(caught.value)
 
 
-def refused_with(overrides: str, says: str) -> None:
+def refused_with(overrides: str, pattern: str) -> None:
     """Compose and check a command line's overrides; the one line that refuses them must match the pattern `says`."""
     line = refused(*overrides.split())
-    assert re.search(says, line), line
+    assert re.search(pattern, line), line
 
 
 def refused_command(program: str, overrides: Sequence[str]) -> str:

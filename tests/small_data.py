@@ -93,7 +93,7 @@ def write_mnist(folder: Path) -> None:
 
 
 def refusal_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The line with which a call refuses its arguments."""
+    """Return the line with which a call refuses its arguments."""
     with pytest.raises(UserError) as error:
         call(*arguments, **options)
     assert "\n" not in str(error.value)

@@ -23,10 +23,10 @@ TASK = (
 
 
 def test_resident_data_moves_no_bit(tmp_path: Path) -> None:
-    found = [
+    actual = [
         Program(tmp_path / choice)(*TASK, "exact=true", f"speed.resident={choice}") for choice in ("true", "false")
     ]
-    assert found[0].summary["weights_sha256"] == found[1].summary["weights_sha256"]
+    assert actual[0].summary["weights_sha256"] == actual[1].summary["weights_sha256"]
 
 
 @pytest.mark.parametrize("pieces", [1, 4])

@@ -72,7 +72,7 @@ def test_each_test_has_one_kind(request: pytest.FixtureRequest) -> None:
 
 
 def measured() -> dict[str, Any]:
-    """What tests have been seen to change of their process."""
+    """Return what tests have been seen to change of their process."""
     subnormal = float(torch.tensor([1e-39]).mul(1.0)[0])
     return {
         "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},

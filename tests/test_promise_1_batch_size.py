@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from conftest import summary_of
-from own_runs import RECORDED, recorded_pieces, train
+from user_runs import RECORDED, recorded_pieces, train
 
-SAMPLES = 81  # of an epoch: own_runs.TASK
+SAMPLES = 81  # of an epoch: user_runs.TASK
 
 
 def steps_of(folder: Path) -> list[list[dict[str, Any]]]:

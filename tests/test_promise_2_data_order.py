@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from own_runs import RECORDED, go_on, recorded_pieces, train
+from user_runs import RECORDED, go_on, recorded_pieces, train
 
 from lockstep import hash64
 

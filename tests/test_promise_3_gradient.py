@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from conftest import Program, apart, checkpoint_of, summary_of
-from own_runs import BOTH, DATA, DP, Replica, batches, jobs, same_as, same_bits, train
+from user_runs import BOTH, DATA, DP, Replica, batches, jobs, same_as, same_bits, train
 
 TINY = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "data.val_fraction=0", "logger=none", "threads=1")
 
@@ -26,7 +26,7 @@ def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: P
     assert max(losses) - min(losses) < 1e-10 * losses[0]
 
 
-def test_what_is_unfrozen_in_mid_run_is_trained_alike(project: Path, tmp_path: Path) -> None:
+def test_what_is_unfrozen_in_mid_run_is_trained_the_same(project: Path, tmp_path: Path) -> None:
     plain = train(project, tmp_path / "plain", "Unfrozen", "pieces=1")
     frozen = train(project, tmp_path / "frozen", "Unfrozen", "pieces=1", "max_epochs=1")
     cut = jobs(project, tmp_path / "cut", "Unfrozen", "exact=false,true", *BOTH)
@@ -84,11 +84,14 @@ def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: P
     assert len({summary["weights_sha256"] for summary in summaries[4:]}) == 1
 
 
-def test_powersgd_sends_a_network_of_several_buckets_and_tells_what_no_checkpoint_holds(run_train: Program) -> None:
+def test_powersgd_sends_a_network_of_several_buckets_and_reports_what_no_checkpoint_holds(run_train: Program) -> None:
     """Its hook sends more of a bucket later on: several met in another order on each rank, and gloo aborted."""
     task = ("model=resnet18", "data=synthetic", "data.samples=64", "data.image_size=16", "batch_size=4", "threads=1")
     on = ("strategy=ddp", "devices=2", "strategy.compression=powersgd", "scheduler=constant", "logger=none")
     run = run_train(*task, *on, "max_steps=14")
     assert run.summary["steps"] == 14
     resumed = run_train(f"resume={run.folder}", "max_steps=15")
-    assert [told.stderr.count("strategy.compression=powersgd starts again") for told in (run, resumed)] == [0, 1]
+    assert [finished.stderr.count("strategy.compression=powersgd starts again") for finished in (run, resumed)] == [
+        0,
+        1,
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NORMS, RANDOM, SEVERAL, Program, Run, checkpoint_of, composed, summary_of
+from conftest import NORMS, RANDOM, STRATEGIES, Program, Run, checkpoint_of, composed, summary_of
 
 DROPOUT = "model.dropout=0.3"
 TASK = (*RANDOM, "data.samples=100", DROPOUT, "batch_size=36", "pieces=4")  # with a short tail
@@ -27,7 +27,7 @@ def states(run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """How far the weight or buffer that differs most is away, as a part of its size."""
+    """Return how far the weight or buffer that differs most is away, as a part of its size."""
     assert list(one) == list(other)
     pairs = [(one[name].double(), other[name].double()) for name in one]
     return max(float((a - b).norm() / b.norm().clamp(min=1e-300)) for a, b in pairs)
@@ -43,14 +43,14 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_one_sha256_over_all_layouts(layouts: Run) -> None:
-    found = [summary_of(folder) for folder in layouts.jobs]
-    assert len({(s["layout"]["strategy"], s["layout"]["devices"]) for s in found}) == 6
-    assert {s["layout"]["accumulate_grad_batches"] for s in found} == {4, 2, 1}
+    actual = [summary_of(folder) for folder in layouts.jobs]
+    assert len({(s["layout"]["strategy"], s["layout"]["devices"]) for s in actual}) == 6
+    assert {s["layout"]["accumulate_grad_batches"] for s in actual} == {4, 2, 1}
     assert len(set(shas(layouts))) == 1, shas(layouts)
     # and so the same numbers, of validation and test
-    assert len({(s["metrics"]["test/correct"], s["metrics"]["test/count"]) for s in found}) == 1
+    assert len({(s["metrics"]["test/correct"], s["metrics"]["test/count"]) for s in actual}) == 1
     for name in ("val/loss", "test/loss"):
-        assert len({s["metrics"][name] for s in found}) == 1, name
+        assert len({s["metrics"][name] for s in actual}) == 1, name
 
 
 def test_one_sha256_in_other_precisions(layouts: Run, run_train: Program) -> None:
@@ -62,23 +62,23 @@ def test_one_sha256_in_other_precisions(layouts: Run, run_train: Program) -> Non
 
 
 def test_one_sha256_with_uneven_shares(layouts: Run, run_train: Program) -> None:
-    found = shas(run_train(*TASK, "exact=true", "strategy=ddp,dp", "devices=2", "strategy.shares=[0.8,0.2]", "-m"))
-    assert len(found) == 2
-    assert {*found} == {*shas(layouts)}
+    actual = shas(run_train(*TASK, "exact=true", "strategy=ddp,dp", "devices=2", "strategy.shares=[0.8,0.2]", "-m"))
+    assert len(actual) == 2
+    assert {*actual} == {*shas(layouts)}
 
 
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     changes = ("model=resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
     task = [key for key in TASK if key != DROPOUT]
-    found = shas(run_train(*task, *changes, "exact=true", f"strategy={SEVERAL}", "devices=3", "-m"))
-    assert (len(found), len(set(found))) == (len(SEVERAL.split(",")), 1)
+    actual = shas(run_train(*task, *changes, "exact=true", f"strategy={STRATEGIES}", "devices=3", "-m"))
+    assert (len(actual), len(set(actual))) == (len(STRATEGIES.split(",")), 1)
 
 
 def test_one_sha256_with_batchnorm_and_a_last_step_of_one_sample(run_train: Program) -> None:
     """One device could leave the statistics of that step to torch, which does not round them as an exact sum does."""
     task = (*RANDOM, "model=resnet9", "data.samples=17", "data.val_fraction=0", "data.image_size=16", "batch_size=16")
-    found = shas(run_train(*task, "pieces=4", "precision=64-true", "exact=true", "devices=1,2", "-m"))
-    assert (len(found), len(set(found))) == (2, 1)
+    actual = shas(run_train(*task, "pieces=4", "precision=64-true", "exact=true", "devices=1,2", "-m"))
+    assert (len(actual), len(set(actual))) == (2, 1)
 
 
 # --- to the noise of summation order ----------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ def test_every_row_is_in_a_run() -> None:
 )
 def test_one_sha256_on_all_layouts_and_after_a_kill(names: tuple[str, ...], run_train: Program, tmp_path: Path) -> None:
     run = run_train(*featured(names), "strategy=ddp,dp", "devices=1,3", "-m")  # others have none
-    found = [summary_of(folder) for folder in run.jobs]
-    (sha,) = {summary["weights_sha256"] for summary in found}
-    assert len({summary["metrics"]["val/loss"] for summary in found}) == 1
-    losses = [summary["metrics"]["train/loss"] for summary in found]
+    actual = [summary_of(folder) for folder in run.jobs]
+    (sha,) = {summary["weights_sha256"] for summary in actual}
+    assert len({summary["metrics"]["val/loss"] for summary in actual}) == 1
+    losses = [summary["metrics"]["train/loss"] for summary in actual]
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
 
     program = Program(tmp_path / "struck")

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SEVERAL, Program, summary_of
+from conftest import STRATEGIES, Program, summary_of
 from event_files import Board
 from hypothesis import given
 from hypothesis import strategies as st
-from own_runs import DDP, jobs, train
 from torch import Tensor
+from user_runs import DDP, jobs, train
 
 from lockstep import Count, ExactMean
 
@@ -69,12 +69,12 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
     run = evaluate(f"checkpoint={trained.folder}", "devices=1,5", "++data.samples=205,7", "batch_size=30", *shown, "-m")
     drawn = []
     for first, count in ((0, 41), (1, 3)):
-        found = [summary_of(job) for job in run.jobs[first::2]]
-        assert [summary["layout"]["devices"] for summary in found] == [1, 5]
-        assert {summary["status"] for summary in found} == {"completed"}
-        assert {summary["metrics"]["test/count"] for summary in found} == {count}
-        assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
-        losses = [summary["metrics"]["test/loss"] for summary in found]
+        actual = [summary_of(job) for job in run.jobs[first::2]]
+        assert [summary["layout"]["devices"] for summary in actual] == [1, 5]
+        assert {summary["status"] for summary in actual} == {"completed"}
+        assert {summary["metrics"]["test/count"] for summary in actual} == {count}
+        assert len({summary["metrics"]["test/correct"] for summary in actual}) == 1
+        losses = [summary["metrics"]["test/loss"] for summary in actual]
         assert losses == pytest.approx([losses[0]] * 2, rel=1e-6)
         boards = [Board(next((job / "tensorboard").iterdir())) for job in run.jobs[first::2]]
         one, several = ({tag: board.image(tag).tobytes() for tag in board.tags["images"]} for board in boards)
@@ -94,7 +94,7 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tm
     """Also of ranks with unequal parts, or with none; what no reduction makes right is named on the console, once."""
     best = ("callbacks.checkpoint.monitor=val/plain", "callbacks.checkpoint.mode=max")
     few = ("data.val_fraction=0.03", "hang_timeout=60", *best)  # three samples
-    runs = jobs(project, tmp_path / "several", "Logs", *few, f"strategy={SEVERAL}", "devices=2")
+    runs = jobs(project, tmp_path / "several", "Logs", *few, f"strategy={STRATEGIES}", "devices=2")
     swept = train(project, tmp_path / "ranks", "Logs", *few, "devices=1,3,4", "-m")
     one, *others = [summary_of(job)["metrics"] for job in swept.jobs]
     others += [run.summary["metrics"] for run in runs]
@@ -109,9 +109,9 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tm
         assert one[f"{stage}/right"] == pytest.approx(count * one[f"{stage}/plain"], rel=1e-6)
         assert one[f"{stage}/best"] < one[f"{stage}/loss"] == one[f"{stage}/sized"] < one[f"{stage}/worst"]
     assert (one["test/constant"], one["test/samples"]) == (3.0, 18.0)
-    said = "test/own_mean, logged in on_test_epoch_end, differs between ranks"
-    assert [line for line in swept.stderr.splitlines() if "differs between ranks" in line and said not in line] == []
-    assert swept.stderr.count(said) == 1, "on four ranks, which have 6 and 3 samples"
+    output = "test/own_mean, logged in on_test_epoch_end, differs between ranks"
+    assert [line for line in swept.stderr.splitlines() if "differs between ranks" in line and output not in line] == []
+    assert swept.stderr.count(output) == 1, "on four ranks, which have 6 and 3 samples"
 
 
 def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(project: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     process = forks.Fork([str(CHAOS), *SMALL, "max_epochs=100000"], ROOT, os.environ | {"TMPDIR": str(tmp_path)})
     wait_for(lambda: [*tmp_path.rglob("last.ckpt")], process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "interrupted: nothing is concluded\n")
+    _, output = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "interrupted: nothing is concluded\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -35,7 +35,7 @@ def test_exact_survives_faults_on_changing_layouts() -> None:
     assert "4 faults" in done.stdout
 
 
-def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
+def test_a_run_that_goes_on_otherwise_is_distinguished() -> None:
     """The control: another seed after each fault, of which all four end a life. It trains for most of a life: a fault
     may strike when nothing is left to do, four won't."""
     trains = ("checkpoint_every=10", "max_epochs=20")
@@ -80,7 +80,7 @@ def test_a_run_survives_a_storm(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("machines")
-def test_a_survivor_that_skips_a_step_is_told_apart() -> None:
+def test_a_survivor_that_skips_a_step_is_distinguished() -> None:
     """The control: what frameworks do that continue without the samples of a lost machine."""
     done = forked(CHAOS, *STORM, "--control")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -7,13 +7,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from conftest import STRUCK as JOB
+from conftest import SAVES_OFTEN as JOB
 from conftest import Process, Program, Run, wait_for, workers_of
 
 
 def strike(program: Program, process: Process, rank: int, signum: int, workers: int) -> None:
-    """Signals a worker, once there are so many and the run has saved since they began."""
-    pids = wait_for(lambda: found if len(found := workers_of(process)) == workers else [], process)
+    """Signal a worker, once there are so many and the run has saved since they began."""
+    pids = wait_for(lambda: actual if len(actual := workers_of(process)) == workers else [], process)
     began = time.time()
     wait_for(lambda: any(p.stat().st_mtime > began for p in program.outputs.rglob("last.ckpt")), process)
     os.kill(pids[rank], signum)
@@ -67,12 +67,12 @@ def test_what_was_killed_leaves_no_temporary_files(run_train: Program) -> None:
         assert not [*Path(folder).glob("lockstep_*"), *Path(folder).glob("pymp-*")]
 
 
-def test_a_run_tells_what_made_it(undisturbed: Run) -> None:
-    found = json.loads((undisturbed.folder / "provenance.json").read_text())
-    assert found["config"]["batch_size"] == 32
-    assert "exact=true" in found["command"]
-    assert len(found["git"]["commit"]) == 40
-    assert ((undisturbed.folder / "git.diff").exists() or bool(found["untracked"])) == found["git"]["dirty"]
-    assert {"torch", "lightning"} <= found["versions"].keys()
-    assert found["machine"]["threads"] == 1
-    assert len(found["data_fingerprint"]) == 64
+def test_a_run_reports_what_made_it(undisturbed: Run) -> None:
+    actual = json.loads((undisturbed.folder / "provenance.json").read_text())
+    assert actual["config"]["batch_size"] == 32
+    assert "exact=true" in actual["command"]
+    assert len(actual["git"]["commit"]) == 40
+    assert ((undisturbed.folder / "git.diff").exists() or bool(actual["untracked"])) == actual["git"]["dirty"]
+    assert {"torch", "lightning"} <= actual["versions"].keys()
+    assert actual["machine"]["threads"] == 1
+    assert len(actual["data_fingerprint"]) == 64

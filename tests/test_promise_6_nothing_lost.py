@@ -1,6 +1,7 @@
 """Promise 6: killed at any moment, a run goes on to the bitwise same end; and promise 9, through the programs.
 
-scripts/lab/chaos.py does the same at random and at length; here each case is one that a reader can follow.
+test_promise_6_histories.py and scripts/lab/chaos.py do the same at random; here each case is one that a reader can
+follow.
 """
 
 import os
@@ -15,36 +16,36 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Process, Program, Run, checkpoint_of, ended, of_process, wait_for, workers_of
+from conftest import TINY, Process, Program, Run, checkpoint_of, ended, read_proc, wait_for, workers_of
 from plain import scalars
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 AUGMENT = "data.augment={crop: 1, flip: true, fill: zero}"
 JOB = (*TINY, "data.samples=415", AUGMENT, "model.dropout=0.25", "checkpoint_every=5")
 DDP = ("strategy=ddp", "devices=2")
-ENDLESS = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+LONG_RUN = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
 def saves(outputs: Path, process: Process, times: int = 1) -> Path:
-    """The run folder below `outputs`, once its last.ckpt has been replaced so many times from now on."""
+    """Return the run folder below `outputs`, once its last.ckpt has been replaced so many times from now on."""
 
     def newest() -> tuple[int, Path] | None:
-        found = [(path.stat().st_mtime_ns, path) for path in outputs.rglob("last.ckpt")]
-        return max(found, default=None)
+        actual = [(path.stat().st_mtime_ns, path) for path in outputs.rglob("last.ckpt")]
+        return max(actual, default=None)
 
     seen = {newest()}
     for _ in range(times):
         seen.add(wait_for(lambda: {newest()} - seen, process).pop())
-    found = newest()
-    assert found is not None
-    return found[1].parent.parent
+    actual = newest()
+    assert actual is not None
+    return actual[1].parent.parent
 
 
 def same_end(run: Run, undisturbed: Run) -> None:
-    found, expected = run.summary, undisturbed.summary
+    actual, expected = run.summary, undisturbed.summary
     for key in ("status", "weights_sha256", "steps", "samples_seen"):
-        assert found[key] == expected[key], key
-    assert found["metrics"] == pytest.approx(expected["metrics"]), "epoch means too are right across the cuts"
+        assert actual[key] == expected[key], key
+    assert actual["metrics"] == pytest.approx(expected["metrics"]), "epoch means too are right across the cuts"
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
@@ -70,9 +71,9 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
     timeless = {curve for curve in boards[1] if re.search("train/|val/|test/|optim", curve)}
     assert timeless
     for curve in timeless:
-        found, expected = (board[curve] for board in boards)
-        assert [at for at, _ in found] == [at for at, _ in expected], f"{curve}: each step once"
-        assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
+        actual, expected = (board[curve] for board in boards)
+        assert [at for at, _ in actual] == [at for at, _ in expected], f"{curve}: each step once"
+        assert [value for _, value in actual] == pytest.approx([value for _, value in expected]), curve
 
 
 def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_cut_between_a_step_and_what_follows_it(project: Path, tmp_path: Path) -
         (folder,) = program.outputs.glob("*/*")
         same_end(program(f"resume={folder}"), undisturbed)
         best = (checkpoint_of(run, "best") for run in (folder, undisturbed.folder))
-        assert len({found["global_step"] for found in best}) == 1
+        assert len({actual["global_step"] for actual in best}) == 1
 
 
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program,
 
 def test_terminated_with_the_whole_group(run_train: Program) -> None:
     """As SLURM and Kubernetes do it. Loader processes hear it too; without them there would be no next step."""
-    process = run_train.start(*ENDLESS, *DDP, "num_workers=2")
+    process = run_train.start(*LONG_RUN, *DDP, "num_workers=2")
     folder = saves(run_train.outputs, process)
     os.killpg(process.pid, signal.SIGTERM)
     run = run_train.finish(process)
@@ -130,16 +131,16 @@ def test_terminated_with_the_whole_group(run_train: Program) -> None:
 
 
 def pending(pid: int, signum: int) -> bool:
-    """Whether a process has still to hear of a signal that it was sent."""
-    return bool(int(of_process(pid, "status").partition("ShdPnd:")[2].split()[0], 16) >> signum - 1 & 1)
+    """Return whether a signal that was sent to a process is still pending."""
+    return bool(int(read_proc(pid, "status").partition("ShdPnd:")[2].split()[0], 16) >> signum - 1 & 1)
 
 
 def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
-    process = run_train.start(*ENDLESS, *DDP)
+    process = run_train.start(*LONG_RUN, *DDP)
     folder = saves(run_train.outputs, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)  # so that nobody can end in good order
-    wait_for(lambda: of_process(workers[1], "stat").rpartition(")")[2].split()[0] == "T", process)
+    wait_for(lambda: read_proc(workers[1], "stat").rpartition(")")[2].split()[0] == "T", process)
     os.killpg(process.pid, signal.SIGINT)
     wait_for(lambda: pending(workers[1], signal.SIGTERM), process)  # it was answered: two at once would be one
     os.killpg(process.pid, signal.SIGINT)
@@ -155,7 +156,7 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
 
 def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tmp_path: Path) -> None:
     """And nothing else saves."""
-    job = (*ENDLESS, *DDP, "data.samples=80", "batch_size=72", "val_every=1", "callbacks.checkpoint=null")
+    job = (*LONG_RUN, *DDP, "data.samples=80", "batch_size=72", "val_every=1", "callbacks.checkpoint=null")
     process = run_train.start(*job)
     (log,) = wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)
     process.send_signal(signal.SIGUSR1)
@@ -181,7 +182,7 @@ def test_disk_full(run_train: Program, how: str) -> None:
     """It has failed, whoever starts the workers, and also when it should have saved and ended: nothing was saved."""
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
     engine = one if how == "under an engine" else {}
-    process = run_train.start(*ENDLESS, *([] if engine else DDP), env=engine)
+    process = run_train.start(*LONG_RUN, *([] if engine else DDP), env=engine)
     folder = saves(run_train.outputs, process)
     for pid in [process.pid] if engine else reversed(workers_of(process)):  # rank zero is the one that writes
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
-    ENDLESS,
+    LONG_RUN,
     TINY,
     Program,
     Run,
     checkpoint_of,
     ended,
     listening,
-    of_torchrun,
     summary_of,
+    torchrun_environments,
     workers_of,
 )
 
@@ -30,7 +30,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=1
 
 
 def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]:
-    """What every completed run leaves behind; returns its summary."""
+    """Check what every completed run leaves behind; return its summary."""
     summary = summary_of(folder)
     assert (folder / ".hydra" / "config.yaml").is_file()
     assert (folder / "train.log").read_text()
@@ -45,15 +45,15 @@ def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     for name in ("best", "last"):
         assert summary[f"{name}_checkpoint"] == f"checkpoints/{name}.ckpt"
-        found = checkpoint_of(folder, name)
-        assert found["lockstep"]["config"]["batch_size"] == summary["layout"]["batch_size"]
-        assert all(key.startswith("net.") for key in found["state_dict"]), "the plain module's keys"
+        actual = checkpoint_of(folder, name)
+        assert actual["lockstep"]["config"]["batch_size"] == summary["layout"]["batch_size"]
+        assert all(key.startswith("net.") for key in actual["state_dict"]), "the plain module's keys"
     return summary
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run on two workers, looked at from several sides."""
+    """Return one run on two workers, looked at from several sides."""
     program = Program(tmp_path_factory.mktemp("ddp") / "outputs", fresh=True)
     return program(*TINY, "strategy=ddp", "devices=2", "max_epochs=2", "seed=3", "data.samples=205")
 
@@ -72,14 +72,14 @@ def test_a_run_is_one_folder(ddp: Run) -> None:
 
 
 def test_rank_zero_speaks_alone(ddp: Run) -> None:
-    said = ddp.stdout + ddp.stderr
-    assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | ddp on cpu | lr " in said
-    assert "run 6 steps per epoch, 12 in all (max_epochs=2) | " in said
-    assert str(ddp.folder) in said
-    assert [said.count(once) for once in ONCE] == [1] * len(ONCE), said
-    assert "Traceback" not in said
-    assert "Warning" not in said
-    for line in said.splitlines():
+    output = ddp.stdout + ddp.stderr
+    assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | ddp on cpu | lr " in output
+    assert "run 6 steps per epoch, 12 in all (max_epochs=2) | " in output
+    assert str(ddp.folder) in output
+    assert [output.count(once) for once in ONCE] == [1] * len(ONCE), output
+    assert "Traceback" not in output
+    assert "Warning" not in output
+    for line in output.splitlines():
         assert line in (ddp.folder / "train.log").read_text()
 
 
@@ -134,20 +134,20 @@ def test_a_grid_is_refused_before_its_first_job(run_train: Program) -> None:
 # Workers that exist already, and several machines
 
 
-STRUCK = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=none")
+SAVES_OFTEN = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=none")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What STRUCK ends with on two devices of one machine, by its weights' digest."""
-    run = Program(tmp_path_factory.mktemp("undisturbed"))(*STRUCK, "devices=2")
+    """Return what SAVES_OFTEN ends with on two devices of one machine, by its weights' digest."""
+    run = Program(tmp_path_factory.mktemp("undisturbed"))(*SAVES_OFTEN, "devices=2")
     return str(run.summary["weights_sha256"])
 
 
 @pytest.mark.usefixtures("processes")
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
-    process = program.start(*STRUCK, "devices=2")
+    process = program.start(*SAVES_OFTEN, "devices=2")
     program.wait_for_checkpoint(process)
     agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: s
 
 
 def test_a_sweep_of_torchruns_workers(run_train: Program) -> None:
-    environments = of_torchrun()
+    environments = torchrun_environments()
     port = int(environments[0]["MASTER_PORT"])
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # the agent's
     options = ("-m", *SHORT, "strategy=ddp", "devices=2", "seed=0,1")
@@ -170,15 +170,17 @@ def test_a_sweep_of_torchruns_workers(run_train: Program) -> None:
     run, other = (run_train.finish(worker) for worker in workers)
     assert (run.returncode, other.returncode) == (0, 0), f"{run}\n{other}"
     assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 2
-    told = [line.split(" in ")[0] for line in run.stderr.splitlines() if line.startswith("[")]
-    assert told == ["[1 of 2] job 0 completed", "[2 of 2] job 1 completed"]
+    lines = [line.split(" in ")[0] for line in run.stderr.splitlines() if line.startswith("[")]
+    assert lines == ["[1 of 2] job 0 completed", "[2 of 2] job 1 completed"]
     assert "completed" not in other.stderr
     assert store.num_keys() > 0
 
 
 def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> None:
     options = (*TINY, "strategy=ddp", "devices=2", "data.augment={crop:99}")
-    runs = [run_train.finish(worker) for worker in [run_train.start(*options, env=each) for each in of_torchrun()]]
+    runs = [
+        run_train.finish(worker) for worker in [run_train.start(*options, env=each) for each in torchrun_environments()]
+    ]
     assert [run.returncode for run in runs] == [2, 2], "\n".join(map(str, runs))
     assert runs[0].stderr.startswith("error: data.augment.crop=99: ")
     assert runs[1].stderr == "", "what all ranks refuse is printed once"
@@ -189,8 +191,8 @@ def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> No
 
 
 def started(program: Program, *overrides: str) -> Any:
-    """An endless run that has saved a checkpoint."""
-    process = program.start(*ENDLESS, *overrides)
+    """Start an endless run, and wait for its first checkpoint."""
+    process = program.start(*LONG_RUN, *overrides)
     program.wait_for_checkpoint(process)
     return process
 
@@ -222,8 +224,8 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert "Traceback" not in run.stderr
-    said = "error: rank 1 was killed by SIGKILL (out of memory?)\nto continue from its last checkpoint: resume="
-    assert run.stderr.endswith(f"{said}{run.folder}\n")
+    output = "error: rank 1 was killed by SIGKILL (out of memory?)\nto continue from its last checkpoint: resume="
+    assert run.stderr.endswith(f"{output}{run.folder}\n")
     assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL (out of memory?)")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
     assert all(ended(pid) for pid in workers)

@@ -50,19 +50,19 @@ net:
 
 @pytest.mark.usefixtures("processes")
 def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
-    """More of it: docs/test_own_page.py."""
+    """More of it: docs/test_user_code_page.py."""
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "bought.yaml").write_text(BOUGHT)
-    own = "--config-dir", str(tmp_path / "conf")
+    config_dir = "--config-dir", str(tmp_path / "conf")
     task = "data=synthetic", "data.samples=128", "data.channels=3", "data.image_size=32", "threads=1", "max_epochs=1"
     train = Program(tmp_path / "outputs")
-    trained = train(*task, "model=bought", *own).summary
+    trained = train(*task, "model=bought", *config_dir).summary
     refused = train("resume=last", "optimizer=adamw", "max_epochs=4", ok=False)
     assert "optimizer._target_=torch.optim.AdamW, but " in refused.stderr
     assert "holds the state of torch.optim.SGD" in refused.stderr
 
     evaluate = Program(tmp_path / "outputs", "src/evaluate.py")
-    tested = evaluate("checkpoint=last", "threads=1", *own)
+    tested = evaluate("checkpoint=last", "threads=1", *config_dir)
     (folder,) = (tmp_path / "outputs" / "evaluate").iterdir()
     assert summary_of(folder)["metrics"]["test/correct"] == trained["metrics"]["test/correct"], str(tested)
     without = evaluate("checkpoint=last", ok=False)

@@ -49,9 +49,9 @@ def test_what_is_no_result_or_not_the_same_fails(
     def problems(action: str, *runs: Run) -> list[str]:
         monkeypatch.setattr(recorded_runs, "RUNS", runs)
         code = main([action, *options])
-        found = [line for line in lines(capsys) if "  test/loss" not in line]
-        assert code == (found != [f"{len(runs)} runs: all as they must be"])
-        return found
+        actual = [line for line in lines(capsys) if "  test/loss" not in line]
+        assert code == (actual != [f"{len(runs)} runs: all as they must be"])
+        return actual
 
     one, other = Run("one", ("seed=1", "loss=0")), Run("other", ("seed=1", "loss=0"), same_as="one")
     assert problems("write", one, other) == ["2 runs: all as they must be"]
@@ -59,8 +59,8 @@ def test_what_is_no_result_or_not_the_same_fails(
     two = replace(other, overrides=("seed=2", "loss=0"))
     assert problems("write", one, two) == ["other: its weights are not those of one: they must be the same bits"]
     bad, worse = replace(two, overrides=("seed=bad", "loss=0")), replace(one, overrides=("seed=1", "loss=1"))
-    found = problems("compare", worse, bad, Run("third", ("seed=1", "loss=0")))
-    assert found == [
+    actual = problems("compare", worse, bad, Run("third", ("seed=1", "loss=0")))
+    assert actual == [
         "one: differs: test/loss 0.0 -> 1.0",
         "other: failed: exit code 1: error: seed=bad: a seed is a number",
         "third: not recorded: write a new file with the old checkout",

@@ -23,7 +23,7 @@ PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>\S+)")
 
 
 def tracked() -> list[Path]:
-    """What a clone would hold, files not yet committed included."""
+    """Return what a clone would hold, files not yet committed included."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
@@ -34,14 +34,14 @@ def texts() -> dict[Path, str]:
 
 
 def pins(python: str) -> dict[str, str]:
-    """Versions in requirements.lock by name, for a version of Python on Linux."""
+    """Return the versions in requirements.lock by name, for a version of Python on Linux."""
     lines = [line.rstrip("\\ ") for line in (ROOT / "requirements.lock").read_text().splitlines() if PIN.match(line)]
     chosen = [pin for pin in map(Requirement, lines) if serves(pin, python)]
     return {pin.name: str(pin.specifier).removeprefix("==") for pin in chosen}
 
 
 def serves(requirement: Requirement, python: str) -> bool:
-    """Whether a requirement is for this version of Python on Linux."""
+    """Return whether a requirement is for this version of Python on Linux."""
     environment = {"python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux"}
     return requirement.marker is None or requirement.marker.evaluate(environment)
 
@@ -83,14 +83,14 @@ def test_every_line_of_the_lock_is_pinned_and_hashed() -> None:
 def test_the_lock_serves_what_pyproject_asks_for(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     locked = pins(python)
-    for asked in map(Requirement, project["dependencies"] + project["optional-dependencies"]["dev"]):
-        if serves(asked, python):
-            assert asked.name in locked, f"{asked.name} is not in requirements.lock: make lock"
-            version = locked[asked.name]
-            assert asked.specifier.contains(version, prereleases=True), f"{asked} but locked {version}: make lock"
+    for wanted in map(Requirement, project["dependencies"] + project["optional-dependencies"]["dev"]):
+        if serves(wanted, python):
+            assert wanted.name in locked, f"{wanted.name} is not in requirements.lock: make lock"
+            version = locked[wanted.name]
+            assert wanted.specifier.contains(version, prereleases=True), f"{wanted} but locked {version}: make lock"
 
 
-def test_python_3_14_gets_the_hydra_that_starts_there() -> None:
+def test_python_3_14_gets_the_hydra_that_starts_with_it() -> None:
     assert pins("3.13")["hydra-core"].startswith("1.3.")
     assert pins("3.14")["hydra-core"].startswith("1.4.")
 
@@ -135,7 +135,7 @@ def test_the_rooms_stand_in_the_order_that_is_checked() -> None:
     assert named == [set(layer.split(" | ")) for layer in reversed(layers)]
 
 
-def test_hooks_are_local_and_run_what_is_there() -> None:
+def test_hooks_are_local_and_run_what_exists() -> None:
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repository["repo"] for repository in repositories] == ["local"]
     hooks = repositories[0]["hooks"]

@@ -1,4 +1,6 @@
-"""Names in `src/` and `scripts/` say what a thing is: no participle in a noun's place, nothing that speaks or knows."""
+"""Names say what a thing is: no participle in a noun's place, nothing that speaks or knows. Docstrings of helpers begin
+with a command; ruff checks those in `src/` and `scripts/`, and these tests those in `tests/`.
+"""
 
 import ast
 import re
@@ -13,6 +15,13 @@ BANNED = {
     *("tell", "tells", "say", "says", "hear", "hears", "know", "knows"),
     *("keeper", "wire", "endings", "let_in", "alike"),
 }
+OF_OTHERS = "hydra_template"  # tests/docs/hydra_template/ holds another project's files, as they are
+# What a description begins with, and a command does not.
+NO_COMMAND = re.compile(
+    r"(the|an?|what|whether|who|how|when|all|both|each|one|two|three|four|another|as|of|below|is|are"
+    r"|[a-z]+[^s\W]s|[a-z]+ing)\b|\W",
+    re.IGNORECASE,
+)
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
@@ -45,10 +54,38 @@ def offences(text: str, path: str) -> list[str]:
 
 
 def test_no_name_has_a_banned_word() -> None:
-    for folder, least in (("src", 100), ("scripts", 40)):
-        files = sorted((ROOT / folder).rglob("*.py"))
+    for folder, least in (("src", 100), ("scripts", 40), ("tests", 100)):
+        files = [path for path in sorted((ROOT / folder).rglob("*.py")) if OF_OTHERS not in path.parts]
         assert len(files) > least
         assert [each for file in files for each in offences(file.read_text(), str(file.relative_to(ROOT)))] == []
+
+
+def descriptions(text: str, path: str) -> list[str]:
+    """Return `file:line: docstring` for each function that is no test and whose docstring begins with no command."""
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    docstrings = [
+        (node.lineno, ast.get_docstring(node) or "Do") for node in functions if not node.name.startswith("test_")
+    ]
+    return [f"{path}:{line}: {docstring}" for line, docstring in docstrings if NO_COMMAND.match(docstring)]
+
+
+def test_docstrings_of_helpers_begin_with_a_command() -> None:
+    files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if OF_OTHERS not in path.parts]
+    assert [each for file in files for each in descriptions(file.read_text(), str(file.relative_to(ROOT)))] == []
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    ["The runs of a sweep.", "A run.", "What a run prints.", "Runs a program.", "Whether it ended.", "`name` -> Run."],
+)
+def test_a_description_is_seen(docstring: str) -> None:
+    assert len(descriptions(f'def helper():\n    """{docstring}"""', "planted.py")) == 1
+    assert descriptions(f'def test_it():\n    """{docstring}"""', "planted.py") == []
+
+
+@pytest.mark.parametrize("docstring", ["Return the runs.", "Pass on what is read.", "Process a row.", "Add up."])
+def test_a_command_is_taken(docstring: str) -> None:
+    assert descriptions(f'async def helper():\n    """{docstring}"""', "planted.py") == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ STEP = "[pl][profile]run_training_batch"  # Lightning's name for an optimizer st
 
 
 def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:
-    """Runs train.py under torch's profiler: how often each event happens in an optimizer step, by its name.
+    """Run train.py under torch's profiler: how often each event happens in an optimizer step, by its name.
 
     Raises:
         RuntimeError: the run failed.
@@ -28,8 +28,8 @@ def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:
 
 
 def per_step(events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Events that begin in a step, on the host or on the GPU: of all steps the one in the middle, since some talk more
-    (about once a second ranks ask each other for signals)."""
+    """Return the events that begin in a step, on the host or on the GPU: of all steps the one in the middle, since
+    some talk more (about once a second ranks ask each other for signals)."""
     events = [event for event in events if "dur" in event]
     steps = [e for e in events if e["name"] == STEP and "gpu" not in str(e.get("cat"))]
     *starts, end = sorted(step["ts"] for step in steps)  # the last one is cut short, maybe
@@ -37,4 +37,4 @@ def per_step(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     for event in events:
         if starts[0] <= event["ts"] < end:
             counts[event["name"]][bisect_right(starts, event["ts"]) - 1] += 1
-    return {name: median(found) for name, found in counts.items()}
+    return {name: median(actual) for name, actual in counts.items()}

@@ -214,4 +214,4 @@ def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> st
 
 
 if __name__ == "__main__":
-    cli.command(advise, "advise", add_pages())
+    cli.command(advise, "advise", __file__, add_pages())

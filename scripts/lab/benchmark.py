@@ -26,9 +26,10 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 from bench import folders, growth, portable, programs, steps
 from bench.machine import cpu_name
 from bench.players import Row
+from common.repository import ROOT
 from common.showing import markdown
 
-from lockstep.config.value_checks import ROOT, unknown_name_message
+from lockstep.config.value_checks import unknown_name_message
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import git_info, versions, write_summary

@@ -210,4 +210,4 @@ def draw(rows: list[Row], path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.command(communicate, "communication", add_pages())
+    cli.command(communicate, "communication", __file__, add_pages())

@@ -42,9 +42,10 @@ if not find_spec("hydra") and gpu_wheels.install():  # a machine without network
     sys.path.insert(3, str(gpu_wheels.SITE))
 
 from bench.machine import facts
+from common.repository import ROOT
 from common.showing import markdown
 
-from lockstep.config.value_checks import ROOT, unknown_name_message
+from lockstep.config.value_checks import unknown_name_message
 from lockstep.launch.machine import gpu_count
 from lockstep.run.summary import git_info, write_summary
 

@@ -40,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from bench.machine import facts
+from common.repository import ROOT
 from common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
 
-from lockstep.config.value_checks import ROOT
 from lockstep.launch.machine import available_cores
 from lockstep.run.summary import summary_of
 

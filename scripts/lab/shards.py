@@ -24,11 +24,11 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 from bench.folders import paint
+from common.repository import ROOT
 from common.showing import markdown
 from omegaconf import OmegaConf
 from PIL import Image
 
-from lockstep.config.value_checks import ROOT
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 

@@ -22,7 +22,7 @@ Addend = list[Tensor]
 
 
 def addends(count: int, seed: int, spread: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Addend]:
-    """`count` lists of float32 tensors, whose sizes differ by up to 2**spread among themselves."""
+    """Return `count` lists of float32 tensors, whose sizes differ by up to 2**spread among themselves."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.randint(-spread, spread + 1, (count, len(shapes)), generator=generator).tolist()
     return [[torch.randn(s, generator=generator) * 2.0**e for s, e in zip(shapes, row, strict=True)] for row in scales]
@@ -47,7 +47,7 @@ class Group:
 
 
 def steps_of(assigned: list[list[list[Addend]]], like: Addend) -> list[list[Addend]]:
-    """The sums that each process gets, `[rank][step]`, from `assigned[step][rank]`, its addends."""
+    """Return the sums that each process gets, `[rank][step]`, from `assigned[step][rank]`, its addends."""
     size = len(assigned[0])
     group = Group(size)
 
@@ -64,8 +64,8 @@ def steps_of(assigned: list[list[list[Addend]]], like: Addend) -> list[list[Adde
         return list(pool.map(process, range(size)))
 
 
-def same(found: Addend, expected: Addend) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def same(actual: Addend, expected: Addend) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @given(st.data(), st.integers(1, 7), st.integers(1, 4), st.integers(0, 12))
@@ -79,8 +79,8 @@ def test_neither_order_nor_processes_change_a_bit(data: st.DataObject, count: in
         owners = data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count))
         assigned.append([[a for a, owner in zip(order, owners, strict=True) if owner == rank] for rank in range(size)])
     for rank in steps_of(assigned, like):
-        for found, wanted in zip(rank, expected, strict=True):
-            assert same(found, wanted)
+        for actual, wanted in zip(rank, expected, strict=True):
+            assert same(actual, wanted)
 
 
 def test_a_plain_sum_does_depend_on_order() -> None:
@@ -92,8 +92,8 @@ def test_a_plain_sum_does_depend_on_order() -> None:
 @pytest.mark.parametrize("spread", [0, 10])
 def test_it_is_more_accurate_than_float32(spread: int) -> None:
     steps = [addends(8, seed, spread) for seed in range(3)]
-    for found, step in zip(steps_of([[step] for step in steps], zeros())[0], steps, strict=True):
-        for index, total in enumerate(found):
+    for actual, step in zip(steps_of([[step] for step in steps], zeros())[0], steps, strict=True):
+        for index, total in enumerate(actual):
             true = torch.stack([addend[index].double() for addend in step]).sum(0)
             largest = max(float(addend[index].abs().max()) for addend in step)
             assert torch.all((total.double() - true).abs() <= true.abs() * 2.0**-24 + 8 * 2.0**-44 * largest)
@@ -125,10 +125,10 @@ def test_one_element_that_outgrows_its_grid_in_a_last_chunk_takes_nothing_with_i
 
 def test_zeros_stay_zero_and_what_comes_after_is_summed_as_before() -> None:
     step = addends(3, 1)
-    found = steps_of([[[zeros()]], [step], *[[[zeros()]]] * 30, [step]], zeros())[0]
-    assert same(found[0], zeros())
-    assert same(found[2], zeros())
-    assert same(found[1], found[-1])
+    actual = steps_of([[[zeros()]], [step], *[[[zeros()]]] * 30, [step]], zeros())[0]
+    assert same(actual[0], zeros())
+    assert same(actual[2], zeros())
+    assert same(actual[1], actual[-1])
 
 
 @pytest.mark.parametrize("value", [0.99, 1.0 - 2.0**-24, -1.0 + 2.0**-24])
@@ -145,12 +145,12 @@ def test_as_many_addends_as_a_layout_may_have_do_not_overflow(value: float) -> N
         assert torch.allclose(total, torch.full((3,), MAX_PIECES_EXACT * value), rtol=1e-6)
 
 
-def test_what_falls_below_its_grid_is_found_again() -> None:
+def test_what_falls_below_its_grid_is_detected_again() -> None:
     first, small = addends(3, 1), [[value * 2.0**-60 for value in addend] for addend in addends(3, 2)]
-    found = steps_of([[first], [small], [small], [small]], zeros())[0]
-    assert same(found[1], zeros())  # what the docs admit
-    assert all(bool(value.any()) for value in found[2])
-    for index, total in enumerate(found[3]):
+    actual = steps_of([[first], [small], [small], [small]], zeros())[0]
+    assert same(actual[1], zeros())  # what the docs admit
+    assert all(bool(value.any()) for value in actual[2])
+    for index, total in enumerate(actual[3]):
         true = torch.stack([addend[index].double() for addend in small]).sum(0)
         assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
 
@@ -187,9 +187,9 @@ def test_memory_format_and_strides_do_not_matter() -> None:
     odd = [[a.to(memory_format=torch.channels_last), torch.stack([b, b], -1)[..., 0]] for a, b in step]
     like = [torch.zeros(shapes[0]).to(memory_format=torch.channels_last), torch.zeros(3, 5).t()]
     for addend in (step, odd):
-        found = steps_of([[addend]], like)[0][0]
-        assert same(found, expected)
-        assert [value.stride() for value in found] == [value.stride() for value in like]
+        actual = steps_of([[addend]], like)[0][0]
+        assert same(actual, expected)
+        assert [value.stride() for value in actual] == [value.stride() for value in like]
 
 
 def test_each_flipped_bit_of_a_message_is_seen() -> None:
@@ -276,7 +276,7 @@ def test_a_gpu_takes_back_what_it_should_not_have_added(factor: float, which: in
 
 def test_a_gpu_copies_addends_that_may_change() -> None:
     """Running statistics do, in the next forward pass."""
-    large, found = 2.0**20, []
+    large, actual = 2.0**20, []
     for changes in (False, True):
         exact = on_gpu([torch.zeros(3)])
         for _ in range(2):
@@ -285,13 +285,13 @@ def test_a_gpu_copies_addends_that_may_change() -> None:
             exact.add([other := torch.full((3,), large)], unchanged=not changes)
             if changes:
                 value.zero_(), other.zero_()
-            found.append(exact.total()[0])
+            actual.append(exact.total()[0])
             large *= 2.0**20  # outgrows the grid
-    assert all(map(torch.equal, found[:2], [torch.full((3,), 2.0**20 + 1), torch.full((3,), 2.0**40 + 1)]))
-    assert [float(each[0]) for each in found[2:]] == [2.0**60, 2.0**80]
+    assert all(map(torch.equal, actual[:2], [torch.full((3,), 2.0**20 + 1), torch.full((3,), 2.0**40 + 1)]))
+    assert [float(each[0]) for each in actual[2:]] == [2.0**60, 2.0**80]
 
 
-def test_the_host_reads_the_size_of_a_piece_when_the_next_one_is_there() -> None:
+def test_the_host_reads_the_size_of_a_piece_when_the_next_one_exists() -> None:
     """In the meantime the next piece's passes are queued, so the GPU has work while the host waits."""
     exact = on_gpu(zeros())
     for part in addends(1, 0):
@@ -330,7 +330,7 @@ def test_a_gpu_starts_as_many_kernels_for_many_tensors_as_for_few() -> None:
             exact.begin()
             with Kernels() as kernels:
                 for _ in range(2):
-                    exact.add([torch.ones(20_000)] * tensors, unchanged=True)
+                    exact.add([torch.ones(20_000)] * tensors)
                 exact.total()
         return kernels.kernels
 

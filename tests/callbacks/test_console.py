@@ -12,7 +12,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from conftest import of_torchrun, wait_for
+from conftest import torchrun_environments, wait_for
 from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Loader, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from project.callbacks import Dashboard
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def read_output(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.INFO, logger="lockstep")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "lockstep"]
 
@@ -30,33 +30,33 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 # --- console ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_line_per_epoch_with_the_epochs_own_metrics(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_one_line_per_epoch_with_the_epochs_metrics(tmp_path: Path, read_output: Callable[[], list[str]]) -> None:
     class Logging(Counting):
         def on_train_epoch_end(self) -> None:  # after the callbacks' hook of this name
             self.log("train/own", 0.125 * (self.current_epoch + 1))
 
     trainer_with(tmp_path, Meter(), Console(bar=False), epochs=2).fit(Logging(), **loaders())
-    first, second = (line.split("  ") for line in said())
+    first, second = (line.split("  ") for line in read_output())
     assert first[:2] == ["epoch 1/2", "step 6"]
     assert {"train/loss 3.5000", "train/acc 0.2500", "train/own 0.1250", "val/acc 0.5000", "lr 0.1"} <= set(first)
     assert {"train/loss 9.5000", "train/acc 0.2500", "train/own 0.2500", "val/acc 0.7500", "lr 0.1"} <= set(second)
 
 
-def test_short_epochs_may_share_a_line(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_short_epochs_may_share_a_line(tmp_path: Path, read_output: Callable[[], list[str]]) -> None:
     trainer_with(tmp_path, Console(bar=False, every_epochs=2), epochs=5).fit(Plain(), **loaders())
-    assert [line.split("  ")[0] for line in said()] == ["epoch 2/5", "epoch 4/5", "epoch 5/5"]
+    assert [line.split("  ")[0] for line in read_output()] == ["epoch 2/5", "epoch 4/5", "epoch 5/5"]
 
 
-def test_a_long_epoch_says_how_far_it_is(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_a_long_epoch_describes_how_far_it_is(tmp_path: Path, read_output: Callable[[], list[str]]) -> None:
     trainer_with(tmp_path, Meter(), Console(bar=False, line_seconds=0)).fit(Counting(), **loaders())
-    lines = said()
+    lines = read_output()
     assert len(lines) == STEPS + 1
     assert lines[0].startswith("epoch 1/1  step 1/6  train/loss 1.0000  train/acc 0.2500 (step 1)")
     assert re.fullmatch(r"epoch 1/1  step 3/6  [\d,]+ samples/s", lines[2]), "an old measurement is not shown again"
     assert lines[5].startswith("epoch 1/1  step 6/6  train/loss 4  train/acc 0.2500 (steps 2-6)")
 
 
-def test_a_line_names_the_steps_that_its_means_are_of(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_a_line_names_the_steps_that_its_means_are_of(tmp_path: Path, read_output: Callable[[], list[str]]) -> None:
     """The line comes later than the measurement. The loss of `Counting` at step n is n."""
 
     class Late(Console):
@@ -65,13 +65,15 @@ def test_a_line_names_the_steps_that_its_means_are_of(tmp_path: Path, said: Call
                 super().on_train_batch_end(trainer, *args)
 
     trainer_with(tmp_path, Meter(log_every=4), Late(bar=False, line_seconds=0), epochs=2).fit(Counting(), **loaders())
-    lines = said()
+    lines = read_output()
     assert lines[0].startswith("epoch 1/2  step 5/12  train/loss 3  train/acc 0.2500 (steps 2-4)")
     assert lines[1].startswith("epoch 1/2  step 6  train/loss 3.5000")
     assert lines[2].startswith("epoch 2/2  step 8/12  train/loss 7.5000  train/acc 0.2500 (steps 7-8)")
 
 
-def test_an_epochs_line_has_no_validation_of_an_earlier_step(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_an_epochs_line_has_no_validation_of_an_earlier_step(
+    tmp_path: Path, read_output: Callable[[], list[str]]
+) -> None:
     class Sometimes(Plain):
         def on_train_epoch_end(self) -> None:
             if self.current_epoch != 1:
@@ -79,7 +81,7 @@ def test_an_epochs_line_has_no_validation_of_an_earlier_step(tmp_path: Path, sai
 
     options: dict[str, Any] = {"val_check_interval": 5, "check_val_every_n_epoch": None}
     trainer_with(tmp_path, Console(bar=False), epochs=3, **options).fit(Sometimes(), **loaders())
-    shown = [(line.split("  ")[1], "val/acc" in line, "train/rare" in line) for line in said()]
+    shown = [(line.split("  ")[1], "val/acc" in line, "train/rare" in line) for line in read_output()]
     assert shown == [
         *[("step 5", True, False), ("step 6", False, True), ("step 10", True, False), ("step 12", False, False)],
         *[("step 15", True, False), ("step 18", False, True)],
@@ -88,10 +90,10 @@ def test_an_epochs_line_has_no_validation_of_an_earlier_step(tmp_path: Path, sai
 
 @pytest.mark.parametrize("options", [{}, {"max_steps": 5}], ids=["whole epochs", "cut short"])
 def test_a_validation_inside_an_epoch_is_a_line(
-    tmp_path: Path, said: Callable[[], list[str]], options: dict[str, int]
+    tmp_path: Path, read_output: Callable[[], list[str]], options: dict[str, int]
 ) -> None:
     trainer_with(tmp_path, Console(bar=False), val_check_interval=2, **options).fit(Plain(), **loaders())
-    lines = said()
+    lines = read_output()
     assert lines[:2] == [f"epoch 1/1  step {step}  val/acc 0.5000  val/loss 0.5000" for step in (2, 4)]
     assert [line.split("  ")[1] for line in lines[2:]] == [f"step {options.get('max_steps', 6)}"]
 
@@ -132,8 +134,8 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
     except OSError:  # how Linux says that the other end is closed
         pass
     os.close(terminal)
-    said = process.communicate(timeout=60)
-    assert process.returncode == 0, (shown.decode(), *said)
+    read_output = process.communicate(timeout=60)
+    assert process.returncode == 0, (shown.decode(), *read_output)
     text = shown.decode()
     assert "█" in text
     assert "12/12" in text
@@ -145,7 +147,7 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
         assert text.count(epoch) == 1
 
 
-def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, read_output: Callable[[], list[str]]) -> None:
     class Forked(Plain):
         def training_step(self, batch: FakeBatch, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -155,7 +157,7 @@ def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, said: Calla
     trainer = trainer_with(tmp_path, Console(bar=False))
     trainer.fit(Forked(), **loaders())
     assert {"train/loss_step", "train/loss_epoch"} <= set(trainer.callback_metrics)  # the control
-    (line,) = said()
+    (line,) = read_output()
     assert (line.count("train/loss"), line.count("train/time_step ")) == (1, 1)
     assert f"train/loss {float(trainer.callback_metrics['train/loss_epoch']):.4f}" in line
 
@@ -239,9 +241,11 @@ assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6
 def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    ranks = [forks.Fork([str(script), PATHS, str(tmp_path)], tmp_path, os.environ | env) for env in of_torchrun()]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    ranks = [
+        forks.Fork([str(script), PATHS, str(tmp_path)], tmp_path, os.environ | env) for env in torchrun_environments()
+    ]
+    read_output = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], read_output
     curves = scalars(tmp_path / "tensorboard")
     assert curves["train/loss"][:3] == [(1, 2.0), (3, 5.0), (6, 10.0)]  # rank one's loss is three times rank zero's
     assert curves["train/acc"][:3] == [(1, 0.25), (3, 0.25), (6, 0.25)]

@@ -37,7 +37,7 @@ from project.callbacks.pictures import Confusion, Mistakes
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One run on two workers that goes on for an epoch after its end."""
+    """Return one run on two workers that goes on for an epoch after its end."""
     program = Program(tmp_path_factory.mktemp("board") / "outputs")
     options = (*TINY, "strategy=ddp", "devices=2", "log_every=2")
     run = program(*options, "callbacks.pictures.seconds=0", "max_epochs=2")
@@ -82,7 +82,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_model_with_a_metric_of_its_own(tmp_path: Path) -> None:
+def test_a_model_with_a_custom_metric(tmp_path: Path) -> None:
     """Regression has no accuracy: the first page, the charts and the columns show the metric that it names."""
     model = ("model=regression", "model.arch=squeezenet1_0", "data.task=regression", "data.num_classes=1")
     run = Program(tmp_path / "outputs")(*TINY, *model, "data.image_size=32", "max_steps=2")
@@ -108,8 +108,8 @@ def test_the_run_as_text(board: Board) -> None:
     assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | ddp on cpu\n" in about[0]
     assert "6 steps per epoch, 12 in all (max_epochs=2) | 32-true\n" in about[0]
     assert about[0].endswith("lr 0.02\n```")
-    told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
-    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["console"]["line_seconds"]) == (
+    logged = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
+    assert (logged["batch_size"], logged["strategy"]["name"], logged["callbacks"]["console"]["line_seconds"]) == (
         32,
         "ddp",
         30,
@@ -119,18 +119,18 @@ def test_the_run_as_text(board: Board) -> None:
 @pytest.mark.usefixtures("processes")
 def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board, tmp_path: Path) -> None:
     content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
-    told = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
-    assert told.hparams["lr"].number_value == 0.02
-    assert told.hparams["strategy.name"].string_value == "ddp"
-    assert not told.hparams["exact"].bool_value
-    assert not [name for name in told.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
+    logged = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
+    assert logged.hparams["lr"].number_value == 0.02
+    assert logged.hparams["strategy.name"].string_value == "ddp"
+    assert not logged.hparams["exact"].bool_value
+    assert not [name for name in logged.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
     assert hparams.EXPERIMENT_TAG not in content, "a run does not know what differs from others"
     dashboard.Links(ddp.outputs, tmp_path).update()
     (shown,) = tmp_path.iterdir()
     summary = EventAccumulator(str(shown)).Reload().summary_metadata[hparams.EXPERIMENT_TAG]
     columns = hparams.parse_experiment_plugin_data(summary.plugin_data.content)
     assert [info.name for info in columns.hparam_infos] == list(dashboard.FEW), "one run: the few that matter"
-    assert set(dashboard.FEW) <= set(told.hparams)
+    assert set(dashboard.FEW) <= set(logged.hparams)
     metrics = {info.name.tag for info in columns.metric_infos}
     assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second"}
     for name in metrics - {"workers/samples_per_second"}:
@@ -152,7 +152,7 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
 def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert [event.step for event in board.events.Images("view/run")] == [12, 18], "the end of both lives"
     state = checkpoint_of(ddp.folder)["callbacks"]
-    (curves,) = (kept["curves"] for name, kept in state.items() if name.startswith("Dashboard"))
+    (curves,) = (record["curves"] for name, record in state.items() if name.startswith("Dashboard"))
     assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
         tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")
     }
@@ -164,7 +164,7 @@ def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
+def test_each_run_is_called_by_its_overrides(ddp: Run, tmp_path: Path) -> None:
     links = dashboard.Links(ddp.outputs, tmp_path)
     for _ in range(2):  # what is there stays
         links.update()
@@ -219,28 +219,28 @@ def test_what_differs_is_ticked_by_importance() -> None:
     one: dict[str, Any] = dict.fromkeys(("accumulate_grad_batches", "checkpoint_every", "data.augment.crop"), 1)
     one |= {"lr": 0.1, "model.name": "a", "devices": 1, "model.dropout": 0.1, "z": 1, "same": 1}
     other = {key: value if key == "same" else f"other {value}" for key, value in one.items()}
-    found = dashboard.columns([one, other], "z=1 model.dropout=0.2 - cnn")
-    assert found[:5] == ["lr", "model.name", "devices", "model.dropout", "z"]
-    assert sorted(found) == sorted(set(one) - {"same"})
+    actual = dashboard.columns([one, other], "z=1 model.dropout=0.2 - cnn")
+    assert actual[:5] == ["lr", "model.name", "devices", "model.dropout", "z"]
+    assert sorted(actual) == sorted(set(one) - {"same"})
     assert dashboard.columns([{"lr": 0.1, "batch_size": 8}]) == ["batch_size", "lr"]
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------
 
 
-def test_the_worst_mistakes_and_their_pixels_are_kept() -> None:
+def test_the_worst_mistakes_and_their_pixels_stay() -> None:
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(256, (60, 1, 4, 4), generator=generator)
     x, y = (pixels / 255 - 0.5) / 0.25, torch.randint(3, (60,), generator=generator)
     logits = torch.randn(60, 3, generator=generator)
-    kept = Mistakes(Spec(1, 4, ("a", "b", "c"), mean=(0.5,), std=(0.25,)), 5)
+    record = Mistakes(Spec(1, 4, ("a", "b", "c"), mean=(0.5,), std=(0.25,)), 5)
     for part in (slice(0, 7), slice(7, 8), slice(8, 60)):
-        kept.add(x[part], logits[part], y[part])
+        record.add(x[part], logits[part], y[part])
     losses = F.cross_entropy(logits.double(), y, reduction="none")
     wrong = logits.argmax(1) != y
     worst = [int(index) for index in losses.argsort(descending=True) if wrong[index]][:5]
-    told, labels, predictions, sure, images = zip(*kept.worst, strict=True)
-    assert told == pytest.approx(losses[worst].tolist())
+    logged, labels, predictions, sure, images = zip(*record.worst, strict=True)
+    assert logged == pytest.approx(losses[worst].tolist())
     assert list(labels) == y[worst].tolist()
     assert list(predictions) == logits[worst].argmax(1).tolist()
     assert sure == pytest.approx(logits[worst].softmax(1).amax(1).tolist())
@@ -261,10 +261,10 @@ def test_classes_are_counted_as_torchmetrics_counts_them() -> None:
 
 @pytest.mark.parametrize("label", [1, 255])
 def test_a_batch_whose_labels_are_no_classes_has_no_mistakes(label: int) -> None:
-    kept, logits = Mistakes(Spec(1, 4, ("a", "b"))), torch.tensor([[1.0, 0.0], [math.nan, 0.0]])
+    record, logits = Mistakes(Spec(1, 4, ("a", "b"))), torch.tensor([[1.0, 0.0], [math.nan, 0.0]])
     y = torch.tensor([label, 0])
-    kept.add(torch.zeros(2, 1, 4, 4), logits, y, ((y >= 0) & (y < 2)).all())
-    assert len(kept.worst) == (label == 1)  # a loss of nan is none
+    record.add(torch.zeros(2, 1, 4, 4), logits, y, ((y >= 0) & (y < 2)).all())
+    assert len(record.worst) == (label == 1)  # a loss of nan is none
 
 
 def test_pictures_do_not_wait_for_a_gpu() -> None:
@@ -283,7 +283,7 @@ def test_pictures_do_not_wait_for_a_gpu() -> None:
         assert list(gpu.faults.values()) == [WAITS]  # the control
 
 
-class Own(pl.LightningModule):
+class Custom(pl.LightningModule):
     """A user's module as in a tutorial: nothing of ours, and `forward` gives logits."""
 
     def __init__(self, classes: int = 3) -> None:
@@ -297,13 +297,15 @@ class Own(pl.LightningModule):
         self.log("test/loss", self(batch[0]).mean())
 
 
-class PastForward(Own):
+class PastForward(Custom):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.net(batch[0].flatten(1))
 
 
 @pytest.mark.parametrize(
-    ("module", "drawn"), [(Own(), True), (Own(classes=7), False), (PastForward(), False)], ids=["own", "other", "past"]
+    ("module", "drawn"),
+    [(Custom(), True), (Custom(classes=7), False), (PastForward(), False)],
+    ids=["own", "other", "past"],
 )
 def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     module: pl.LightningModule, drawn: bool, tmp_path: Path

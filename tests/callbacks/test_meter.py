@@ -19,10 +19,10 @@ class Steps(pl.Callback):
         self.seen: dict[int, dict[str, float]] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        found = meter.find_meter(trainer)
-        assert found is not None
-        if found.just_measured:
-            self.seen[trainer.global_step] = dict(found.latest)
+        actual = meter.find_meter(trainer)
+        assert actual is not None
+        if actual.just_measured:
+            self.seen[trainer.global_step] = dict(actual.latest)
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def test_validation_is_not_training_time(tmp_path: Path, clock: Clock) -> None:
 def test_the_warm_up_is_left_out_once_as_much_again_has_passed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(meter, "WARMUP", 3)
     counted = meter.Speed()
-    found = []
+    actual = []
     for seconds in (9, 2, 2, 1, 1, 1, 1):
         clock.sleep(seconds)
         counted.count(SIZE)
-        found.append(counted.samples_per_second)
-    assert found[0] is None
-    assert found[4] == pytest.approx(4 * SIZE / 6)
-    assert found[5:] == pytest.approx([SIZE, SIZE])
+        actual.append(counted.samples_per_second)
+    assert actual[0] is None
+    assert actual[4] == pytest.approx(4 * SIZE / 6)
+    assert actual[5:] == pytest.approx([SIZE, SIZE])
 
 
 def test_a_run_that_is_cut_short_is_measured_at_its_end(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_step_weighs_as_many_samples_as_it_has_here(tmp_path: Path) -> None:
 def test_a_skipped_step_does_not_count(tmp_path: Path, skipped: tuple[int, ...]) -> None:
     class Skips(Counting):
         def training_step(self, batch: FakeBatch, batch_idx: int) -> dict[str, Tensor]:
-            found = super().training_step(batch, batch_idx)
+            actual = super().training_step(batch, batch_idx)
             batch.skipped = batch_idx in skipped
-            return {name: value + 1000 for name, value in found.items()} if batch.skipped else found
+            return {name: value + 1000 for name, value in actual.items()} if batch.skipped else actual
 
     measured = Meter(log_every=1)
     trainer = trainer_with(tmp_path, measured)
@@ -115,12 +115,12 @@ def test_a_skipped_step_does_not_count(tmp_path: Path, skipped: tuple[int, ...])
 
 @pytest.mark.parametrize("step", [2, 5])
 def test_means_and_samples_go_on_after_a_resume(tmp_path: Path, step: int) -> None:
-    class Kept(pl.Callback):
+    class Retained(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == step:
                 trainer.save_checkpoint(tmp_path / "kept.ckpt", weights_only=False)
 
-    trainer_with(tmp_path, Meter(), Kept()).fit(Counting(), **loaders())
+    trainer_with(tmp_path, Meter(), Retained()).fit(Counting(), **loaders())
     measured = Meter()
     resumed = trainer_with(tmp_path, measured)
     resumed.fit(Counting(), Loader(STEPS), ckpt_path=str(tmp_path / "kept.ckpt"))

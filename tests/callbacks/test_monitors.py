@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from conftest import summary_of
-from own_runs import BOTH, jobs, train
+from user_runs import BOTH, jobs, train
 
 NEVER = "callbacks.checkpoint.monitor=null"
 
 
 def test_a_monitor_that_validation_does_not_log_is_refused_before_the_first_step(project: Path, tmp_path: Path) -> None:
     stopping = ("+callbacks.stopping._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.checkpoint=null")
-    says = [
+    message = [
         "callbacks.checkpoint.monitor=val/acc: nothing logs it; logged: val_acc, val_loss; give "
         "callbacks.checkpoint.monitor=val_acc",
         "configure_optimizers: the monitor of its lr_scheduler=val/loss: nothing logs it; logged: val_acc, val_loss",
@@ -22,9 +22,9 @@ def test_a_monitor_that_validation_does_not_log_is_refused_before_the_first_step
         train(project, tmp_path / "two", "Follows", NEVER, *BOTH, "-m", ok=False),
         train(project, tmp_path / "three", "Underscores", *stopping, "+callbacks.stopping.monitor=val/loss", ok=False),
     ]
-    assert says[0] in runs[0].stderr
-    assert [summary_of(job)["error"].startswith(says[1]) for job in runs[1].jobs] == [True, True]
-    assert says[2] in runs[2].stderr
+    assert message[0] in runs[0].stderr
+    assert [summary_of(job)["error"].startswith(message[1]) for job in runs[1].jobs] == [True, True]
+    assert message[2] in runs[2].stderr
     assert [run.returncode for run in runs] == [2, 1, 2]
     assert not runs[0].folders
 
@@ -40,7 +40,7 @@ def test_the_batch_before_the_first_step_changes_nothing(project: Path, tmp_path
 
 
 def test_what_may_be_missing_is_not_refused(project: Path, tmp_path: Path) -> None:
-    """Nor is a module without validation: tests/step/test_own_modules.py::test_a_module_without_a_test."""
+    """Nor is a module without validation: tests/step/test_user_modules.py::test_a_module_without_a_test."""
     run = train(project, tmp_path / "unfollowed", "Underscores", NEVER, "max_steps=1", ok=False)
     assert "no step is made" in run.stderr, "it came to its first step"
     train(project, tmp_path / "in earnest only", "Shy", "max_epochs=1")

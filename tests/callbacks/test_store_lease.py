@@ -30,7 +30,7 @@ time.sleep(600)
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    """A process that serves a store, with its address."""
+    """Return a process that serves a store, with its address."""
     process: Any = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     process.address = f"127.0.0.1:{process.stdout.readline().strip()}"
     yield process
@@ -73,7 +73,7 @@ def test_with_answers_the_run_goes_on(tmp_path: Path, server: Any, monkeypatch: 
     assert trainer.global_step == 6
 
 
-def test_a_store_that_is_not_there_is_lost_at_the_start(tmp_path: Path) -> None:
+def test_a_store_that_is_missing_is_lost_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="has not answered for 1 s"):
         trainer_with(tmp_path, StoreLease("127.0.0.1:1", 1.0)).fit(Plain(), **loaders())
 

@@ -43,7 +43,7 @@ class Config(dict[str, Any]):
         self.frozen = True
 
 
-class Own(argparse.Namespace):
+class Custom(argparse.Namespace):
     pass
 
 
@@ -94,7 +94,7 @@ def test_names_that_fit_as_they_are_are_not_shortened(tmp_path: Path) -> None:
         lambda state: {"model": state, "args": argparse.Namespace(lr=0.1, path=pathlib.PosixPath("/x"))},
         lambda state: {
             "model": state,
-            "args": Own(lr=0.1),
+            "args": Custom(lr=0.1),
             "acc": np.float64(0.5),
             "when": datetime.datetime(2020, 1, 1),
         },
@@ -149,7 +149,7 @@ def test_averaged_weights_are_named_and_taken_on_request(tmp_path: Path, raw: st
         loaded(tmp_path / "a.pth", {raw: filled(2), average: filled(3)}, 3, ":other")
 
 
-def test_two_sets_that_fit_alike_are_named(tmp_path: Path) -> None:
+def test_two_sets_that_fit_equally_are_named(tmp_path: Path) -> None:
     content = {"online": filled(2), "target": filled(3)}
     assert "the file also has target" in loaded(tmp_path / "a.pth", content).message
     loaded(tmp_path / "a.pth", content, 3, ":target")
@@ -171,8 +171,8 @@ def test_a_path_with_a_colon(tmp_path: Path) -> None:
 
 def test_the_file_and_the_model_are_shown_if_nothing_fits(tmp_path: Path) -> None:
     torch.save({"body.kernel": torch.zeros(5, 5), "body.bias": torch.zeros(5)}, tmp_path / "a.pth")
-    says = r"the file has body.kernel 5x5, body.bias 5; the model has net.conv1.weight 4x1x3x3, net.*more"
-    with pytest.raises(UserError, match=says):
+    pattern = r"the file has body.kernel 5x5, body.bias 5; the model has net.conv1.weight 4x1x3x3, net.*more"
+    with pytest.raises(UserError, match=pattern):
         load_weights("init_from", Module(), str(tmp_path / "a.pth"))
 
 
@@ -190,8 +190,8 @@ def test_nan_is_refused(tmp_path: Path) -> None:
     one = filled(2)
     one["norm.running_var"][1] = float("nan")
     torch.save(one, tmp_path / "one.pth")
-    for name, says in ("all", "NaN in net.blocks.0.bias, .* more"), ("one", "NaN in net.norm.running_var: give"):
-        with pytest.raises(UserError, match=says):
+    for name, pattern in ("all", "NaN in net.blocks.0.bias, .* more"), ("one", "NaN in net.norm.running_var: give"):
+        with pytest.raises(UserError, match=pattern):
             load_weights("init_from", Module(), str(tmp_path / f"{name}.pth"))
     unused = {**filled(2), "head.weight": torch.full((3, 3), float("nan"))}
     loaded(tmp_path / "unused.pth", unused)
@@ -222,10 +222,10 @@ KINDS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("write", "says"), KINDS)
-def test_what_the_file_is_instead(tmp_path: Path, write: Callable[[Path], Any], says: str) -> None:
+@pytest.mark.parametrize(("write", "pattern"), KINDS)
+def test_what_the_file_is_instead(tmp_path: Path, write: Callable[[Path], Any], pattern: str) -> None:
     write(tmp_path / "a.pth")
-    with pytest.raises(UserError, match=says) as refusal:
+    with pytest.raises(UserError, match=pattern) as refusal:
         load_weights("init_from", Module(), str(tmp_path / "a.pth"))
     assert "\n" not in str(refusal.value)
 

@@ -27,7 +27,7 @@ def parts_of(content: dict[str, Any]) -> dict[str, bytes]:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
-    """A checkpoint's path, and the parts of one that can be loaded, the control."""
+    """Return a checkpoint's path, and the parts of one that can be loaded, the control."""
     parts = parts_of({"pytorch-lightning_version": "2", "state_dict": {"w": torch.zeros(BYTES // 4)}, "lockstep": {}})
     write(tmp_path / "some.ckpt", parts)
     assert checkpoint_io.load(tmp_path / "some.ckpt")["state_dict"]["w"].numel() == BYTES // 4
@@ -41,7 +41,7 @@ def write(path: Path, parts: dict[str, bytes], packed: bool = False) -> None:
 
 
 def refused(path: Path, why: str) -> None:
-    """Refuses in a line, and takes no memory for what was claimed."""
+    """Check that loading is refused in one line, and takes no memory for what was claimed."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=why) as refusal:
         checkpoint_io.load(path)

@@ -24,14 +24,14 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
     run, sweep = (
-        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
-        for found in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
+        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(actual)}
+        for actual in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
     )
     assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
     assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
 
 
-def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_config_folder_of_its_command(tmp_path: Path) -> None:
     for file, content in {
         "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
         "run/checkpoints/last.ckpt": "",
@@ -45,9 +45,9 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
         (tmp_path / file).write_text(content)
     assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
     for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
-        found = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
-        assert not [override for override in found if "searchpath" in override]
-        assert found[-len(other) :] == other
+        actual = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
+        assert not [override for override in actual if "searchpath" in override]
+        assert actual[-len(other) :] == other
 
 
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
@@ -57,7 +57,7 @@ def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
     assert expand_resume(["resume=null"], program) == ["resume=null"]
 
 
-def test_what_changed_since_the_checkpoint_is_told_once() -> None:
+def test_what_changed_since_the_checkpoint_is_reported_once() -> None:
     sgd = {"name": "sgd", "momentum": 0.9}
     before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
     now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
@@ -98,10 +98,10 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(
         (run / "checkpoints" / "last.ckpt").touch()
         os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
 
-    def meant(*given: str) -> Path:
-        found = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *given], "train")
+    def meant(*overrides: str) -> Path:
+        actual = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *overrides], "train")
         (folder,) = [
-            each.removeprefix("hydra.run.dir=").strip("'") for each in found if each.startswith("hydra.run.dir=")
+            each.removeprefix("hydra.run.dir=").strip("'") for each in actual if each.startswith("hydra.run.dir=")
         ]
         return Path(folder)
 

@@ -51,13 +51,13 @@ def test_a_callback_that_writes_a_file_of_the_run_is_refused(tmp_path: Path, mak
 
 
 def test_the_callback_of_a_module_is_named(tmp_path: Path) -> None:
-    class Own(Plain):
+    class Custom(Plain):
         def configure_callbacks(self) -> Any:
             return ModelCheckpoint(tmp_path / "checkpoints", filename="best")
 
     trainer = trainer_with(tmp_path, Checkpoint(tmp_path), SharedFileCheck(tmp_path, {}), epochs=1)
     with pytest.raises(UserError, match=r"^configure_callbacks: ModelCheckpoint writes best.ckpt into"):
-        trainer.fit(Own(), **loaders())
+        trainer.fit(Custom(), **loaders())
 
 
 def test_two_callbacks_with_one_file_are_refused(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_two_callbacks_with_one_file_are_refused(tmp_path: Path) -> None:
         ({"save_last": True, "filename": "a"}, {"filename": "last"}),
         ({"monitor": "val/acc", "filename": "{epoch}"}, {"monitor": "val/loss", "filename": "{epoch}"}),
     ):
-        own = [ModelCheckpoint(tmp_path / "own", **options) for options in (one, other)]
+        custom = [ModelCheckpoint(tmp_path / "own", **options) for options in (one, other)]
         with pytest.raises(UserError, match=r"^callbacks.own1 writes .*ckpt where callbacks.own0 writes it"):
-            fit(tmp_path, *own)
+            fit(tmp_path, *custom)
     ours = {"callbacks.a": Checkpoint(tmp_path), "callbacks.b": Checkpoint(tmp_path, monitor="val/loss", mode="min")}
     with pytest.raises(UserError, match=r"^callbacks.b writes best.ckpt where callbacks.a writes it"):
         SharedFileCheck(tmp_path, ours)
@@ -77,8 +77,11 @@ def test_two_callbacks_with_one_file_are_refused(tmp_path: Path) -> None:
 
 def test_other_files_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    own = ModelCheckpoint(folder, "own-{epoch}", "val/acc"), ModelCheckpoint(tmp_path / "own", "best", save_last=True)
-    fit(tmp_path, *own)
+    custom = (
+        ModelCheckpoint(folder, "own-{epoch}", "val/acc"),
+        ModelCheckpoint(tmp_path / "own", "best", save_last=True),
+    )
+    fit(tmp_path, *custom)
     assert {path.name for path in folder.iterdir()} == {"best.ckpt", "last.ckpt", "own-epoch=0.ckpt"}
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"best.ckpt", "last.ckpt"}
 
@@ -128,15 +131,15 @@ def at(hook: str, change: Any, kind: type = pl.Callback, epoch: int = 0) -> Any:
 @pytest.mark.parametrize("change", CHANGES)
 def test_renaming_before_the_first_step_is_refused(tmp_path: Path, hook: str, change: str) -> None:
     cause = "a hook" if change == "a layer less" else rf"Changing\.{hook}"
-    says = rf"^{cause} adds, removes or renames parameters \(.*\), so no run could continue: do it in"
+    message = rf"^{cause} adds, removes or renames parameters \(.*\), so no run could continue: do it in"
     module = Plain()
     before = {name: each.clone() for name, each in module.state_dict().items()}
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         train(tmp_path, module, at(hook, CHANGES[change])())
     assert not list(tmp_path.glob("checkpoints/*"))
     assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items() if name in before)
     if change != "a layer less":
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             train(tmp_path, at(hook, CHANGES[change], Plain)())
 
 
@@ -168,7 +171,7 @@ def test_a_replaced_parameter_must_be_trained(tmp_path: Path) -> None:
         train(tmp_path, Plain(), at("on_fit_start", replace)())
 
 
-def test_names_made_at_the_beginning_are_kept(tmp_path: Path) -> None:
+def test_names_made_at_the_beginning_stay(tmp_path: Path) -> None:
     class Normed(Plain):
         def __init__(self) -> None:
             super().__init__()

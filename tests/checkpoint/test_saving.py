@@ -71,7 +71,7 @@ def test_a_monitor_that_nothing_logs_is_refused_with_what_is_logged(tmp_path: Pa
         Checkpoint(tmp_path, mode="best")
 
 
-def test_without_validation_there_is_a_last_and_no_best(tmp_path: Path) -> None:
+def test_without_validation_a_run_has_a_last_and_no_best(tmp_path: Path) -> None:
     callback = Checkpoint(tmp_path)
     trainer_with(tmp_path, callback).fit(Plain(), train_dataloaders=Loader())
     assert callback.best_path is None
@@ -96,8 +96,8 @@ def test_the_best_survives_a_resume(tmp_path: Path, killed: str) -> None:
         assert (callback.best_score, step_of(callback.best_path)) == (0.75, 2 * STEPS)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_best_of_steps_that_no_longer_count_goes(tmp_path: Path, kept: bool) -> None:
+@pytest.mark.parametrize("remains", [True, False])
+def test_a_best_of_steps_that_no_longer_count_goes(tmp_path: Path, remains: bool) -> None:
     """The run continues from a checkpoint before its best one. The best of the steps that count may be kept."""
 
     class Rises(Plain):
@@ -110,13 +110,13 @@ def test_a_best_of_steps_that_no_longer_count_goes(tmp_path: Path, kept: bool) -
     start: str | None = None
     for epochs in (1, 2, 3):
         trainer_with(tmp_path, Checkpoint(tmp_path), epochs=epochs).fit(Rises(), **loaders(), ckpt_path=start)
-        if epochs == 1 and kept:
+        if epochs == 1 and remains:
             shutil.copy(checkpoints / "last.ckpt", checkpoints / f"step_{STEPS}.ckpt")
         start = str(shutil.copy(checkpoints / "last.ckpt", tmp_path / f"{epochs}.ckpt"))
     assert step_of(checkpoints / "best.ckpt") == 3 * STEPS
     callback = Checkpoint(tmp_path)
     trainer_with(tmp_path, callback, epochs=3).fit(Falls(), **loaders(), ckpt_path=str(tmp_path / "2.ckpt"))
-    score, step = (0.5, STEPS) if kept else (0.25, 3 * STEPS)  # else the best of those that are there
+    score, step = (0.5, STEPS) if remains else (0.25, 3 * STEPS)  # else the best of those that are there
     assert (callback.best_score, callback._best_step, step_of(callback.best_path)) == (score, step, step)
 
 

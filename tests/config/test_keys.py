@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import composed
+from conftest import ROOT, composed
 from PIL import Image
 from torch import Tensor, nn
 from written_shards import write_tar
@@ -22,7 +22,7 @@ from written_shards import write_tar
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Keys, RunKeys
-from lockstep.config.value_checks import ROOT, options
+from lockstep.config.value_checks import options
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -87,7 +87,7 @@ BESIDE |= {f"data.{name}" for name in ("labels", "values", "mask", "classes", "u
 
 
 def other(key: str, value: Any, file: str) -> Any:
-    """Another value of the same kind."""
+    """Return another value of the same kind."""
     for name in (f"{file}: {key}", key):
         if name in OTHER:
             return OTHER[name]
@@ -99,7 +99,8 @@ def other(key: str, value: Any, file: str) -> Any:
 
 
 def keys_of(group: str, file: str) -> dict[str, Any]:
-    """The keys of a config file, and of what it begins with that is no choice by itself, dotted, with their values."""
+    """Return the keys of a config file, and of what it begins with that is no choice by itself, dotted, with their
+    values."""
 
     def read(name: str) -> dict[str, Any]:
         content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
@@ -113,39 +114,39 @@ def keys_of(group: str, file: str) -> dict[str, Any]:
             if isinstance(value, dict):
                 yield from flat(f"{above}.{name}", value)
 
-    found = dict(flat(group, read(file)))
+    actual = dict(flat(group, read(file)))
     of_callbacks = {f"{group}.{name}" for name in ("meter", "console", "dashboard", "pictures", "checkpoint", file)}
     left_out = {each.removeprefix(f"{file}: ") for each in BESIDE if each.partition(":")[0] in (file, each)}
     left_out |= of_callbacks if group == "callbacks" else set()
-    return {key: value for key, value in found.items() if key not in left_out}
+    return {key: value for key, value in actual.items() if key not in left_out}
 
 
-def said(value: Any, seen: tuple[int, ...] = ()) -> Any:
-    """What an object is made of, to be compared; but not what a module keeps as the record of its arguments."""
+def describe(value: Any, seen: tuple[int, ...] = ()) -> Any:
+    """Return what an object is made of, to be compared; but not what a module keeps as the record of its arguments."""
     if isinstance(value, Tensor):
         return (*value.shape, value.requires_grad, float(value.detach().double().sum()))
     if isinstance(value, np.ndarray):
         return (*value.shape, str(value.dtype), float(value.sum()) if value.dtype.kind in "biuf" else value.tolist())
     if isinstance(value, partial):
-        return said((value.func, value.args, value.keywords), seen)
+        return describe((value.func, value.args, value.keywords), seen)
     if isinstance(value, FunctionType):
-        return value.__qualname__, [said(cell.cell_contents, seen) for cell in value.__closure__ or ()]
+        return value.__qualname__, [describe(cell.cell_contents, seen) for cell in value.__closure__ or ()]
     if isinstance(value, Mapping):
-        return {str(name): said(part, seen) for name, part in value.items()}
+        return {str(name): describe(part, seen) for name, part in value.items()}
     if isinstance(value, list | tuple | set):
-        return [said(part, seen) for part in value]
+        return [describe(part, seen) for part in value]
     if id(value) in seen:
         return None
     if hasattr(value, "__dict__") and not isinstance(value, type):
         record = ("_hparams", "_hparams_initial", "_log_hyperparams")
-        own = {name: part for name, part in vars(value).items() if name not in record}
-        return type(value).__name__, said(own, (*seen, id(value)))
+        parts = {name: part for name, part in vars(value).items() if name not in record}
+        return type(value).__name__, describe(parts, (*seen, id(value)))
     return value if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of two classes, in folders, in a list and in a shard."""
+    """Return images of two classes, in folders, in a list and in a shard."""
     folder = tmp_path_factory.mktemp("images")
     rows, members = ["path,label"], {}
     for number in range(40):
@@ -171,21 +172,21 @@ def built(group: str, raw: dict[str, Any], images: Path) -> Any:
     if group == "data":
         config.data.update({"csv": str(images / "list.csv")} if config.data["name"] == "image_list" else {})
         splits = open_data(config.data, str(images))
-        return said(splits), [fetched.tolist() for fetched in map(np.asarray, splits.train[0])]
+        return describe(splits), [fetched.tolist() for fetched in map(np.asarray, splits.train[0])]
     if group == "callbacks":
         known: dict[str, Any] = {"folder": Path("run"), "every": None, "log_every": 50, "record": {}, "config": {}}
         named = config.callbacks.items()
         return {
-            name: said(instantiate(f"callbacks.{name}", each, **known, headline="", started=0.0))
+            name: describe(instantiate(f"callbacks.{name}", each, **known, headline="", started=0.0))
             for name, each in named
             if each
         }
     if group == "scheduler":
         made = training_arguments(config, 60)
         optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
-        return said(made["scheduler"](optimizer)), said(optimizer.param_groups)
+        return describe(made["scheduler"](optimizer)), describe(optimizer.param_groups)
     module = make_module(config, synthetic(config.model["name"]))
-    return said(module), said(module.configure_optimizers())
+    return describe(module), describe(module.configure_optimizers())
 
 
 FILES = [(group, file) for group in GROUPS for file in options(group) if file not in ELSEWHERE]

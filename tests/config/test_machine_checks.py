@@ -56,8 +56,8 @@ def test_precision_auto_is_what_the_processor_computes_in(
     if cpuinfo is not None:
         file.write_text(cpuinfo)
     monkeypatch.setattr(config, "computes_bf16", lambda accelerator: machine.computes_bf16(accelerator, str(file)))
-    found = checked("precision=auto")
-    assert (found.precision, found.record["precision"]) == (precision, "auto")
+    actual = checked("precision=auto")
+    assert (actual.precision, actual.record["precision"]) == (precision, "auto")
     assert checked().precision == "32-true"
     assert checked("precision=bf16-mixed").precision == "bf16-mixed"  # who asks by name gets it
 

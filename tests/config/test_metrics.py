@@ -72,22 +72,22 @@ def test_the_torchmetrics_objects_of_a_module() -> None:
         assert {name: known(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
 
 
-def test_a_mode_is_given_follows_or_is_refused() -> None:
-    def mode(metric: str, given: str | None) -> str:
-        return resolve_mode("x.monitor", metric, given, "x.mode")
+def test_a_mode_is_set_follows_or_is_refused() -> None:
+    def mode(metric: str, option: str | None) -> str:
+        return resolve_mode("x.monitor", metric, option, "x.mode")
 
     assert (mode("val/loss", None), mode("val/loss", "min"), mode("val/rec", "max")) == ("min", "min", "max")
-    for metric, given, message in (
+    for metric, option, message in (
         ("val/loss", "max", "x.mode=max: smaller values of val/loss are better: give x.mode=min"),
         ("val/acc", "min", "x.mode=min: larger values of val/acc are better: give x.mode=max"),
         ("val/rec", None, "x.monitor=val/rec: whether larger or smaller .* give x.mode=max or x.mode=min"),
         ("val/acc", "best", "x.mode=best: must be max or min"),
     ):
         with pytest.raises(UserError, match=f"^{message}"):
-            mode(metric, given)
+            mode(metric, option)
 
 
-def test_the_model_may_say_it_of_its_own_metric() -> None:
+def test_the_model_may_state_it_of_its_metric() -> None:
     known = known_of_model({"monitor": "val/rec", "mode": "min"})
     assert (known("val/rec"), known("val/acc"), known("val/other")) == ("min", "max", None)
     with pytest.raises(UserError, match=r"model\.mode=max: smaller values of val/mae"):

@@ -59,7 +59,7 @@ def test_keys_that_people_type(key: str, here: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "pattern"),
     [
         (["--devices", "2"], "devices=<value>"),
         (["--gpus=2"], "devices=2"),
@@ -67,6 +67,6 @@ def test_keys_that_people_type(key: str, here: str) -> None:
         (["--max_epochs=3"], "max_epochs=3"),
     ],
 )
-def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {says}$"):
+def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], pattern: str) -> None:
+    with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {pattern}$"):
         check_arguments(arguments)

@@ -32,7 +32,7 @@ def of_kind(value: Any, kind: str) -> bool:
 
 
 def errors(value: Any, kind: dict[str, Any], at: str = "") -> Iterator[str]:
-    """What a JSON Schema has against a value: the part of its draft 7 that ours use, and nothing unknown."""
+    """Return what a JSON Schema has against a value: the part of its draft 7 that ours use, and nothing unknown."""
     for word, rule in kind.items():
         match word:
             case "$ref":
@@ -75,7 +75,7 @@ def errors(value: Any, kind: dict[str, Any], at: str = "") -> Iterator[str]:
 
 
 def schema_of(path: Path) -> dict[str, Any]:
-    """The schema that a file names."""
+    """Return the schema that a file names."""
     (named,) = re.findall(rf"^{re.escape(MODELINE)}=(\S+)$", path.read_text(), flags=re.MULTILINE)
     target = (path.parent / named).resolve()
     assert target.parent == CONF / "schema"
@@ -111,7 +111,7 @@ def test_every_file_names_a_schema_that_it_keeps(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "says"),
+    ("file", "change", "message"),
     [
         ("train.yaml", {"batchsize": 3}, ".batchsize: there is no such key"),
         ("train.yaml", {"batch_size": 0}, ".batch_size=0"),
@@ -124,9 +124,9 @@ def test_every_file_names_a_schema_that_it_keeps(path: Path) -> None:
         ("data/transforms/none.yaml", {"test": []}, ".test: there is no such key"),
     ],
 )
-def test_a_wrong_value_is_one(file: str, change: dict[str, Any], says: str) -> None:
+def test_a_wrong_value_is_one(file: str, change: dict[str, Any], message: str) -> None:
     content = yaml.safe_load((CONF / file).read_text()) | change
-    assert [error for error in errors(content, schema_of(CONF / file)) if error.startswith(says)]
+    assert [error for error in errors(content, schema_of(CONF / file)) if error.startswith(message)]
 
 
 def test_values_that_a_run_takes_are_right() -> None:

@@ -58,10 +58,10 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 def same(one: list[StepBatch], other: list[StepBatch]) -> bool:
-    def tensors(found: list[StepBatch]) -> list[torch.Tensor]:
+    def tensors(augment_samples: list[StepBatch]) -> list[torch.Tensor]:
         return [
             t
-            for step_batch in found
+            for step_batch in augment_samples
             for micro_batch in step_batch.micro_batches
             for t in (*micro_batch.batch, torch.from_numpy(micro_batch.ids))
         ]
@@ -83,16 +83,16 @@ class Batched(Noisy):
 
 @pytest.mark.parametrize("kind", [Noisy, Listed, Batched])
 def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: type[Noisy]) -> None:
-    def found(ids: list[int], seed: int = 1, epoch: int = 2) -> list[torch.Tensor]:
+    def augment_samples(ids: list[int], seed: int = 1, epoch: int = 2) -> list[torch.Tensor]:
         random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
         return fetch(kind(), np.array(ids), seed, epoch)
 
-    first, again = found([4, 9, 2]), found([4, 9, 2])
+    first, again = augment_samples([4, 9, 2]), augment_samples([4, 9, 2])
     assert all(map(torch.equal, first, again))
-    assert not torch.equal(first[0], found([4, 9, 2], epoch=3)[0])
-    assert not torch.equal(first[0], found([4, 9, 2], seed=3)[0])
+    assert not torch.equal(first[0], augment_samples([4, 9, 2], epoch=3)[0])
+    assert not torch.equal(first[0], augment_samples([4, 9, 2], seed=3)[0])
     if kind is not Batched:  # wherever the sample lies
-        assert all(torch.equal(part[1], other[0]) for part, other in zip(first, found([9, 1]), strict=True))
+        assert all(torch.equal(part[1], other[0]) for part, other in zip(first, augment_samples([9, 1]), strict=True))
 
 
 @pytest.mark.usefixtures("processes")
@@ -110,13 +110,13 @@ def test_worker_processes_change_no_bit(dataset: Any) -> None:
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: int) -> None:
+def test_transforms_in_a_validation_set_are_the_same_in_each_evaluation(workers: int) -> None:
     def seen(rank: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
         data = module(splits(arrays(9), evaluated=Subset(Noisy(), list(range(5, 30)))), on, rank, workers=workers)
         state = torch.get_rng_state()
-        found = [torch.cat([part, i[:, None], noise[:, None]], 1) for part, i, noise in data.val_dataloader()]
+        augment_samples = [torch.cat([part, i[:, None], noise[:, None]], 1) for part, i, noise in data.val_dataloader()]
         assert torch.equal(torch.get_rng_state(), state), "what comes after must not depend on it"
-        return found
+        return augment_samples
 
     whole = torch.cat(seen(0, layout(1, 12), workers))
     assert torch.equal(whole, torch.cat(seen(0, layout(1, 4))))
@@ -141,9 +141,9 @@ def test_a_plain_dataset_passes_unchanged() -> None:
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)
     on, alone = layout(devices, pieces * size, pieces), layout(1, pieces * size, pieces)
-    found = [chunk for rank in range(on.world_size) for chunk in chunks_of_rank(samples, on, rank)]
-    assert found == chunks_of_rank(samples, alone, 0)
-    assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
+    augment_samples = [chunk for rank in range(on.world_size) for chunk in chunks_of_rank(samples, on, rank)]
+    assert augment_samples == chunks_of_rank(samples, alone, 0)
+    assert [i for chunk in augment_samples for i in range(*chunk)] == list(range(samples))
 
 
 @pytest.mark.parametrize(

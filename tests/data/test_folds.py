@@ -95,12 +95,12 @@ def test_validation_is_not_augmented_and_labels_may_be_unknown(monkeypatch: pyte
     assert line == "data.folds=2: the class a has 1 training sample: each class must have two at least"
     for each in (augmenting, same):
         each.labels = each.labels % 2
-    found = open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
-    assert (found.train.dataset, found.val.dataset) == (augmenting, same)
+    actual = open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
+    assert (actual.train.dataset, actual.val.dataset) == (augmenting, same)
     augmenting.labels = augmenting.labels / 2  # no classes
-    found = open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
-    assert len(found.val) == 10
-    assert "for validation by chance, since the data set has no attribute labels" in found.about
+    actual = open_data({"_target_": "mine.stripes", "folds": 2, "fold": 0}, "nowhere")
+    assert len(actual.val) == 10
+    assert "for validation by chance, since the data set has no attribute labels" in actual.about
 
 
 class Theirs(LightningDataModule):
@@ -129,7 +129,7 @@ def test_a_lightning_data_module_has_folds_if_it_has_no_validation_set(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("data.fold=1", "^data.fold=1 has no effect without data.folds: give data.folds=5"),
         ("data.folds=5", "^data.folds=5 needs data.fold, 0 to 4: -m data.fold=0,1,2,3,4 runs them all$"),
@@ -139,8 +139,8 @@ def test_a_lightning_data_module_has_folds_if_it_has_no_validation_set(tmp_path:
         ("data.folds=2.5 data.fold=1", "^data.folds=2.5: must be"),
     ],
 )
-def test_folds_out_of_range_are_refused(overrides: str, says: str) -> None:
-    refused_with(overrides, says)
+def test_folds_out_of_range_are_refused(overrides: str, message: str) -> None:
+    refused_with(overrides, message)
 
 
 def test_a_fold_is_evaluated_and_does_not_change_at_a_resume(run_train: Program, tmp_path: Path) -> None:

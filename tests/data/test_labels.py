@@ -58,15 +58,15 @@ WRONG: dict[str, tuple[Tensor, str]] = {
 }
 
 
-@pytest.mark.parametrize(("y", "says"), WRONG.values(), ids=WRONG)
-def test_a_wrong_label_is_refused_where_it_is_fetched(y: Tensor, says: str) -> None:
+@pytest.mark.parametrize(("y", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_label_is_refused_where_it_is_fetched(y: Tensor, message: str) -> None:
     dataset = data(y)
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=30, pieces=1)
     order, check = DataOrder(30, layout, 0), LabelCheck(dataset, "train", CLASSES)
     steps = StepDataset(dataset, order, 0, Augment(), Assignment(layout), check)
     with pytest.raises(StepRefused, match=r"data: sample \d+ of the training set has .*: it must be the number of its"):
         steps.__getitems__((0, 0))
-    with pytest.raises(StepRefused, match=says):
+    with pytest.raises(StepRefused, match=message):
         ChunkDataset(dataset, LabelCheck(dataset, "train", CLASSES)).__getitems__(range(30))
 
 
@@ -84,8 +84,8 @@ def test_right_labels_pass() -> None:
 
 def test_a_sample_has_its_number_in_the_users_data_set() -> None:
     dataset = Subset(data(changed(10)), [20, 5, 3])
-    says = "data: sample 5 of the TensorDataset from which the training set is taken has the label 10"
-    with pytest.raises(StepRefused, match=says):
+    message = "data: sample 5 of the TensorDataset from which the training set is taken has the label 10"
+    with pytest.raises(StepRefused, match=message):
         ChunkDataset(dataset, LabelCheck(dataset, "train", CLASSES)).__getitems__(range(3))
 
 

@@ -39,7 +39,7 @@ def test_what_the_ranks_load_is_the_order_on_every_layout(
     for index in range(order.steps_per_epoch):
         at_once = [each.__getitems__((epoch, index)) for each in loaded]
         pieces = {piece: ids.tolist() for piece, ids in enumerate(order.pieces(epoch, index)) if len(ids)}
-        found: dict[int, list[int]] = {}
+        actual: dict[int, list[int]] = {}
         for step_batch in at_once:
             step = epoch * order.steps_per_epoch + index
             assert (step_batch.epoch, step_batch.step) == (epoch, step)
@@ -49,6 +49,6 @@ def test_what_the_ranks_load_is_the_order_on_every_layout(
                 _, labels = micro_batch.batch  # which are ids here
                 assert labels.tolist() == micro_batch.ids.tolist()
                 assert micro_batch.piece in on.owned(micro_batch.device)
-                assert micro_batch.piece not in found
-                found[micro_batch.piece] = labels.tolist()
-        assert found == pieces
+                assert micro_batch.piece not in actual
+                actual[micro_batch.piece] = labels.tolist()
+        assert actual == pieces

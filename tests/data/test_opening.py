@@ -21,19 +21,19 @@ from lockstep.run.evaluation import evaluate
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
-    found = open_data(config("digits"), "nowhere")
-    counts = np.bincount(found.test.labels.numpy())
-    assert len(found.train) + len(found.val) + len(found.test) == 1797
-    assert len(found.test) == 359
+    actual = open_data(config("digits"), "nowhere")
+    counts = np.bincount(actual.test.labels.numpy())
+    assert len(actual.train) + len(actual.val) + len(actual.test) == 1797
+    assert len(actual.test) == 359
     assert counts.min() >= 35
     assert counts.max() <= 37
     # a changed split or enlargement would make every published number incomparable
-    assert found.fingerprint == open_data(config("digits"), "elsewhere", seed=9).fingerprint
-    assert fingerprint(found.test).startswith("6cf35046c249215d")
+    assert actual.fingerprint == open_data(config("digits"), "elsewhere", seed=9).fingerprint
+    assert fingerprint(actual.test).startswith("6cf35046c249215d")
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_held_out_samples_are_those_of_smallest_hash(seed: int) -> None:
+def test_validation_samples_are_those_of_smallest_hash(seed: int) -> None:
     """`hold_out` selects without sorting; here they are sorted. A larger fraction only adds."""
     order = np.argsort(hash64(seed, 0x5B117, np.arange(1000)), kind="stable")
     for count in (100, 300):
@@ -46,13 +46,13 @@ def test_held_out_samples_are_those_of_smallest_hash(seed: int) -> None:
 def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
     monkeypatch.setattr("lockstep.data.build.instantiate", lambda *args, **offers: source)
-    found = open_data({"_target_": "mine.stripes"}, "nowhere")
-    assert (len(found.train), len(found.val), found.test) == (18, 2, None)
+    actual = open_data({"_target_": "mine.stripes"}, "nowhere")
+    assert (len(actual.train), len(actual.val), actual.test) == (18, 2, None)
     with pytest.raises(UserError, match="data=digits: its Source has no test set"):
-        evaluate(check(dict(compose("data=digits"))), found, tmp_path)
+        evaluate(check(dict(compose("data=digits"))), actual, tmp_path)
 
 
-def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) -> None:
+def test_what_numpy_stores_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) -> None:
     images, names = np.random.default_rng(0).random((9, 12, 12)), np.array(["cat", "dog"])
     spec = Spec(np.int64(1), 12, tuple(np.unique(names)), (images.mean(),), (images.std(),))  # type: ignore[arg-type]
     saved = {"state_dict": {}, "pytorch-lightning_version": "2", "spec": asdict(spec)}
@@ -64,7 +64,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "says"),
+    ("name", "changes", "message"),
     [
         ("synthetic", {"val_fraction": 1.0}, "data.val_fraction=1.0: must be less than 1"),
         ("synthetic", {"val_fraction": -0.1}, "data.val_fraction=-0.1"),
@@ -94,9 +94,9 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
         ("image_folder", {"std": [0.2, 0.2, 0.0]}, "data.std=[0.2, 0.2, 0.0]: must be greater than 0"),
     ],
 )
-def test_options_out_of_range_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
+def test_options_out_of_range_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
     line = refusal_of(open_data, config(name, **changes), "nowhere")
-    assert says in line, line
+    assert message in line, line
 
 
 class Pictures(list[Any]):
@@ -110,7 +110,7 @@ def of_pictures() -> Source:
     return Source(Pictures(), None, Spec(1, 4, ("a", "b")))
 
 
-def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
+def test_what_is_no_source_and_what_is_no_item_is_reported_in_a_line() -> None:
     line = refusal_of(open_data, {"_target_": f"{__name__}.Pictures"}, "nowhere")
     assert "docs/use/own-data.md" in line
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in line
@@ -126,11 +126,11 @@ def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
 
 def test_sizes_and_class_counts() -> None:
     """For the start-up lines; the classes' counts only where the data set tells its labels without making a sample."""
-    found = open_data(config("synthetic", samples=30, num_classes=3, val_fraction=0.1), "nowhere")
-    assert found.sizes == {"train": 27, "val": 3, "test": 6}
-    counts = found.class_counts()
+    actual = open_data(config("synthetic", samples=30, num_classes=3, val_fraction=0.1), "nowhere")
+    assert actual.sizes == {"train": 27, "val": 3, "test": 6}
+    counts = actual.class_counts()
     assert counts is not None
     assert (sum(counts.values()), list(counts)) == (27, ["0", "1", "2"])
-    assert counts == dict(zip("012", np.bincount([int(label) for _, label in found.train]).tolist(), strict=True))
+    assert counts == dict(zip("012", np.bincount([int(label) for _, label in actual.train]).tolist(), strict=True))
     unknown = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
     assert (unknown.sizes, unknown.class_counts()) == ({"train": 7, "val": 1, "test": None}, None)

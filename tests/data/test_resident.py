@@ -37,7 +37,7 @@ class Streamed:
         return torch.full((1, 6, 6), index, dtype=torch.uint8), index
 
 
-class Own(ArrayDataset):
+class Custom(ArrayDataset):
     """A user's: what it does with its arrays is its own business."""
 
     def __getitems__(self, ids: Any) -> Any:
@@ -53,7 +53,7 @@ def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> DataModule:
 
 
 def seen(made: DataModule) -> list[torch.Tensor]:
-    """All that training, validation and test get to see."""
+    """Return all that training, validation and test get to see."""
     micro_batches = [micro_batch for step_batch in step_batches(made) for micro_batch in step_batch.micro_batches]
     trained = [part for micro_batch in micro_batches for part in made.prepare(micro_batch)]
     evaluated = [*made.val_dataloader(), *made.test_dataloader()]
@@ -64,12 +64,12 @@ def seen(made: DataModule) -> list[torch.Tensor]:
 def test_the_batches_are_the_same(strategy: str, devices: int, world_size: int) -> None:
     on = layout(devices, 12, 6, strategy)
     for rank in range(world_size):
-        there, here = seen(data(on, True, rank)), seen(data(on, False, rank))
-        assert len(there) == len(here) > 6
-        assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
+        resident, here = seen(data(on, True, rank)), seen(data(on, False, rank))
+        assert len(resident) == len(here) > 6
+        assert all(torch.equal(a, b) for a, b in zip(resident, here, strict=True))
     wrong = data(on, True)
-    held = innermost_dataset(wrong.splits.train)
-    held.images = held.images.flip(0)  # the control: it is the moved set that is fetched from
+    subset = innermost_dataset(wrong.splits.train)
+    subset.images = subset.images.flip(0)  # the control: it is the moved set that is fetched from
     assert not all(torch.equal(a, b) for a, b in zip(seen(wrong), seen(data(on, False)), strict=True))
 
 
@@ -85,7 +85,7 @@ def test_a_gpu_gathers_the_samples_of_more_steps_at_once(put: bool, monkeypatch:
     assert [len(call.args[1]) for call in fetched.call_args_list] == ([20] if put else [12, 8])
 
 
-def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
+def test_a_set_is_put_on_the_device_once_and_needs_no_loader_process() -> None:
     made = data(layout(), True, workers=2)
     assert isinstance(innermost_dataset(made.splits.train), Resident)
     assert innermost_dataset(made.splits.train) is innermost_dataset(made.splits.val)  # two subsets of one set
@@ -104,16 +104,16 @@ def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
     ],
 )
 def test_how_much_room_it_may_take(choice: Any, free: float, moved: bool) -> None:
-    found = place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, choice, free)  # val and test are one set
-    assert [isinstance(part, Resident) for part in (found.train, found.val, found.test)] == [moved] * 3
+    actual = place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, choice, free)  # val and test are one set
+    assert [isinstance(part, Resident) for part in (actual.train, actual.val, actual.test)] == [moved] * 3
 
 
-@pytest.mark.parametrize("train", [Streamed(), Own(np.zeros((40, 1, 6, 6), np.uint8), np.arange(40))])
-def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
-    held = Subset(train, range(30))
-    found = place_on_device(splits(held), CPU, "auto", PLENTY)
-    assert innermost_dataset(found.train) is train
-    assert isinstance(found.test, Resident)
+@pytest.mark.parametrize("train", [Streamed(), Custom(np.zeros((40, 1, 6, 6), np.uint8), np.arange(40))])
+def test_what_streams_or_is_a_users_data_set_stays(train: Any) -> None:
+    subset = Subset(train, range(30))
+    actual = place_on_device(splits(subset), CPU, "auto", PLENTY)
+    assert innermost_dataset(actual.train) is train
+    assert isinstance(actual.test, Resident)
     with pytest.raises(UserError, match=r"speed.resident=true: no data set is in memory.*: use speed.resident=auto"):
         place_on_device(splits(train, evaluated=train), CPU, True, PLENTY)
 

@@ -89,13 +89,13 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_data_set_with_labels_can_be_balanced(kind: str) -> None:
     dataset = KINDS[kind]()
-    found = opened(dataset, sampling="balanced")
-    expected = [int(found.train[index][1]) for index in range(len(found.train))]
-    assert found.train_labels().tolist() == expected
-    counts = np.bincount(np.array(expected)[taken(found)])
+    actual = opened(dataset, sampling="balanced")
+    expected = [int(actual.train[index][1]) for index in range(len(actual.train))]
+    assert actual.train_labels().tolist() == expected
+    counts = np.bincount(np.array(expected)[taken(actual)])
     assert counts.max() - counts.min() <= 1
-    held_out = opened(dataset, sampling="balanced", val_fraction=0.25)
-    counts = np.bincount(held_out.train_labels()[taken(held_out)])
+    validation_part = opened(dataset, sampling="balanced", val_fraction=0.25)
+    counts = np.bincount(validation_part.train_labels()[taken(validation_part)])
     assert counts.max() - counts.min() <= 1
 
 
@@ -158,17 +158,17 @@ def test_weights_come_from_the_source_the_data_set_or_what_is_inside_it() -> Non
         (Subset(inside, part), weights[part]),
         (ConcatDataset([inside, Subset(dataset, part)]), np.concatenate([weights, weights[part]])),
     ):
-        found = opened(train)
-        assert found.weights.tolist() == expected.tolist()
-        assert (expected[taken(found)] > 0).all()
-        assert "drawn by sample_weights" in found.about
-        assert found.weights.dtype == np.float64
-    given = opened(tensors(), weights)
-    assert given.weights.tolist() == weights.tolist()
+        actual = opened(train)
+        assert actual.weights.tolist() == expected.tolist()
+        assert (expected[taken(actual)] > 0).all()
+        assert "drawn by sample_weights" in actual.about
+        assert actual.weights.dtype == np.float64
+    weighted = opened(tensors(), weights)
+    assert weighted.weights.tolist() == weights.tolist()
     for split in ({"val_fraction": 0.3}, {"folds": 3, "fold": 1}):
-        found = opened(tensors(), weights, **split)
-        assert found.weights.tolist() == weights[found.train.indices].tolist()
-        assert (found.weights[taken(found)] > 0).all()
+        actual = opened(tensors(), weights, **split)
+        assert actual.weights.tolist() == weights[actual.train.indices].tolist()
+        assert (actual.weights[taken(actual)] > 0).all()
     plain = opened(tensors())
     assert (plain.weights, plain.about) == (None, "")
     assert weights_of(arrays(3)) is None
@@ -182,15 +182,15 @@ def test_other_weights_are_other_data() -> None:
 
 
 def test_overfitting_keeps_the_first_batch_of_weighted_samples() -> None:
-    found = opened(tensors(), (LABELS == 2).float())
-    first = first_batch(found, ON, 3)
+    actual = opened(tensors(), (LABELS == 2).float())
+    first = first_batch(actual, ON, 3)
     assert (first.weights, len(first.train)) == (None, 8)
     assert all(int(first.train[index][1]) == 2 for index in range(8))
     assert sorted(taken(first)) == list(range(8))
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("weights", "message"),
     [
         (np.ones(99), "data: sample_weights: there are 99: must be 100, one for each sample"),
         (np.ones((100, 1)), r"data: sample_weights: must be numbers [100], one for each sample, not float64 [100, 1]"),
@@ -201,8 +201,8 @@ def test_overfitting_keeps_the_first_batch_of_weighted_samples() -> None:
         (np.zeros(100), "data: sample_weights: all training samples have the weight 0: some must have more"),
     ],
 )
-def test_weights_that_are_refused(weights: Any, says: str) -> None:
-    assert refusal_of(opened, tensors(), weights) == says
+def test_weights_that_are_refused(weights: Any, message: str) -> None:
+    assert refusal_of(opened, tensors(), weights) == message
 
 
 def test_weights_and_balanced_classes_are_refused_together() -> None:
@@ -225,11 +225,11 @@ class Theirs(LightningDataModule):
 
     num_classes = 3
 
-    def __init__(self, kind: str = "", collate: bool = False, own: bool = False) -> None:
+    def __init__(self, kind: str = "", collate: bool = False, custom: bool = False) -> None:
         super().__init__()
         self.kind, self.collate = kind, collate
-        self.data, self.held = random_split(tensors(), [80, 20], torch.Generator().manual_seed(0))
-        if own:
+        self.data, self.validation = random_split(tensors(), [80, 20], torch.Generator().manual_seed(0))
+        if custom:
             self.sample_weights = torch.arange(80.0)
 
     def sampler(self, name: str, dataset: Any) -> Any:
@@ -253,8 +253,8 @@ class Theirs(LightningDataModule):
         return DataLoader(self.data, batch_size=4, sampler=self.sampler(kind, self.data), collate_fn=collate)
 
     def val_dataloader(self) -> Any:
-        sampler = self.sampler("weighted", self.held) if self.kind == "in validation" else None
-        return DataLoader(self.held, batch_size=4, sampler=sampler)
+        sampler = self.sampler("weighted", self.validation) if self.kind == "in validation" else None
+        return DataLoader(self.validation, batch_size=4, sampler=sampler)
 
 
 def theirs(**options: Any) -> Any:
@@ -263,10 +263,10 @@ def theirs(**options: Any) -> Any:
 
 @pytest.mark.parametrize("collate", [False, True])
 def test_a_weighted_random_sampler_gives_its_weights(collate: bool) -> None:
-    found = theirs(kind="weighted", collate=collate)
-    labels = np.array([int(found.train[index][1]) for index in range(80)])
-    np.testing.assert_allclose(found.weights, (1 / np.bincount(labels))[labels], rtol=1e-6)
-    counts = sum(np.bincount(labels[taken(found, epoch)], minlength=3) for epoch in range(20))
+    actual = theirs(kind="weighted", collate=collate)
+    labels = np.array([int(actual.train[index][1]) for index in range(80)])
+    np.testing.assert_allclose(actual.weights, (1 / np.bincount(labels))[labels], rtol=1e-6)
+    counts = sum(np.bincount(labels[taken(actual, epoch)], minlength=3) for epoch in range(20))
     np.testing.assert_allclose(counts / 1600, 1 / 3, atol=0.05)
     assert theirs(collate=collate).weights is None
     balanced = theirs(collate=collate, sampling="balanced")
@@ -274,13 +274,13 @@ def test_a_weighted_random_sampler_gives_its_weights(collate: bool) -> None:
 
 
 def test_a_data_module_gives_weights() -> None:
-    assert theirs(own=True).weights.tolist() == list(range(80))
-    sampler = theirs(own=True, kind="weighted").weights
+    assert theirs(custom=True).weights.tolist() == list(range(80))
+    sampler = theirs(custom=True, kind="weighted").weights
     assert sampler.max() < 1, "those by which its loader draws"
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "message"),
     [
         ("classes", "the WeightedRandomSampler of train_dataloader of Theirs: there are 3: must be 80, one for each"),
         ("fewer", "with num_samples=40: must be 80, the training samples, which an epoch counts; for longer or"),
@@ -294,5 +294,5 @@ def test_a_data_module_gives_weights() -> None:
         ),
     ],
 )
-def test_samplers_that_are_refused(kind: str, says: str) -> None:
-    assert says in refusal_of(theirs, kind=kind)
+def test_samplers_that_are_refused(kind: str, message: str) -> None:
+    assert message in refusal_of(theirs, kind=kind)

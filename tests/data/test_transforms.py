@@ -70,16 +70,16 @@ def synthetic(**changes: Any) -> Any:
     return open_data(config("synthetic", samples=40, image_size=12, num_classes=3, **changes), "data")
 
 
-def test_what_is_held_out_passes_the_transforms_of_evaluation() -> None:
+def test_what_is_for_validation_passes_the_transforms_of_evaluation() -> None:
     erased = {"_target_": f"{V2}.RandomErasing", "p": 1.0, "scale": [0.9, 0.9], "ratio": [1.0, 1.0]}
-    plain, found = synthetic(), synthetic(transforms={"train": [erased], "eval": None})
+    plain, actual = synthetic(), synthetic(transforms={"train": [erased], "eval": None})
     for part in ("val", "test"):
-        wanted, seen = (fetch(getattr(each, part), np.arange(4))[0] for each in (plain, found))
+        wanted, seen = (fetch(getattr(each, part), np.arange(4))[0] for each in (plain, actual))
         assert torch.equal(wanted, seen)
-    trained, before = (fetch(each.train, np.arange(4))[0] for each in (found, plain))
+    trained, before = (fetch(each.train, np.arange(4))[0] for each in (actual, plain))
     assert (trained == 0).float().mean() > 0.8
     assert (before == 0).float().mean() < 0.1
-    assert found.fingerprint == plain.fingerprint, "the data are the same"
+    assert actual.fingerprint == plain.fingerprint, "the data are the same"
     inverted = synthetic(transforms={"eval": [{"_target_": f"{V2}.RandomInvert", "p": 1.0}]})
     for part in ("val", "test"):
         wanted, seen = (fetch(getattr(each, part), np.arange(4))[0] for each in (plain, inverted))
@@ -121,11 +121,11 @@ TRANSFORMS: list[tuple[list[Any], list[Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("train", "evaluation", "says"), TRANSFORMS)
-def test_transforms_that_are_refused(train: list[Any], evaluation: list[Any], says: str) -> None:
+@pytest.mark.parametrize(("train", "evaluation", "message"), TRANSFORMS)
+def test_transforms_that_are_refused(train: list[Any], evaluation: list[Any], message: str) -> None:
     line = refusal_of(synthetic, transforms={"train": train, "eval": evaluation})
     assert line.startswith("data.transforms")
-    assert says in line, line
+    assert message in line, line
 
 
 # --- a data set of one's own ------------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Noisy:
         return torch.full((1, 8, 8), 10 * self.noise * float(torch.rand(())) + index), label
 
 
-def noisy(several: bool = False, held_out: int | None = None) -> Source:
-    clean = None if held_out is None else Noisy(0) if held_out else TensorDataset(torch.zeros(3, 1))
+def noisy(several: bool = False, validation_part: int | None = None) -> Source:
+    clean = None if validation_part is None else Noisy(0) if validation_part else TensorDataset(torch.zeros(3, 1))
     return Source(Noisy(1, several), None, Spec(1, 8, ("a", "b")), val_candidates=clean)
 
 
@@ -155,20 +155,20 @@ def opened(**changes: Any) -> Any:
     return open_data({"_target_": f"{__name__}.noisy", "val_fraction": 0.2, **changes}, "data")
 
 
-def test_an_own_source_says_how_held_out_samples_look() -> None:
-    found = opened(held_out=1)
-    images, labels = fetch(found.val, np.arange(4))
-    assert images[:, 0, 0, 0].tolist() == found.val.indices.tolist()
-    assert labels.tolist() == [index % 2 for index in found.val.indices]
-    assert not set(found.val.indices) & set(found.train.indices)
+def test_a_custom_source_describes_how_validation_samples_look() -> None:
+    actual = opened(validation_part=1)
+    images, labels = fetch(actual.val, np.arange(4))
+    assert images[:, 0, 0, 0].tolist() == actual.val.indices.tolist()
+    assert labels.tolist() == [index % 2 for index in actual.val.indices]
+    assert not set(actual.val.indices) & set(actual.train.indices)
     control = opened()
     assert fetch(control.val, np.arange(4))[0][:, 0, 0, 0].tolist() != control.val.indices.tolist()
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
-        ({"held_out": 0}, "the Source's val_candidates has 3 samples: it must have 20, as its train"),
+        ({"validation_part": 0}, "the Source's val_candidates has 3 samples: it must have 20, as its train"),
         ({"sampling": "balanced", "several": True}, "the labels of a Noisy are unknown"),
         (
             {"mix": "cutmix", "several": True},
@@ -176,9 +176,9 @@ def test_an_own_source_says_how_held_out_samples_look() -> None:
         ),
     ],
 )
-def test_an_own_source_that_is_refused(changes: dict[str, Any], says: str) -> None:
+def test_a_custom_source_that_is_refused(changes: dict[str, Any], message: str) -> None:
     line = refusal_of(opened, **changes)
-    assert says in line
+    assert message in line
 
 
 # --- balanced sampling ------------------------------------------------------------------------------------------------
@@ -210,21 +210,21 @@ def test_overfitting_takes_the_batch_that_the_run_begins_with(balanced: bool, co
     dataset = arrays(24)
     dataset.labels = torch.tensor([0] * 23 + [1])
     on = layout(1, 24, 1)
-    found = first_batch(replace(splits(dataset), balanced=balanced), on, 3)
+    actual = first_batch(replace(splits(dataset), balanced=balanced), on, 3)
     for epoch in range(2):
-        labels = labels_of(found.train)[found.order(on, 3).encoded_ids(epoch) % 24]
+        labels = labels_of(actual.train)[actual.order(on, 3).encoded_ids(epoch) % 24]
         assert np.bincount(labels).tolist() == counts
 
 
 def test_a_repeated_sample_is_augmented_anew() -> None:
     dataset = arrays(40, size=6)
     dataset.labels = torch.tensor([0] * 39 + [1])
-    found = module(splits(dataset, Augment(crop=2)), layout(1, 40, 1))
-    found.order = DataOrder(40, found.layout, 3, dataset.labels.numpy())
-    (micro_batch,) = step_batches(found)[0].micro_batches
+    actual = module(splits(dataset, Augment(crop=2)), layout(1, 40, 1))
+    actual.order = DataOrder(40, actual.layout, 3, dataset.labels.numpy())
+    (micro_batch,) = step_batches(actual)[0].micro_batches
     repeated = micro_batch.ids == 39
     assert repeated.sum() == 20
-    images = found.prepare(micro_batch)[0][torch.from_numpy(repeated)]
+    images = actual.prepare(micro_batch)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 8
     erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
     images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs_and_repeats)[0][torch.from_numpy(repeated)]

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from lockstep.config.value_checks import ROOT
+from conftest import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "code.md"
 FILE = re.compile(r"`((?:src/)?[a-z_/]+\.py)`")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Program, template
-from own_runs import same_bits
 from refusals import checked, refused
+from user_runs import same_bits
 
 from project.data import digits
 
@@ -22,7 +22,8 @@ BESIDE = ("accelerator=cpu", "logger=none")
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the template with their files and the page's, and a small MNIST in `data/`: scikit-learn's digits."""
+    """Return a copy of the template with their files and the page's, and a small MNIST in `data/`: scikit-learn's
+    digits."""
     folder = template(tmp_path_factory.mktemp("project"))
     shutil.copytree(ROOT / "tests" / "docs" / "hydra_template" / "src", folder / "src", dirs_exist_ok=True)
     for package in ("models", "models/components", "data"):
@@ -67,10 +68,10 @@ def test_the_page_has_its_parts() -> None:
 
 @pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("two_cores_no_gpu")
-@pytest.mark.parametrize(("there", "here"), KEYS)
-def test_the_message_for_their_key_names_ours(there: str, here: str) -> None:
-    said = refused(there.strip("`"))
-    assert re.search(rf"; did you mean (.* or )?{re.escape(here.strip('`').split('=')[0])}\b", said), said
+@pytest.mark.parametrize(("their_key", "here"), KEYS)
+def test_the_message_for_their_key_names_ours(their_key: str, here: str) -> None:
+    printed = refused(their_key.strip("`"))
+    assert re.search(rf"; did you mean (.* or )?{re.escape(here.strip('`').split('=')[0])}\b", printed), printed
     checked(here.strip("`"))
 
 

@@ -22,11 +22,11 @@ import lockstep
 from lockstep.data.build import open_data
 
 FOLLOWED_BY = {
-    "use/own-model.md": "test_own_page.py",
-    "use/losses-and-optimizers.md": "test_own_page.py",
-    "use/own-data.md": "test_own_page.py",
-    "use/metrics-callbacks-loggers.md": "test_own_page.py",
-    "use/test-your-own-code.md": "test_own_tests_page.py",
+    "use/own-model.md": "test_user_code_page.py",
+    "use/losses-and-optimizers.md": "test_user_code_page.py",
+    "use/own-data.md": "test_user_code_page.py",
+    "use/metrics-callbacks-loggers.md": "test_user_code_page.py",
+    "use/test-your-own-code.md": "test_user_tests_page.py",
     "use/shards-and-hub.md": "test_shards_page.py",
     "use/tasks.md": "test_tasks_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",
@@ -165,7 +165,7 @@ def test_arguments_of_the_lab_are_parsed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the template as a user has it, with a folder of images and a list of them."""
+    """Return a copy of the template as a user has it, with a folder of images and a list of them."""
     folder = template(tmp_path_factory.mktemp("project"))
     rows = "path,label\n"
     for number in range(96):
@@ -238,16 +238,16 @@ def follow(command: Command, project: Path, outputs: Path) -> None:
 
 def newest(outputs: Path, sweep: bool = False) -> Path | None:
     """Return the newest run folder below outputs, or the newest sweep's."""
-    found = sorted(outputs.glob("*/sweeps/*" if sweep else "*/*/.hydra"), key=lambda path: path.stat().st_mtime_ns)
-    return (found[-1] if sweep else found[-1].parent) if found else None
+    actual = sorted(outputs.glob("*/sweeps/*" if sweep else "*/*/.hydra"), key=lambda path: path.stat().st_mtime_ns)
+    return (actual[-1] if sweep else actual[-1].parent) if actual else None
 
 
 def newest_sweep(project: Path, outputs: Path) -> Path:
     """Make a sweep of two small runs; return its folder."""
     Program(outputs)("-m", *TINY, "max_steps=2", "seed=0,1", cwd=project)
-    found = newest(outputs, sweep=True)
-    assert found is not None
-    return found
+    actual = newest(outputs, sweep=True)
+    assert actual is not None
+    return actual
 
 
 def test_the_line_about_a_folder_of_images_is_the_one_on_the_page(project: Path) -> None:

@@ -16,7 +16,7 @@ TRAIN = [command.words for command in PAGE.commands if command.words[1] == "src/
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the template, with a folder of images and the shards that the page's commands make of it."""
+    """Return a copy of the template, with a folder of images and the shards that the page's commands make of it."""
     folder = template(tmp_path_factory.mktemp("project"))
     write_folder(folder / "images")
     (folder / "shards").mkdir()

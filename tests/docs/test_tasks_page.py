@@ -26,7 +26,7 @@ def test_the_page_shows_files_and_commands() -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the template with the files of the page in place of its own, its tables and their images."""
+    """Return a copy of the template with the files of the page in place of its own, its tables and their images."""
     folder = template(tmp_path_factory.mktemp("project"))
     for name, text in PAGE.files.items():
         (folder / name).unlink()

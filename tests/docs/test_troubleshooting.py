@@ -25,14 +25,14 @@ QUOTED = [block[0] for block in BLOCKS if not block[0].startswith("$ ")]
 
 
 def texts(folder: str) -> str:
-    """The texts of all Python files in a folder, one per line; an f-string's are those between its values."""
+    """Return the texts of all Python files in a folder, one per line; an f-string's are those between its values."""
     trees = [ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py")) if path != Path(__file__)]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def prepare(*overrides: str) -> None:
-    """All that `src/train.py` does with its overrides before the first step."""
+    """Do all that `src/train.py` does with its overrides before the first step."""
     raw = composed(*resume.expand_resume(list(overrides), "train"))
     config = check(raw, overridden=[each.partition("=")[0] for each in overrides])
     make_module(config, open_data(config.data, config.data_dir, config.seed))
@@ -60,7 +60,7 @@ def test_what_a_command_prints(command: str, message: str, tmp_path: Path, monke
 
 @pytest.fixture(scope="module")
 def source() -> str:
-    """What the source prints, and what other tests assert of it, word for word."""
+    """Return what the source prints, and what other tests assert of it, word for word."""
     return texts("src") + texts("tests")
 
 

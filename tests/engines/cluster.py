@@ -101,18 +101,18 @@ class Cluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *command: str) -> list[str]:
-        """What runs a command on the login node."""
+        """Return what runs a command on the login node."""
         return self.machines.command(0, command)
 
     def ask(self, *command: str) -> str:
-        """What one of SLURM's commands answers; nothing where it fails."""
+        """Return what one of SLURM's commands answers; nothing where it fails."""
         done = subprocess.run(
             self.command(*command), env=environment() | self.variables, capture_output=True, text=True, check=False
         )
         return done.stdout.strip()
 
     def submit(self, site: Site, *command: str, output: str = "output") -> str:
-        """Queues a script with sbatch, in the site's folder; returns the job's number."""
+        """Queue a script with sbatch, in the site's folder; return the job's number."""
         file = site.home / f"{output}.txt"
         done = subprocess.run(
             self.command("sbatch", "--parsable", f"--output={file}", *command),
@@ -128,7 +128,8 @@ class Cluster:
         return job
 
     def state(self, job: str) -> dict[str, str]:
-        """What the controller knows of a job, by `scontrol show job`'s names: JobState, ExitCode, Restarts, ..."""
+        """Return what the controller knows of a job, by `scontrol show job`'s names: JobState, ExitCode, Restarts,
+        ..."""
         pairs = (word.partition("=") for word in self.ask("scontrol", "show", "job", job).split())
         return {key: value for key, _, value in pairs}
 
@@ -136,12 +137,12 @@ class Cluster:
         return self.jobs[job].read_text() if self.jobs[job].exists() else ""
 
     def wait(self, job: str, *states: str) -> dict[str, str]:
-        """Waits until a job is in one of these states, or else has ended; returns what the controller knows of it."""
+        """Wait until a job is in one of these states, or else has ended; return what the controller knows of it."""
         self.wait_until(job, lambda: self.state(job).get("JobState") in (states or ENDS))
         return self.state(job)
 
     def wait_until(self, job: str, done: Callable[[], bool]) -> None:
-        """Waits for something that a job does; fails when the job has ended without it."""
+        """Wait for something that a job does; fail when the job has ended without it."""
         deadline = time.monotonic() + SECONDS
         while not done():
             known = self.state(job)
@@ -150,11 +151,11 @@ class Cluster:
             time.sleep(0.1)
 
     def kill(self, node: int) -> None:
-        """Kills a node whole, as if its power failed."""
+        """Kill a node whole, as if its power failed."""
         self.machines.kill(node)
 
     def start(self, node: int) -> None:
-        """Starts a node that was killed."""
+        """Start a node that was killed."""
         self._daemon(self._open, self._slurmd(node))
 
     def _configure(self) -> None:
@@ -181,13 +182,13 @@ class Cluster:
         return [*user, "munged", "--foreground", "--force", *options]
 
     def _slurmd(self, index: int) -> list[str]:
-        """What starts a node. Not by `ip netns exec`, which hides /sys/fs/cgroup from it."""
+        """Return what starts a node. Not by `ip netns exec`, which hides /sys/fs/cgroup from it."""
         name = self.machines.names[index]
         inside = f"mount --bind {HOSTS / name / 'hosts'} /etc/hosts && hostname {name} && exec slurmd -D -N {name}"
         return ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", inside]
 
     def _daemon(self, opened: ExitStack, command: Sequence[str]) -> None:
-        """Starts a daemon; it is ended, by its id, with the cluster."""
+        """Start a daemon; it is ended, by its id, with the cluster."""
         env = environment() | self.variables
         env["PATH"] += ":/usr/sbin"
         quiet = subprocess.DEVNULL

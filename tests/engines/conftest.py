@@ -13,7 +13,7 @@ from network.machines import Machines, NoMachines
 
 @pytest.fixture(scope="session")
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """JOB on one device: what every engine must end as."""
+    """Return the run JOB on one device: every engine must end with its bits."""
     return Program(tmp_path_factory.mktemp("one_device") / "outputs")(*JOB)
 
 
@@ -24,7 +24,7 @@ def site(tmp_path: Path) -> Site:
 
 @pytest.fixture(scope="session")
 def machines() -> Iterator[Machines]:
-    """Three machines on one switch, whose own names are loopback addresses to them, as on Debian."""
+    """Yield three machines on one switch, whose own names are loopback addresses to them, as on Debian."""
     try:
         with Machines(3) as made:
             yield made
@@ -34,7 +34,7 @@ def machines() -> Iterator[Machines]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A SLURM cluster of two nodes."""
+    """Yield a SLURM cluster of two nodes."""
     try:
         with Cluster(2) as made:
             yield made

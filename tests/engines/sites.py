@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT, STRUCK, Run, finished, summary_of, template, wait_for
+from conftest import ROOT, SAVES_OFTEN, Run, finished, summary_of, template, wait_for
 
 # Six epochs of ten steps. Six pieces: for one, two or three workers alike.
-JOB = (*STRUCK, "max_epochs=6", "batch_size=36", "exact=true", "pieces=6")
+JOB = (*SAVES_OFTEN, "max_epochs=6", "batch_size=36", "exact=true", "pieces=6")
 SLOW = "callbacks=[default,slow]"
 BAD = "lr=-1"
 REFUSAL = "error: lr=-1"
@@ -53,7 +53,7 @@ class Site:
         shutil.copytree(ROOT / "scripts" / "workers", home / "scripts" / "workers")
 
     def start(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts a program in this folder, in a process group of its own."""
+        """Start a program in this folder, in a process group of its own."""
         return subprocess.Popen(
             self.placed(command),
             cwd=self.home,
@@ -72,17 +72,17 @@ class Site:
         return self.finish(self.start(*command, env=env))
 
     def hurry(self) -> None:
-        """Lets the steps of slow runs take no longer than they need."""
+        """Let the steps of slow runs take no longer than they need."""
         (self.home / "hurry").touch()
 
     def wait_for_checkpoint(self, name: str, process: subprocess.Popen[str]) -> Path:
-        """Waits until a run has saved once more, and returns its folder; fails when the process ends before."""
+        """Wait until a run has saved once more, and return its folder; fail when the process ends before."""
         before = self.saved(name)
         wait_for(lambda: self.saved(name) > before, process, SECONDS)
         return max(self.outputs.glob(f"{name}/*/checkpoints/last.ckpt"), key=modified).parents[1]
 
     def saved(self, name: str) -> int:
-        """When a run was saved for the last time, in nanoseconds."""
+        """Return when a run was saved for the last time, in nanoseconds."""
         return max((modified(file) for file in self.outputs.glob(f"{name}/*/checkpoints/last.ckpt")), default=0)
 
 
@@ -93,20 +93,21 @@ def modified(file: Path) -> int:
 
 
 def everything(*runs: Run) -> str:
-    """The output of several programs, one after the other."""
+    """Return the output of several programs, one after the other."""
     return "\n".join(run.stdout + run.stderr for run in runs)
 
 
 def environment() -> dict[str, str]:
-    """What an engine hands to its workers: programs of this interpreter's environment come first."""
+    """Return what an engine hands to its workers: programs of this interpreter's environment come first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # Open MPI refuses root unless it is told twice.
     return {**os.environ, "PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def ended_well(name: str, sites: Sequence[Site], one_device: Run, output: str) -> dict[str, Any]:
-    """The summary of a run that completed with the bits of one device, and was written once: on all machines together
-    there is one folder's name, one completed summary, and one line about its test, in the log and in `output`.
+    """Return the summary of a run that completed with the bits of one device, and was written once: on all machines
+    together there is one folder's name, one completed summary, and one line about its test, in the log and in
+    `output`.
 
     Args:
         output: what all processes of the run wrote, since it was started for the last time.
@@ -127,6 +128,6 @@ def ended_well(name: str, sites: Sequence[Site], one_device: Run, output: str) -
     return summary
 
 
-def refused_once(said: str) -> bool:
-    """Whether the refusal of BAD stands in an output exactly once, without a traceback of the program."""
-    return said.count(REFUSAL) == 1 and 'src/train.py", line' not in said
+def refused_once(printed: str) -> bool:
+    """Return whether the refusal of BAD stands in an output exactly once, without a traceback of the program."""
+    return printed.count(REFUSAL) == 1 and 'src/train.py", line' not in printed

@@ -23,7 +23,7 @@ MINUTES = 30  # that an emulated program may take on a busy machine
 
 @cache
 def lines(processor: str | None, *options: str, isa: str = "") -> list[str]:
-    """What portable_cases.py prints on a processor; None: this one."""
+    """Return what portable_cases.py prints on a processor; None: this one."""
     emulated = ["nice", str(QEMU), "-cpu", processor] if processor else []
     done = subprocess.run(
         [*emulated, sys.executable, "tests/portable_cases.py", *options],
@@ -60,12 +60,12 @@ LITTLE = ("+debug.trainer.limit_val_batches=1", "+debug.trainer.limit_test_batch
 @pytest.mark.nightly
 def test_a_whole_run_has_the_same_bits(tmp_path: Path) -> None:
     """A parent that forks, a worker, validation and test."""
-    there = Program(tmp_path / "there")
-    command = ["nice", str(QEMU), "-cpu", PROCESSORS[0], sys.executable, "src/train.py", f"outputs={there.outputs}"]
+    elsewhere = Program(tmp_path / "there")
+    command = ["nice", str(QEMU), "-cpu", PROCESSORS[0], sys.executable, "src/train.py", f"outputs={elsewhere.outputs}"]
     done = subprocess.run(
         [*command, *SHORT, *LITTLE], cwd=ROOT, capture_output=True, text=True, timeout=MINUTES * 60, check=False
     )
-    emulated = Run(done.returncode, done.stdout, done.stderr, there.outputs)
+    emulated = Run(done.returncode, done.stdout, done.stderr, elsewhere.outputs)
     assert emulated.returncode == 0, str(emulated)
     here = Program(tmp_path / "here")(*SHORT, *LITTLE)
     assert emulated.summary["weights_sha256"] == here.summary["weights_sha256"]

@@ -25,7 +25,7 @@ def start(site: Site, *overrides: str) -> subprocess.Popen[str]:
 
 
 def workers() -> list[int]:
-    """The process ids of the workers that Ray has started for this test session."""
+    """Return the process ids of the workers that Ray has started for this test session."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     running = {int(folder.name): folder for folder in Path("/proc").glob("[0-9]*")}
     named = {pid: folder for pid, folder in running.items() if b"RayTrainWorker" in read(folder / "cmdline")}
@@ -43,8 +43,8 @@ def test_a_torch_trainer_of_two_workers_is_lost_and_goes_on(site: Site, one_devi
     outputs = f"outputs={site.outputs}"
     process = start(site, "strategy=ddp", *JOB, SLOW, "name=ray", outputs)
     folder = site.wait_for_checkpoint("ray", process)
-    found = wait_for(workers, process)
-    os.kill(found[-1], signal.SIGKILL)
+    actual = wait_for(workers, process)
+    os.kill(actual[-1], signal.SIGKILL)
     assert site.finish(process).returncode != 0
     site.hurry()
     run = site.finish(start(site, f"resume={folder}"))

@@ -12,13 +12,13 @@ TWO_TASKS = ("--ntasks-per-node=2", "--cpus-per-task=1", "scripts/slurm.sh")
 
 
 def wait_for_checkpoint(cluster: Cluster, site: Site, name: str, job: str) -> None:
-    """Waits until a job has saved once more."""
+    """Wait until a job has saved once more."""
     before = site.saved(name)
     cluster.wait_until(job, lambda: site.saved(name) > before)
 
 
 def wait_for_requeue(cluster: Cluster, site: Site, job: str) -> None:
-    """Waits until a job is queued again, and lets it run fast from then on."""
+    """Wait until a job is queued again, and let it run fast from then on."""
     cluster.wait_until(job, lambda: cluster.state(job).get("Restarts") == "1")
     site.hurry()
 

@@ -22,7 +22,7 @@ def restarted(cluster: Cluster, job: str) -> bool:
 def start_sweep(
     cluster: Cluster, site: Site, *options: str, count: int
 ) -> tuple["subprocess.Popen[str]", list[Path], list[Path]]:
-    """Starts a sweep of slow jobs; waits until each has saved. Returns the command, the jobs' folders and logs."""
+    """Start a sweep of slow jobs; wait until each has saved. Returns the command, the jobs' folders and logs."""
     site.placed = lambda command: cluster.command(*command)
     command = ["python", "src/train.py", "-m", *JOB, SLOW, "hydra/launcher=submitit_slurm", *options, "name=sweep"]
     sweep = site.start(*command, env=cluster.variables)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Run, of_process
+from conftest import Run, read_proc
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 from network.machines import Machines
 
@@ -31,7 +31,7 @@ class Several:
         ]
 
     def start(self, index: int, *options: str, endpoint: str = "", nodes: str = "2") -> subprocess.Popen[str]:
-        """Starts torchrun on one of the machines, as scripts/torchrun.sh does."""
+        """Start torchrun on one of the machines, as scripts/torchrun.sh does."""
         meet = f"--rdzv-endpoint={endpoint or self.machines.names[0]}:{PORT}"
         torchrun = ("scripts/torchrun.sh", f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=100", meet)
         return self.sites[index].start(*torchrun, "src/train.py", "strategy=ddp", *JOB, *options)
@@ -40,11 +40,11 @@ class Several:
         return [site.finish(process) for site, process in zip(self.sites, processes, strict=False)]
 
     def kill(self, index: int) -> None:
-        """Kills all that runs on a machine, as if its power failed."""
+        """Kill all that runs on a machine, as if its power failed."""
         self.machines.kill(index)
 
     def kill_worker(self, index: int) -> None:
-        """Kills the worker of a machine, and leaves its agent alone."""
+        """Kill the worker of a machine, and leave its agent alone."""
         (worker, *_) = [pid for pid in self.machines.processes(index) if is_worker(pid)]
         os.kill(worker, signal.SIGKILL)
 
@@ -53,7 +53,7 @@ class Several:
             site.hurry()
 
     def copies(self) -> list[set[str]]:
-        """The names of the checkpoints on each machine."""
+        """Return the names of the checkpoints on each machine."""
         return [{file.name for file in site.outputs.rglob("*.ckpt")} for site in self.sites]
 
 
@@ -66,12 +66,12 @@ def several(machines: Machines, tmp_path: Path) -> Iterator[Several]:
 
 
 def is_worker(pid: int) -> bool:
-    return "src/train.py" in of_process(pid, "cmdline") and "torchrun" not in of_process(pid, "cmdline")
+    return "src/train.py" in read_proc(pid, "cmdline") and "torchrun" not in read_proc(pid, "cmdline")
 
 
 def workers(agent: subprocess.Popen[str]) -> list[int]:
-    """The process ids of an agent's workers."""
-    children = of_process(agent.pid, f"task/{agent.pid}/children").split()
+    """Return the process ids of an agent's workers."""
+    children = read_proc(agent.pid, f"task/{agent.pid}/children").split()
     return [int(pid) for pid in children if is_worker(int(pid))]
 
 
@@ -103,7 +103,7 @@ def test_workers_are_forks(several: Several, one_device: Run) -> None:
     os.kill(process.pid, signal.SIGKILL)
     site.finish(process)
     until = time.monotonic() + 5
-    while any(of_process(pid, "cmdline") for pid in workers_left):
+    while any(read_proc(pid, "cmdline") for pid in workers_left):
         assert time.monotonic() < until, "a worker outlives its agent"
         time.sleep(0.05)
 
@@ -115,10 +115,10 @@ def test_workers_are_forks(several: Several, one_device: Run) -> None:
 
 
 def forks_of(agent: subprocess.Popen[str]) -> list[int]:
-    """The process ids of an agent's workers, which are children of its server."""
-    for child in of_process(agent.pid, f"task/{agent.pid}/children").split():
+    """Return the process ids of an agent's workers, which are children of its server."""
+    for child in read_proc(agent.pid, f"task/{agent.pid}/children").split():
         if not is_worker(int(child)):
-            return [int(pid) for pid in of_process(int(child), f"task/{child}/children").split()]
+            return [int(pid) for pid in read_proc(int(child), f"task/{child}/children").split()]
     return []
 
 

@@ -50,10 +50,12 @@ def test_what_to_measure_is_refused_before_anything_is_run(tmp_path: Path) -> No
 def test_shares_are_named_where_devices_differ() -> None:
     config = check(compose(*TINY, "batch_size=64"))
     two, one = Choice("ddp", 2, 2, 16, 0.1, 1.0), Choice("single", 1, 1, 64, 0.25, 1.0)
-    said = conclusion([two, one], config, [1.5, 1.0])
-    assert said.startswith("Use strategy=ddp devices=2 accumulate_grad_batches=2: a step of 64 samples takes 100.0 ms.")
-    assert "2.50 times as fast as one device (250.0 ms)" in said
-    assert "strategy.shares=[1.5,1] with pieces=16" in said
+    output = conclusion([two, one], config, [1.5, 1.0])
+    assert output.startswith(
+        "Use strategy=ddp devices=2 accumulate_grad_batches=2: a step of 64 samples takes 100.0 ms."
+    )
+    assert "2.50 times as fast as one device (250.0 ms)" in output
+    assert "strategy.shares=[1.5,1] with pieces=16" in output
     named: dict[str, Any] = group_file("strategy", "ddp") | {"shares": [1.5, 1]}
     assert check(compose("devices=2", "pieces=16") | {"strategy": named}).layout.shares == (1.5, 1)
     assert "shares" not in conclusion([two, one], config, [1.1, 1.0])

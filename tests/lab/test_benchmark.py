@@ -32,9 +32,9 @@ def player(folder: Path, name: str, last: int = 1000) -> tuple[list[str], Path]:
 
 def test_players_never_run_at_the_same_time(tmp_path: Path) -> None:
     (one, first), (two, second), (three, third) = (player(tmp_path, name) for name in ("one", "two", "three"))
-    found = play({"one": [one], "both": [two, three]}, rounds=3, steps=5, skip=2, folder=tmp_path)
-    assert [len(blocks) for blocks in found.values()] == [3, 3]
-    assert all(block >= 3 * 0.002 for blocks in found.values() for block in blocks)
+    actual = play({"one": [one], "both": [two, three]}, rounds=3, steps=5, skip=2, folder=tmp_path)
+    assert [len(blocks) for blocks in actual.values()] == [3, 3]
+    assert all(block >= 3 * 0.002 for blocks in actual.values() for block in blocks)
     spans = {
         log: [tuple(map(float, line.split())) for line in log.read_text().splitlines()]
         for log in (first, second, third)
@@ -49,7 +49,7 @@ def test_players_never_run_at_the_same_time(tmp_path: Path) -> None:
     assert together(second, third)  # the control: programs of one player do
 
 
-def test_a_player_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_player_that_ends_early_is_reported_with_its_last_words(tmp_path: Path) -> None:
     (one, _), (two, _) = player(tmp_path, "one"), player(tmp_path, "two", last=7)
     with pytest.raises(RuntimeError, match=r"two ended early:\n.*it had enough"):
         play({"one": [one], "two": [two]}, rounds=3, steps=5, folder=tmp_path)
@@ -62,15 +62,15 @@ def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
     steps = [event(STEP, 10.0 * number) for number in (1, 2, 3, 4)]
     others = [event(STEP, 50.0, "gpu_user_annotation"), {"name": "gloo:all_reduce", "ts": 12}]
     reduced = [event("gloo:all_reduce", at) for at in (5, 15, 16, 25, 26, 31, 32, 33, 45)]
-    found = per_step([*steps, *others, *reduced, event("once", 15)])
-    assert (found["gloo:all_reduce"], found["once"]) == (2, 0)
+    actual = per_step([*steps, *others, *reduced, event("once", 15)])
+    assert (actual["gloo:all_reduce"], actual["once"]) == (2, 0)
 
 
 @pytest.mark.usefixtures("forked_commands")
 def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
-    asked = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
-    found = [traced([*asked, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
-    assert found[0] == found[1] >= 1
+    task = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
+    actual = [traced([*task, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
+    assert actual[0] == actual[1] >= 1
 
 
 REFUSED = [
@@ -82,10 +82,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED)
-def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
-    program, *given = arguments
-    done = forked(f"scripts/lab/{program}", *given)
+@pytest.mark.parametrize(("arguments", "output"), REFUSED)
+def test_refusals_are_one_line(arguments: list[str], output: str) -> None:
+    program, *options = arguments
+    done = forked(f"scripts/lab/{program}", *options)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert output in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -37,8 +37,8 @@ def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("lockstep.config.check.compiler_lacking", lambda accelerator: None)  # a compiler, say
     for case in steps.GPU_CASES:
         for options in steps.OURS.values():
-            asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *steps.GPU_TRAINING, *options))
-            assert asked.layout.accelerator == "gpu"
+            request = check(compose(f"model={case.model}", f"batch_size={case.batch}", *steps.GPU_TRAINING, *options))
+            assert request.layout.accelerator == "gpu"
         assert int(0.9 * case.data["samples"]) % case.batch == 0  # else the tail would be compiled too
         assert 0.9 * case.data["samples"] / case.batch > (case.rounds + 1) * case.steps  # an epoch's end saves
 
@@ -55,8 +55,8 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     assert all(line.ours > 0 and line.other > 0 for line in lines)
 
     task, wrong = tmp_path / "mnist_cnn.task.pt", tmp_path / "wrong.pt"
-    told: dict[str, Any] = torch.load(task)
-    torch.save(told | {"order": told["order"][::-1]}, wrong)
+    report: dict[str, Any] = torch.load(task)
+    torch.save(report | {"order": report["order"][::-1]}, wrong)
     sides = {
         side: [[str(OPPONENTS / "bare_loop.py"), "--task", str(path)]]
         for side, path in (("plain", task), ("wrong", wrong))
@@ -84,7 +84,7 @@ def test_every_trial_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert refused == [(name, True) for name in gpu_day.REFUSED]
 
 
-def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_day_reports_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trial(name: str, program: str, **more: Any) -> Trial:
         return Trial(more.pop("part", "bits"), name, [[("-c", program)]], **more)
 
@@ -115,10 +115,10 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
     call = ["gpu_day.py", "--accelerator=cpu", f"--data-dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", [*call, f"--to={tmp_path}"])
     assert gpu_day.main() == 1
-    found = {row["trial"]: row for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]}
-    assert {name for name, row in found.items() if row["good"]} == {each.name for each in right}
-    assert {name for name, row in found.items() if not row["good"]} == {each.name for each in wrong}
-    assert found["a hanging one"]["verdict"] == "HANGS: killed after 10 s"
+    actual = {row["trial"]: row for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]}
+    assert {name for name, row in actual.items() if row["good"]} == {each.name for each in right}
+    assert {name for name, row in actual.items() if not row["good"]} == {each.name for each in wrong}
+    assert actual["a hanging one"]["verdict"] == "HANGS: killed after 10 s"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     page = (tmp_path / "gpu_day.md").read_text()
@@ -136,12 +136,12 @@ def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pyt
         trial("not yet begun", "pass"),
     ]
     monkeypatch.setattr(gpu_day, "trials", lambda *_: later)
-    asked = [*call, "bits", f"--from={tmp_path}", f"--to={tmp_path / 'next'}"]
+    request = [*call, "bits", f"--from={tmp_path}", f"--to={tmp_path / 'next'}"]
     for minutes, verdicts in {0: ["left out: the time is up"] * 2, 1: ["the same bits", "no output"]}.items():
-        monkeypatch.setattr(sys, "argv", [*asked, f"--minutes={minutes}"])
+        monkeypatch.setattr(sys, "argv", [*request, f"--minutes={minutes}"])
         assert gpu_day.main() == 1  # others of the first call are still wrong
         rows = json.loads((tmp_path / "next" / "gpu_day.json").read_text())["rows"]
-        assert rows[0] == found["the first"]
+        assert rows[0] == actual["the first"]
         assert [(row["trial"], row["verdict"]) for row in rows[-2:]] == list(
             zip(("a run that differs", "not yet begun"), verdicts, strict=True)
         )
@@ -152,21 +152,21 @@ def test_the_whole_day_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_mnist(tmp_path / "data")
     write_images(tmp_path / "data" / "cifar10_images")
     to = tmp_path / "to"
-    asked = ["--accelerator=cpu", "--short", "--jobs=2", f"--data-dir={tmp_path / 'data'}", f"--to={to}"]
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *asked])
+    request = ["--accelerator=cpu", "--short", "--jobs=2", f"--data-dir={tmp_path / 'data'}", f"--to={to}"]
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *request])
     assert gpu_day.main() == 0, (to / "gpu_day.log").read_text()
     assert sorted(path.name for path in to.iterdir()) == ["gpu_day.json", "gpu_day.log", "gpu_day.md", "probe.json"]
-    found = gpu_day.read(to)
-    assert len({row["part"] for row in found["rows"]}) == 11
-    assert {row["verdict"] for row in found["rows"] if row["part"] == "bits"} == {"the same bits", "other bits"}
-    assert {row["side"] for row in found["steps"]} >= {*gpu_probe.FIRST, *gpu_probe.EXACT} - {"loop, CUDA graph"}
-    assert not [row for row in found["steps"] if "error" in row]
+    actual = gpu_day.read(to)
+    assert len({row["part"] for row in actual["rows"]}) == 11
+    assert {row["verdict"] for row in actual["rows"] if row["part"] == "bits"} == {"the same bits", "other bits"}
+    assert {row["side"] for row in actual["steps"]} >= {*gpu_probe.FIRST, *gpu_probe.EXACT} - {"loop, CUDA graph"}
+    assert not [row for row in actual["steps"] if "error" in row]
 
     # The page is for GPUs, so it refuses the rehearsal.
     assert gpu_day.write_page(to) == 2
     page = tmp_path / "gpu.md"
     page.write_text(f"before\n{gpu_day.BEGIN}\nnothing yet\n{gpu_day.END}\nafter\n")
-    (to / "probe.json").write_text(json.dumps([row | {"device": "NVIDIA X"} for row in found["steps"]]))
+    (to / "probe.json").write_text(json.dumps([row | {"device": "NVIDIA X"} for row in actual["steps"]]))
     monkeypatch.setattr(gpu_day, "PAGE", page)
     monkeypatch.setattr(gpu_day, "ROOT", tmp_path)
     assert gpu_day.write_page(to) == 0
@@ -233,25 +233,25 @@ def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
     """torch has such layers for GPUs alone, and says so of the first that it meets."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for asked in (False, True):
-            strategy = DistributedDataParallel(sync_batchnorm=asked)
+        for request in (False, True):
+            strategy = DistributedDataParallel(sync_batchnorm=request)
             strategy.parallel_devices = [torch.device("cpu")]
             strategy.model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
             try:
                 strategy.configure_ddp()
-                told = ""
+                report = ""
             except ValueError as error:
-                told = str(error)
-            assert ("SyncBatchNorm layers only work with GPU modules" in told) == asked
+                report = str(error)
+            assert ("SyncBatchNorm layers only work with GPU modules" in report) == request
     finally:
         dist.destroy_process_group()
 
 
 def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 8)
-    asked = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
+    request = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
     for tail in (0, 16, 31):
-        check_sizes(asked, 96 + tail)
+        check_sizes(request, 96 + tail)
     with pytest.raises(UserError, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
-        check_sizes(asked, 96 + 11)
+        check_sizes(request, 96 + 11)
     check_sizes(check(compose("devices=8", "pieces=16", "batch_size=32")), 96 + 11)

@@ -31,7 +31,7 @@ def machines() -> Iterator[Machines]:
 
 
 def link_bytes(way: str, workers: int, size: int) -> float:
-    """The formulas of the docs, of the busiest link."""
+    """Return the formulas of the docs, of the busiest link."""
     if way == "parameter server":
         return 2 * (workers - 1) * size
     paired = 1 << (workers.bit_length() - 1)
@@ -80,7 +80,7 @@ dist.barrier()
 """
 
 
-def test_the_kernel_counts_what_the_formulas_say(machines: Machines) -> None:
+def test_the_kernel_counts_what_the_formulas_give(machines: Machines) -> None:
     code = COUNTED.format(scripts=str(ROOT / "scripts" / "lab"), src=str(ROOT / "src"))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-c", code]
@@ -88,8 +88,8 @@ def test_the_kernel_counts_what_the_formulas_say(machines: Machines) -> None:
         machines.start(rank, [*command, str(rank), machines.address(0)], env=environment, stdout=-1)
         for rank in range(3)
     ]
-    said = [process.communicate(timeout=100)[0].split("\n")[:4] for process in running]
-    counted = np.array([[[int(number) for number in line.split()] for line in lines] for lines in said])
+    output = [process.communicate(timeout=100)[0].split("\n")[:4] for process in running]
+    counted = np.array([[[int(number) for number in line.split()] for line in lines] for lines in output])
     server, ring, _, backend = counted.transpose(1, 0, 2)  # [workers, in and out], with headers, of some percent
     size = 4_000_000
     assert server[0] == pytest.approx([2 * size, 2 * size], rel=0.12)
@@ -98,20 +98,20 @@ def test_the_kernel_counts_what_the_formulas_say(machines: Machines) -> None:
         assert each == pytest.approx(np.full((3, 2), link_bytes("ring", 3, size)), rel=0.12)
 
 
-def test_a_limited_link_is_measured_and_the_table_says_so(machines: Machines, tmp_path: Path) -> None:
+def test_a_limited_link_is_measured_and_the_table_reports_it(machines: Machines, tmp_path: Path) -> None:
     run = Program(tmp_path, "scripts/lab/communication.py")(
         *TINY, "devices=2", "batch_size=8", "rounds=2", "rate=800mbit", timeout=300
     )
-    found = json.loads((run.folder / "communication.json").read_text())
-    mbit = 8 / found["link"]["beta"] / 1e6
+    actual = json.loads((run.folder / "communication.json").read_text())
+    mbit = 8 / actual["link"]["beta"] / 1e6
     assert mbit < 900  # of memory it would be thousands
-    assert [row["way"] for row in found["rows"]] == [
+    assert [row["way"] for row in actual["rows"]] == [
         "parameter server", "ring", "halving and doubling", "gloo's all-reduce",
     ]  # fmt: skip
     assert run.stdout.count("\n| 2 | ") == 4
     assert "With exact integers all ways gave the same bits" in run.stdout
     assert (run.folder / "communication.png").exists()
-    assert Link.measured(run.folder).beta == found["link"]["beta"]
+    assert Link.measured(run.folder).beta == actual["link"]["beta"]
 
 
 def test_without_namespaces_a_rate_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import first_screen
 import pytest
-from conftest import PATIENCE, ROOT
+from conftest import ROOT, TIMEOUT
 from first_screen import FILES, HASH, Block, Command, CommandFailed, Shell, blocks, draw, hashes, main
 
 JOB = "exact=true pieces=8"
@@ -16,7 +16,7 @@ TEXT = "{http://www.w3.org/2000/svg}text"
 
 
 def recorded(sha: str = "0123456789abcdef" * 4) -> list[Block]:
-    """A session as `record` returns it, without runs."""
+    """Return a session as `record` returns it, without runs."""
     line = f'{HASH}{sha}",'
     return [[(command, [line] * command.text.endswith(("one", "dp"))) for command in block] for block in blocks(JOB)]
 
@@ -46,8 +46,8 @@ def test_the_committed_pictures_have_the_present_commands_and_one_hash() -> None
     lines = [lines_of((ROOT / "docs" / name).read_text()) for name in FILES.values()]
     assert lines[0] == lines[1]
     assert commands_of(lines[0]) == commands_of(lines_of(draw(recorded(), "light")))
-    found = [line for line in lines[0] if line.startswith(HASH)]
-    assert (len(found), len(set(found))) == (5, 1)
+    actual = [line for line in lines[0] if line.startswith(HASH)]
+    assert (len(actual), len(set(actual))) == (5, 1)
     assert len(lines[0]) <= 40
     assert max(map(len, lines[0])) <= 100
     readme = (ROOT / "README.md").read_text()
@@ -78,7 +78,7 @@ def test_a_command_that_fails_ends_the_session(tmp_path: Path) -> None:
 
 def test_a_tiny_task_is_recorded(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/lab/first_screen.py", "--folder", str(tmp_path), *TINY, "max_epochs=5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if "machines can't be made" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -14,7 +14,8 @@ from campaigns.storm import CUT, KILLED, SERVER, Plan
 
 
 def worker(pid: int, world: int, began: float, steps: dict[int, float], ends: float = 0.0) -> list[dict[str, Any]]:
-    """The events of a worker whose group is as its own: 1 s until it exists, then 1 s for each part of its start."""
+    """Return the events of a worker whose group is as its own: 1 s until it exists, then 1 s for each part of its
+    start."""
     points = {"born": began + 1, "checked": began + 2, "read": began + 3}
     events = [{"what": "starts", "time": began + 3, "group": f"of {pid}", "world": world, **points}]
     events += [{"what": "begins", "time": began + 4, "step": min(steps) - 1}]
@@ -57,10 +58,10 @@ def test_a_storm_is_drawn(tmp_path: Path) -> None:
 def test_a_traceback_of_torchrun_is_not_the_programs() -> None:
     prefix = "E1126 17:18:31.431000 23959 torch/distributed/elastic/agent/server/api.py:1007] "
     torchruns = f"completed\n{prefix}Error waiting on exit barrier.\n{prefix}Traceback (most recent call last):\n"
-    own = "Traceback (most recent call last):\n  ...\nKeyError: 1\n"
+    custom = "Traceback (most recent call last):\n  ...\nKeyError: 1\n"
     assert traceback_of_program(torchruns) == ""
-    assert traceback_of_program(torchruns + own) == own
-    assert traceback_of_program(own) == own
+    assert traceback_of_program(torchruns + custom) == custom
+    assert traceback_of_program(custom) == custom
 
 
 def test_the_hosts_schedule() -> None:

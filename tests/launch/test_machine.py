@@ -21,32 +21,32 @@ def test_gpus_are_counted_where_a_driver_has_its_device_file(
 
 
 @pytest.mark.parametrize(("capabilities", "computes"), [([(8, 0), (9, 0)], True), ([(9, 0), (7, 5)], False)])
-def test_gpus_are_asked_in_a_process_of_its_own(
+def test_gpus_are_checked_in_another_process(
     monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], computes: bool
 ) -> None:
     """A parent that has touched CUDA can't fork its workers."""
     import torch
 
-    asked = []
+    calls = []
 
     def capability(device: int) -> tuple[int, int]:
-        asked.append(device)
+        calls.append(device)
         return capabilities[device]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     machine._gpus_compute_bf16.cache_clear()
     assert machine.computes_bf16("gpu") is computes
-    assert asked == []
+    assert calls == []
     machine._gpus_compute_bf16.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # a notebook's: its workers are spawned
     assert machine.computes_bf16("gpu") is computes
-    assert asked == [0, 1]
+    assert calls == [0, 1]
     machine._gpus_compute_bf16.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("file", "variables", "says"),
+    ("file", "variables", "message"),
     [
         ("", {}, "no driver has made one of /dev/nvidia[0-9]*, /dev/dxg, /dev/kfd, .* (NVIDIA, WSL, ROCm, Jetson)"),
         ("/dev/kfd", {}, "there is /dev/kfd, but torch [0-9.]+.* finds no device (its build or the driver do not fit)"),
@@ -54,13 +54,13 @@ def test_gpus_are_asked_in_a_process_of_its_own(
         ("/dev/kfd", {"HIP_VISIBLE_DEVICES": "7"}, ".* finds no device (HIP_VISIBLE_DEVICES=7)"),
     ],
 )
-def test_how_gpus_were_looked_for_is_said(
-    file: str, variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+def test_how_gpus_were_looked_for_is_reported(
+    file: str, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in machine.GPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
-    pattern = says.replace("(", r"\(").replace(")", r"\)").replace("[0-9]*", r"\[0-9\]\*")
+    pattern = message.replace("(", r"\(").replace(")", r"\)").replace("[0-9]*", r"\[0-9\]\*")
     assert re.fullmatch(pattern, machine.no_gpu_reason())

@@ -35,8 +35,8 @@ def test_a_data_set_that_computes_in_parallel_hangs_no_run(tmp_path: Path) -> No
     run = train("data=mine", "max_steps=2", "logger=none", *threads)
     assert run.summary["steps"] == 2
     checkpoint = f"checkpoint={run.folder}"
-    found = evaluate(checkpoint, threads[0], "+" + threads[1])
-    assert "count 359" in found.stderr
+    actual = evaluate(checkpoint, threads[0], "+" + threads[1])
+    assert "count 359" in actual.stderr
     with (project / "src" / "project" / "data" / "__init__.py").open("a") as file:
         file.write("\nimport torch\n\ntorch.rand(100_000).mul(2)\n")
     Image.fromarray(np.zeros((28, 28), dtype=np.uint8)).save(tmp_path / "image.png")

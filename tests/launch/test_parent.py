@@ -16,12 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate
-from lockstep.config.value_checks import ROOT
 from lockstep.errors import LostRank, UserError, WorkerFailed
 from lockstep.launch import logs, parent
 from lockstep.launch.failures import user_code_location
@@ -56,7 +56,7 @@ def refused_in_a_loader() -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
+def test_a_failure_reports_where_in_the_users_code(tmp_path: Path) -> None:
     """The message of a loader process's own failure is torch's, over its traceback."""
     with pytest.raises(WorkerFailed) as failed:
         launch(fails_in_a_loader, str(tmp_path), layout=ALONE)
@@ -70,7 +70,7 @@ def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
 
 
 def killed(seconds: float, number: int = signal.SIGKILL) -> str:
-    """Is killed `seconds` after its result is there."""
+    """Kill this process `seconds` after its result is sent."""
     threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
     if not seconds:
         time.sleep(60)
@@ -78,7 +78,7 @@ def killed(seconds: float, number: int = signal.SIGKILL) -> str:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
+def test_a_worker_that_is_killed_is_reported_as_such_unless_it_was_done() -> None:
     with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL \(out of memory\?\)$"):
         launch(killed, 0, layout=ALONE)
     with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by signal 40$"):  # a real-time signal
@@ -88,7 +88,7 @@ def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "says"),
+    ("codes", "message"),
     [
         ((-signal.SIGABRT, -signal.SIGKILL), "rank 1 was killed by SIGKILL (out of memory?)"),
         ((-signal.SIGABRT, None), "rank 0 was killed by SIGABRT (NCCL does so if another rank is lost or does not"),
@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
     ],
 )
 def test_a_worker_that_nccl_aborts_is_not_the_one_that_failed(
-    codes: tuple[int | None, ...], says: str, monkeypatch: pytest.MonkeyPatch
+    codes: tuple[int | None, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None: the worker is alive and sends nothing."""
     monkeypatch.setattr(parent, "ANSWER_SECONDS", 0.1)
@@ -116,7 +116,7 @@ def test_a_worker_that_nccl_aborts_is_not_the_one_that_failed(
         assert isinstance(failed.value, LostRank) == (uses_nccl and "NCCL" in str(failed.value))
         return str(failed.value)
 
-    assert result(True).startswith(says)
+    assert result(True).startswith(message)
     assert (
         result(False) == f"rank {codes.index(-signal.SIGABRT)} was killed by SIGABRT"
     )  # the control: gloo aborts none
@@ -139,7 +139,7 @@ def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
 
     def job(start: Callable[[float], Any], seconds: float, **_: object) -> None:
         jobs = [Job(0, tmp_path, [])]
-        run_jobs(jobs, lambda _: start(seconds), lambda _, told: errors.append(told["error"]), [Slot()])
+        run_jobs(jobs, lambda _: start(seconds), lambda _, outcome: errors.append(outcome["error"]), [Slot()])
 
     monkeypatch.setattr(os, "fork", interrupted)
     starts: dict[str, Callable[..., Any]] = {"worker": launch, "job": job}
@@ -155,13 +155,13 @@ def test_more_devices_than_workers_that_exist_are_refused(set_environment: Calla
         launch(print, layout=four)
 
 
-@pytest.mark.parametrize("asked", ["max_restarts=2", "elastic=true"])
+@pytest.mark.parametrize("restarts", ["max_restarts=2", "elastic=true"])
 def test_workers_of_others_are_started_again_by_them(
-    tmp_path: Path, set_environment: Callable[..., None], asked: str
+    tmp_path: Path, set_environment: Callable[..., None], restarts: str
 ) -> None:
-    config = check(dict(compose("strategy=ddp", "devices=2", asked)))
+    config = check(dict(compose("strategy=ddp", "devices=2", restarts)))
     set_environment(TORCHELASTIC_RUN_ID="theirs", WORLD_SIZE="2")
-    with pytest.raises(UserError, match=rf"^{asked}: torchrun, SLURM or MPI restarts its own workers"):
+    with pytest.raises(UserError, match=rf"^{restarts}: torchrun, SLURM or MPI restarts its own workers"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -177,7 +177,7 @@ def test_the_programs_themselves_are_no_code_of_a_user() -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_failure_before_the_run_has_a_log_tells_how_to_see_the_traceback() -> None:
+def test_a_failure_before_the_run_has_a_log_reports_how_to_see_the_traceback() -> None:
     with pytest.raises(WorkerFailed) as failed:
         launch(forked_without_log, layout=ALONE)
     assert str(failed.value).endswith(" in forked_without_log; HYDRA_FULL_ERROR=1 shows the traceback)")

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import PATIENCE, ROOT, TINY, checkpoint_of, ended, forked, summary_of, wait_for, workers_of
+from conftest import ROOT, TIMEOUT, TINY, checkpoint_of, ended, forked, summary_of, wait_for, workers_of
 
 from lockstep.callbacks import preemption
 from lockstep.config.check import check
@@ -26,7 +26,7 @@ from lockstep.launch.signals import forward_signals
 from lockstep.run import supervisor as runs
 from lockstep.run.api import compose
 
-ENDLESS = (*TINY, "max_epochs=100000", "checkpoint_every=10", "logger=none")
+LONG_RUN = (*TINY, "max_epochs=100000", "checkpoint_every=10", "logger=none")
 
 
 def on_a_terminal(terminal: int, *overrides: str, ignored: bool = False) -> "subprocess.Popen[str]":
@@ -48,7 +48,7 @@ def test_a_closed_terminal(tmp_path: Path, ignored: bool) -> None:
     os.set_blocking(ours, False)
     folder = tmp_path / "run"
     layout = ("strategy=ddp", "devices=2")
-    process = on_a_terminal(theirs, *ENDLESS, *layout, f"hydra.run.dir={folder}", ignored=ignored)
+    process = on_a_terminal(theirs, *LONG_RUN, *layout, f"hydra.run.dir={folder}", ignored=ignored)
     os.close(theirs)
     last = folder / "checkpoints" / "last.ckpt"
 
@@ -66,7 +66,7 @@ def test_a_closed_terminal(tmp_path: Path, ignored: bool) -> None:
         time.sleep(0.5)
         assert process.poll() is None
         process.terminate()
-    assert process.wait(PATIENCE) == 143
+    assert process.wait(TIMEOUT) == 143
     summary = summary_of(folder)
     name = "SIGTERM" if ignored else "SIGHUP"
     assert (summary["status"], summary["error"]) == ("interrupted", f"interrupted by {name}")
@@ -101,7 +101,7 @@ exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__", "__file_
 )
 def test_a_signal_while_modules_are_imported_is_one_line(tmp_path: Path, module: str, signum: int) -> None:
     command = [sys.executable, "-c", WHILE_IMPORTING, module, str(int(signum)), str(ROOT / "src" / "train.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert (done.returncode, done.stderr) == (
         130 if signum == signal.SIGINT else 143,
         f"interrupted by {signal.Signals(signum).name}\n",
@@ -126,12 +126,12 @@ cli.command(job, "train")
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
-def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
+def test_requested_to_save_with_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
     (tmp_path / "save.py").write_text(SAVE)
     done = forked(tmp_path / "save.py", *mode, "max_steps=2", "batch_size=8", "logger=none", f"outputs={tmp_path}")
     assert done.returncode == 0, done.stderr
-    (found,) = tmp_path.rglob("summary.json")
-    assert summary_of(found.parent)["status"] == "completed"
+    (actual,) = tmp_path.rglob("summary.json")
+    assert summary_of(actual.parent)["status"] == "completed"
 
 
 @pytest.mark.usefixtures("processes")
@@ -145,7 +145,7 @@ def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")
 
 
-def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pending_signals: list[int] = [signal.SIGUSR1]
     monkeypatch.setattr(preemption, "pending_signals", pending_signals)
     monkeypatch.setattr(preemption.dist, "all_reduce", lambda *args: pending_signals.append(signal.SIGTERM))
@@ -156,7 +156,7 @@ def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("processes")
-def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=gone.pid)])

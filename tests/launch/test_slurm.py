@@ -11,7 +11,7 @@ from conftest import TINY, Program, Run, checkpoint_of, composed, free_port, sum
 
 from lockstep.config import check as config
 from lockstep.errors import UserError
-from lockstep.launch import environment as told
+from lockstep.launch import environment as environment_module
 from lockstep.launch import slurm
 
 JOB = (*TINY, "data.samples=256", "batch_size=8", "checkpoint_every=4", "logger=none")
@@ -20,7 +20,7 @@ LONG = (*JOB, "max_epochs=14")
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    """A folder for PATH: `squeue` tells the job's state from a file, `scontrol` writes down what it is asked."""
+    """Return a folder for PATH: `squeue` tells the job's state from a file, `scontrol` writes down what it is asked."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "state").write_text("RUNNING\n")
@@ -42,7 +42,7 @@ def environment(cluster: Path, restarts: int = 0) -> dict[str, str]:
 
 
 def terminated(program: Program, cluster: Path, *overrides: str, restarts: int = 0) -> Path:
-    """The folder of a run that SIGTERM ended after a checkpoint."""
+    """Return the folder of a run that SIGTERM ended after a checkpoint."""
     began = time.time()
     process = program.start(*overrides, env=environment(cluster, restarts))
 
@@ -80,16 +80,16 @@ def test_a_sweep_goes_on_too(run_train: Program, cluster: Path) -> None:
 
 
 def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, set_environment: Callable[..., None]) -> None:
-    def found(job: str, restarts: int, *overrides: str) -> Path | None:
+    def find_folder(job: str, restarts: int, *overrides: str) -> Path | None:
         set_environment(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=str(restarts))
         return slurm.folder_of_job(tmp_path, overrides)
 
-    first, second = found("77", 0, "seed=0"), found("77", 0, "seed=1")
+    first, second = find_folder("77", 0, "seed=0"), find_folder("77", 0, "seed=1")
     assert first is not None
     first.mkdir()
-    assert first == found("77", 1, "seed=0") == found("77", 2, "seed=0")
-    assert len({first, second, found("78", 0, "seed=0")}) == 3
-    assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
+    assert first == find_folder("77", 1, "seed=0") == find_folder("77", 2, "seed=0")
+    assert len({first, second, find_folder("78", 0, "seed=0")}) == 3
+    assert find_folder("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
 
 
 @pytest.mark.usefixtures("processes")
@@ -100,30 +100,30 @@ def test_a_job_of_an_array_queues_itself_alone(cluster: Path, set_environment: C
 
 
 @pytest.mark.parametrize("joined", [False, True])  # whether its group has been made, so that it looks like torchrun's
-def test_a_task_may_have_a_gpu_and_cores_of_its_own(
+def test_a_task_may_have_a_gpu_and_cores_for_itself(
     joined: bool, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
 ) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    asked = composed("strategy=ddp", "devices=2", "precision=32-true")
+    config_raw = composed("strategy=ddp", "devices=2", "precision=32-true")
 
-    def told_by(**variables: str) -> tuple[bool, bool]:
+    def reported_by(**variables: str) -> tuple[bool, bool]:
         set_environment(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1", **variables)
         if joined:
             sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             set_environment(**sizes, TORCHELASTIC_RUN_ID="77", LOCKSTEP_LAUNCHER="slurm")
-        return told.environment().dedicated_gpu, told.environment().dedicated_cores
+        return environment_module.environment().dedicated_gpu, environment_module.environment().dedicated_cores
 
-    assert told_by() == (False, False)
+    assert reported_by() == (False, False)
     with pytest.raises(UserError, match="devices=2: this machine has 1 GPU"):
-        config.check(asked)
-    assert told_by(SLURM_GPUS_PER_TASK="1", SLURM_CPUS_PER_TASK="4") == (True, True)
-    assert config.check(asked).layout.accelerator == "gpu"
+        config.check(config_raw)
+    assert reported_by(SLURM_GPUS_PER_TASK="1", SLURM_CPUS_PER_TASK="4") == (True, True)
+    assert config.check(config_raw).layout.accelerator == "gpu"
     monkeypatch.delenv("LOCKSTEP_LAUNCHER", raising=False)
     set_environment(TORCHELASTIC_RUN_ID="77")  # torchrun's own workers, of a job with a task per node
-    assert not told.environment().dedicated_gpu
+    assert not environment_module.environment().dedicated_gpu
 
 
-def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:
+def test_what_a_job_was_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:
     """Its last checkpoint, not the older one that it was given at first."""
     folder = run_train(*JOB, "max_epochs=1").folder
     first = folder / "checkpoints" / "first.ckpt"
@@ -147,7 +147,7 @@ def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> Non
 
 
 def as_tasks(program: Program, *overrides: str) -> list[Run]:
-    """A program's ends as two tasks of one job, as scripts/slurm.sh starts them."""
+    """Return a program's ends as two tasks of one job, as scripts/slurm.sh starts them."""
     job = {
         "SLURM_JOB_ID": "77",
         "SLURM_STEP_NUM_TASKS": "2",

@@ -66,12 +66,12 @@ def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
     finally:
         train.kill(process)
     assert len(workers) == 2
-    for kept in workers:
-        assert kept["Rss"] > data  # the control: this worker has the data
-        assert kept["Private_Dirty"] < data / 2
+    for remaining in workers:
+        assert remaining["Rss"] > data  # the control: this worker has the data
+        assert remaining["Private_Dirty"] < data / 2
 
 
 def memory(pid: int) -> dict[str, int]:
-    """KiB of a process by kind, see proc(5), smaps_rollup."""
+    """Return the KiB of a process by kind, see proc(5), smaps_rollup."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}

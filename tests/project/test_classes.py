@@ -37,7 +37,7 @@ def opened(file: Path, **changes: Any) -> Any:
     return open_data(config("image_list", csv=str(file), image_size=8, **changes), "nowhere")
 
 
-ALIKE = [
+SAME_LOOKS = [
     ("a", "a "),
     ("a", "\xa0a"),
     ("a", "a\u200b"),
@@ -61,8 +61,8 @@ ALIKE = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), ALIKE)
-def test_labels_that_look_alike_are_refused(tmp_path: Path, one: str, other: str) -> None:
+@pytest.mark.parametrize(("one", "other"), SAME_LOOKS)
+def test_labels_that_look_the_same_are_refused(tmp_path: Path, one: str, other: str) -> None:
     rows = [f"images/{number}.png,{[one, other, 'z'][number % 3]}" for number in range(12)]
     line = refusal_of(opened, write_list(tmp_path, "path,label", rows))
     shown = (
@@ -82,7 +82,7 @@ def test_labels_that_look_alike_are_refused(tmp_path: Path, one: str, other: str
 
 
 @pytest.mark.usefixtures("whole_run")
-def test_labels_of_the_hub_that_look_alike_are_refused(tmp_path: Path) -> None:
+def test_labels_of_the_hub_that_look_the_same_are_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason=PARQUET)
     rows = {"image": [{"bytes": png(), "path": None}] * 4, "label": ["a", "b", "a ", "b"]}
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "d"))
@@ -112,7 +112,7 @@ def test_missing_values_are_refused_as_labels(tmp_path: Path, label: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("head", "row", "says"),
+    ("head", "row", "message"),
     [
         ("path,label", "images/2.png, \u00a0", "row 4 has no label"),
         (
@@ -124,10 +124,10 @@ def test_missing_values_are_refused_as_labels(tmp_path: Path, label: str) -> Non
         ("path,label,label ", "images/2.png,a,b", "it has 2 columns label"),
     ],
 )
-def test_odd_labels_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:
+def test_odd_labels_are_refused(tmp_path: Path, head: str, row: str, message: str) -> None:
     end = ",b" * head.count("label,label")
     line = refusal_of(opened, write_list(tmp_path, head, [f"images/0.png,a{end}", f"images/1.png,b{end}", row]))
-    assert says in line, line
+    assert message in line, line
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1,5", "1_5", "1e99", "0x10", "True", "None"])
@@ -194,8 +194,8 @@ def images(labels: list[int]) -> ArrayDataset:
 def test_a_class_without_training_images_is_refused(tmp_path: Path) -> None:
     rows = [f"images/{n}.png,{'abc'[n % 3]},{'test' if n % 3 == 2 or n > 8 else 'train'}" for n in range(12)]
     file = write_list(tmp_path, "path,label,split", rows)
-    says = "data: 4 test images of classes without a training image: c: train must have some"
-    assert says in refusal_of(opened, file)
+    message = "data: 4 test images of classes without a training image: c: train must have some"
+    assert message in refusal_of(opened, file)
     file.write_text(file.read_text().replace("2.png,c,test", "2.png,c,train"))
     assert len(opened(file).test) == 5
     spec = Spec(1, 4, ("a", "b", "c"))

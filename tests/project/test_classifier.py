@@ -114,7 +114,7 @@ def test_a_resumed_run_follows_its_differing_settings(tmp_path: Path, scheduler:
 # --- class weights ----------------------------------------------------------------------------------------------------
 
 
-class OwnLoss(MnistCNN):
+class CustomLoss(MnistCNN):
     """Which knows nothing of weights."""
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class OwnLoss(MnistCNN):
 
 
 def weighted(weights: Any, y: Tensor, kind: type[MnistCNN] = MnistCNN, balanced: bool = False, **options: Any) -> Any:
-    """A classifier in a step whose samples have the labels `y`."""
+    """Return a classifier in a step whose samples have the labels `y`."""
     model = kind(**task(class_weights=weights, num_classes=3, **options))
     splits = SimpleNamespace(balanced=balanced)
     data = SimpleNamespace(labels=y.numpy(), labels_of_step=lambda step_batch: y.numpy(), splits=splits)
@@ -136,25 +136,25 @@ def weighted(weights: Any, y: Tensor, kind: type[MnistCNN] = MnistCNN, balanced:
 @pytest.mark.parametrize("loss", ["torch's", "smoothed", "own"])
 def test_class_weights_of_a_step_in_pieces_are_those_of_the_whole_step(weights: Any, loss: str) -> None:
     x, y = torch.randn(12, 1, 12, 12), torch.tensor([0, 0, 0, 0, 0, 1, 0, 2, 2, 0, 0, 1])
-    model = weighted(weights, y, OwnLoss if loss == "own" else MnistCNN, label_smoothing=0.1 * (loss == "smoothed"))
-    given = torch.tensor([12 / (3 * n) for n in (8, 2, 2)] if weights == "balanced" else weights)
+    model = weighted(weights, y, CustomLoss if loss == "own" else MnistCNN, label_smoothing=0.1 * (loss == "smoothed"))
+    factors = torch.tensor([12 / (3 * n) for n in (8, 2, 2)] if weights == "balanced" else weights)
 
     def expected(x: Tensor, y: Tensor) -> Tensor:
         if loss == "torch's":
-            return nn.functional.cross_entropy(model(x), y, given)
-        return (model.losses(model(x), y) * given[y]).sum() / given[y].sum()
+            return nn.functional.cross_entropy(model(x), y, factors)
+        return (model.losses(model(x), y) * factors[y]).sum() / factors[y].sum()
 
     def gradients() -> list[Tensor]:
-        found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        actual = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
-        return found
+        return actual
 
     for piece, labels in zip(x.split(4), y.split(4), strict=True):
         (model.training_step((piece, labels), 0)["loss"] * (4 / 12)).backward()
-    found = gradients()
+    actual = gradients()
     expected(x, y).backward()
     whole = gradients()
-    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(actual, whole)
     for piece, labels in zip(x.split(4), y.split(4), strict=True):  # the control: each piece normalised by itself
         (expected(piece, labels) * (4 / 12)).backward()
     assert float((gradients()[0] - whole[0]).norm() / whole[0].norm()) > 1e-2

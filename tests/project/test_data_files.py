@@ -21,7 +21,7 @@ from project.data import mnist
 
 @pytest.fixture
 def mnist_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small set in MNIST's files, and no network."""
+    """Return a small set in MNIST's files, and no network."""
 
     def offline(*args: Any, **kwargs: Any) -> None:
         raise OSError("offline")
@@ -81,9 +81,9 @@ def test_absent_files_are_downloaded(mnist_dir: Path, tmp_path: Path, monkeypatc
         threading.Thread(target=server.serve_forever, daemon=True).start()
         mirror = f"http://127.0.0.1:{server.server_port}/"
         monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [mirror])
-        found = open_data(config("mnist"), str(tmp_path / "fresh"))
+        actual = open_data(config("mnist"), str(tmp_path / "fresh"))
         server.shutdown()
-    assert found.fingerprint == open_data(config("mnist"), str(mnist_dir)).fingerprint
+    assert actual.fingerprint == open_data(config("mnist"), str(mnist_dir)).fingerprint
     assert [entry.name for entry in (tmp_path / "fresh").iterdir()] == ["MNIST"]
     assert socket.getdefaulttimeout() == timeout
 

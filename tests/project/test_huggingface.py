@@ -37,7 +37,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def rows(library: Any, tmp_path: Path) -> Any:
-    """A data set of the library with the splits train and test, from a folder of images."""
+    """Return a data set of the library with the splits train and test, from a folder of images."""
     folder, splits = write_folder(tmp_path / "folder"), {}
     features = library.Features(
         {"image": library.Image(), "label": library.ClassLabel(names=list(CLASSES)), "id": library.Value("int64")}

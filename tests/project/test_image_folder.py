@@ -23,10 +23,10 @@ from project.data.labelled import decode, split
 
 
 def test_image_folder(tmp_path: Path) -> None:
-    found = open_data(config("image_folder", image_size=8, val_fraction=0.25), str(write_images(tmp_path)))
-    assert (len(found.train), len(found.val), len(found.test)) == (9, 3, 12)
-    assert found.spec.classes == ("cat", "dog")
-    images, labels = fetch(found.test, np.arange(12))
+    actual = open_data(config("image_folder", image_size=8, val_fraction=0.25), str(write_images(tmp_path)))
+    assert (len(actual.train), len(actual.val), len(actual.test)) == (9, 3, 12)
+    assert actual.spec.classes == ("cat", "dog")
+    images, labels = fetch(actual.test, np.arange(12))
     assert (images.dtype, images.shape) == (torch.uint8, (12, 3, 8, 8))
     assert labels.tolist() == [0] * 6 + [1] * 6
     grey = open_data(config("image_folder", channels=1), str(tmp_path))
@@ -47,10 +47,10 @@ LAYOUTS = {
 def test_folders_as_people_have_them(tmp_path: Path, parts: tuple[str, ...]) -> None:
     write_images(tmp_path, parts)
     (tmp_path / "README.txt").write_text("not an image")
-    found = open_data(config("image_folder", val_fraction=0.25, test_fraction=0.2), str(tmp_path))
-    sizes, says = LAYOUTS[parts]
-    assert tuple(None if part is None else len(part) for part in (found.train, found.val, found.test)) == sizes
-    assert re.match(f"image_folder: {says}", found.about)
+    actual = open_data(config("image_folder", val_fraction=0.25, test_fraction=0.2), str(tmp_path))
+    sizes, message = LAYOUTS[parts]
+    assert tuple(None if part is None else len(part) for part in (actual.train, actual.val, actual.test)) == sizes
+    assert re.match(f"image_folder: {message}", actual.about)
 
 
 def names(files: Any) -> set[str]:
@@ -63,16 +63,16 @@ def test_a_flat_folder_is_split_by_class_and_name(tmp_path: Path) -> None:
     def opened(**changes: Any) -> Any:
         return image_folder(str(tmp_path), val_fraction=0.1, test_fraction=0.2, **changes)
 
-    found = opened()
-    parts = [found.train, found.val, found.test]
+    actual = opened()
+    parts = [actual.train, actual.val, actual.test]
     assert [np.bincount(part.labels).tolist() for part in parts] == [[28, 28], [4, 4], [8, 8]]
     assert len(set.union(*map(names, parts))) == 80
-    assert names(opened().test) == names(found.test)
-    assert names(opened(split_seed=1).test) != names(found.test)
+    assert names(opened().test) == names(actual.test)
+    assert names(opened(split_seed=1).test) != names(actual.test)
     for number in range(40, 44):  # what is added later moves hardly another
         shutil.copy(tmp_path / "cat" / "0.png", tmp_path / "cat" / f"{number}.png")
-    assert len(names(opened().test) & names(found.test)) >= 13
-    assert split(found.train.part(np.arange(2)), 0.1, 0.1, 0)[1:] == [None, None]
+    assert len(names(opened().test) & names(actual.test)) >= 13
+    assert split(actual.train.part(np.arange(2)), 0.1, 0.1, 0)[1:] == [None, None]
 
 
 @pytest.mark.parametrize(("val", "test"), [(0.1, 0.5), (0.05, 0.9), (0.9, 0.05), (0.3, 0.3)])
@@ -90,12 +90,12 @@ def test_transforms_get_files_whole(tmp_path: Path) -> None:
         image = Image.new(mode.replace(";16", "") if mode == "P" else mode, (30 + number, 11))
         image.save(tmp_path / "train" / "cat" / f"{mode[0]}.png")
     crop = {"_target_": "torchvision.transforms.v2.RandomResizedCrop", "size": "later:image_size"}
-    found = open_data(config("image_folder", image_size=8, transforms={"train": [crop]}), str(tmp_path))
-    images, _ = fetch(found.train, np.arange(len(found.train)))
+    actual = open_data(config("image_folder", image_size=8, transforms={"train": [crop]}), str(tmp_path))
+    images, _ = fetch(actual.train, np.arange(len(actual.train)))
     assert (images.dtype, images.shape[1:]) == (torch.uint8, (3, 8, 8))
-    assert found.test.whole(0)[0].shape == (3, 20, 14)
+    assert actual.test.whole(0)[0].shape == (3, 20, 14)
     plain = open_data(config("image_folder", image_size=8), str(tmp_path))
-    assert torch.equal(fetch(found.val, np.arange(1))[0], fetch(plain.val, np.arange(1))[0])
+    assert torch.equal(fetch(actual.val, np.arange(1))[0], fetch(plain.val, np.arange(1))[0])
     flip = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}
     with pytest.raises(UserError, match="they must have one size; use RandomResizedCrop"):
         open_data(config("image_folder", transforms={"train": [flip]}), str(tmp_path))
@@ -180,14 +180,14 @@ def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
         rows = [f"{file.relative_to(folder)},{file.parent.name}" for file in sorted(folder.rglob("*.png"))]
         (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
     for name, listed in (("image_folder", {}), ("image_list", {"csv": str(tmp_path / "broken" / "list.csv")})):
-        said = refusal_of(open_data, config(name, **listed), str(tmp_path / "broken"))
-        assert "6 of 80 image files" in said
-        assert "cat/4.png and 1 more: repair or remove them, or data.skip_broken=true" in said
-        found = open_data(config(name, **listed, skip_broken=True), str(tmp_path / "broken"))
-        assert "7 files that can't be decoded left out: " in found.about
-        assert "cat/4.png and 2 more" in found.about
+        output = refusal_of(open_data, config(name, **listed), str(tmp_path / "broken"))
+        assert "6 of 80 image files" in output
+        assert "cat/4.png and 1 more: repair or remove them, or data.skip_broken=true" in output
+        actual = open_data(config(name, **listed, skip_broken=True), str(tmp_path / "broken"))
+        assert "7 files that can't be decoded left out: " in actual.about
+        assert "cat/4.png and 2 more" in actual.about
         csv = {"csv": str(clean / "list.csv")} if listed else {}
-        assert found.fingerprint == open_data(config(name, **csv), str(clean)).fingerprint
+        assert actual.fingerprint == open_data(config(name, **csv), str(clean)).fingerprint
     for file in (tmp_path / "broken" / "train" / "cat").iterdir():
         file.write_bytes(b"")
     with pytest.raises(UserError, match=r"no image in .*train/cat can be decoded"):
@@ -206,11 +206,11 @@ def test_the_check_of_images_reaches_every_part_before_its_time_is_over(
         image_folder(str(tmp_path))
 
 
-def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:
+def test_moments_are_imagenets_or_set(tmp_path: Path) -> None:
     write_images(tmp_path)
-    usual, given = image_folder(str(tmp_path)).spec, image_folder(str(tmp_path), mean=[0, 0, 0], std=[1, 2, 3]).spec
+    usual, custom = image_folder(str(tmp_path)).spec, image_folder(str(tmp_path), mean=[0, 0, 0], std=[1, 2, 3]).spec
     assert (usual.mean[0], usual.std[0]) == (0.485, 0.229)
-    assert (given.mean, given.std) == ((0.0, 0.0, 0.0), (1.0, 2.0, 3.0))
+    assert (custom.mean, custom.std) == ((0.0, 0.0, 0.0), (1.0, 2.0, 3.0))
 
 
 def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
@@ -273,19 +273,19 @@ def test_a_file_with_two_links_counts_once_or_is_refused(tmp_path: Path, how: st
     assert source.train.fingerprint() == before.train.fingerprint()
     assert f"1 image listed again, with the same label, counted once: {made}" in source.about
     made.unlink()
-    for part, name, says in (
+    for part, name, message in (
         ("train", "dog", "with cat and with dog: it must have one label"),
         ("test", "cat", "in train/ and in test/: it must be in one part"),
         ("val", "dog", "in train/ and in val/: it must be in one part"),
     ):
         made = link(part, name)
         line = refusal_of(image_folder, str(tmp_path))
-        assert f"{tmp_path}/train/cat/0.png and {made} are the same image, {says}" in line
+        assert f"{tmp_path}/train/cat/0.png and {made} are the same image, {message}" in line
         made.unlink()
     assert image_folder(str(tmp_path)).about == before.about
 
 
-def test_without_validation_nothing_is_said_of_one(tmp_path: Path) -> None:
+def test_without_validation_nothing_is_reported_of_one(tmp_path: Path) -> None:
     write_images(tmp_path)
-    for fraction, says in ((0.1, True), (0, False), (0.0, False)):
-        assert ("used for validation" in image_folder(str(tmp_path), val_fraction=fraction).about) == says
+    for fraction, message in ((0.1, True), (0, False), (0.0, False)):
+        assert ("used for validation" in image_folder(str(tmp_path), val_fraction=fraction).about) == message

@@ -29,29 +29,29 @@ def opened(file: Path | None, **changes: Any) -> Any:
 def test_a_list_is_split_by_class(tmp_path: Path) -> None:
     rows = [f"images/{number}.png,{10 if number % 2 else 9}" for number in range(12)]
     file = write_list(tmp_path, "path,label", rows, "utf-8-sig")  # as Excel writes it
-    found = opened(file, val_fraction=0.2, test_fraction=0.3)
-    assert found.spec.classes == ("9", "10")
-    counts = [np.bincount(part.labels).tolist() for part in (found.train, found.val, found.test)]
+    actual = opened(file, val_fraction=0.2, test_fraction=0.3)
+    assert actual.spec.classes == ("9", "10")
+    counts = [np.bincount(part.labels).tolist() for part in (actual.train, actual.val, actual.test)]
     assert counts == [[3, 3], [1, 1], [2, 2]]
     file.write_text("path,label\n" + "\n".join([*rows[1:2], *rows[:1], *rows[2:]]))
-    assert set(opened(file, val_fraction=0.2, test_fraction=0.3).test.names) == set(found.test.names)
+    assert set(opened(file, val_fraction=0.2, test_fraction=0.3).test.names) == set(actual.test.names)
     file.write_text("path,label\n" + "\n".join([rows[0].replace(",9", ",10"), *rows[1:]]))
-    assert opened(file).fingerprint != found.fingerprint
+    assert opened(file).fingerprint != actual.fingerprint
 
 
-def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
+def test_a_list_describes_how_it_is_split(tmp_path: Path) -> None:
     splits = ["train"] * 8 + ["val"] * 3 + ["test"]
     rows = [f"{split},images/{number}.png,{'ab'[number % 2]}" for number, split in enumerate(splits)]
     file = write_list(tmp_path, "split,path,label", rows)
-    found = opened(file)
-    assert [len(part) for part in (found.train, found.val, found.test)] == [8, 3, 1]
+    actual = opened(file)
+    assert [len(part) for part in (actual.train, actual.val, actual.test)] == [8, 3, 1]
     file.write_text("split,path,label\n" + "\n".join(rows[:8]))
-    found = opened(file, val_fraction=0.25)
-    assert (len(found.train), len(found.val), found.test) == (6, 2, None)
+    actual = opened(file, val_fraction=0.25)
+    assert (len(actual.train), len(actual.val), actual.test) == (6, 2, None)
 
 
 @pytest.mark.parametrize(
-    ("head", "row", "says"),
+    ("head", "row", "message"),
     [
         ("path,label", "images/99.png,b", "row 4: there is no file"),
         ("path,label", ",b", "row 4 has no path"),
@@ -74,17 +74,17 @@ def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
         ("path,label,split", "images/2.png,b,dev", "row 2: split is empty: it must be train, val or test"),
     ],
 )
-def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:
+def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, message: str) -> None:
     file = write_list(tmp_path, head, ["images/0.png,a", "images/1.png,a", row])
     line = refusal_of(opened, file)
-    assert says in line, line
+    assert message in line, line
     assert str(file) in line
 
 
 def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
-    for file, says in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
+    for file, message in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
         line = refusal_of(opened, file)
-        assert says in line
+        assert message in line
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match="its columns are none"):
         opened(tmp_path / "empty.csv")
@@ -103,8 +103,8 @@ def test_an_image_that_is_listed_again_counts_once(tmp_path: Path, path: str) ->
     before = opened(file)
     file.write_text("\n".join(["path,label", *rows, f"{path},b"]))
     assert opened(file).fingerprint == before.fingerprint
-    told = f"1 image listed again, with the same label, counted once: {file}: row 14 ({path})"
-    assert told in opened(file).about
+    warning = f"1 image listed again, with the same label, counted once: {file}: row 14 ({path})"
+    assert warning in opened(file).about
     file.write_text("\n".join(["path,label", *rows, f"{path},a"]))
     line = refusal_of(opened, file)
     assert f"{file}: row 3 (images/1.png) and {file}: row 14 ({path}) are the same image, with b and with a" in line

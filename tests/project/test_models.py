@@ -44,7 +44,7 @@ def test_resnet18_takes_any_image(options: dict[str, Any], kernel: int, pools: b
     assert model.train()(torch.randn(1, *shape)).shape == (1, 3), "a tail of one sample must train too"
 
 
-def test_dropout_is_off_unless_asked_for() -> None:
+def test_dropout_is_off_unless_requested() -> None:
     x = torch.randn(4, 1, 12, 12)
     state = torch.get_rng_state()
     off = mnist_cnn()
@@ -58,7 +58,7 @@ def test_dropout_is_off_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "says"),
+    ("build", "options", "message"),
     [
         (mnist_cnn, {"image_size": 9}, "at least 10 x 10"),
         (mnist_cnn, {"dropout": 1.0}, "^dropout=1.0: "),
@@ -79,8 +79,8 @@ def test_dropout_is_off_unless_asked_for() -> None:
         (resnet18, {"pretrained": True, "channels": 3, "norm": "group"}, "norm=batch"),
     ],
 )
-def test_what_does_not_fit_is_refused(build: Any, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_what_does_not_fit_is_refused(build: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         build(**options)
     assert "\n" not in str(caught.value)
 
@@ -104,12 +104,12 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
     assert not (net.conv1.weight == 2).any(), "the small stem has no pretrained weights"
 
 
-def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pretrained_weights_are_not_requested_where_a_checkpoint_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
-    asked = []
+    calls = []
 
     def downloaded(weights: Any) -> dict[str, Any]:
-        asked.append("downloaded")
+        calls.append("downloaded")
         return {}
 
     monkeypatch.setattr("project.models.resnet18.downloaded", downloaded)
@@ -118,8 +118,8 @@ def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(mon
     splits = open_data(config.data, config.data_dir)
     for brings in (replace(config, checkpoint="best.ckpt"), replace(config, resume="last.ckpt")):
         make_module(brings, splits)
-        assert asked == []
+        assert calls == []
     make_module(config, splits)  # the control
     monkeypatch.setattr(project.models.ResNet18, "strict_loading", False)
     make_module(replace(config, resume="last.ckpt"), splits)  # whose checkpoint may lack weights
-    assert asked == ["downloaded"] * 2
+    assert calls == ["downloaded"] * 2

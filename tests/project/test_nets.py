@@ -53,8 +53,8 @@ def test_weights_of_colour_images_serve_others(make: Any, tmp_path: Path) -> Non
     first = next(name for name, value in published.items() if value.ndim == 4)
     torch.save(published, tmp_path / "colour.pth")
     one, five = (make(channels=channels, weights=str(tmp_path / "colour.pth")).net for channels in (1, 5))
-    kept = {name for name, value in one.state_dict().items() if torch.equal(value, published[name])}
-    assert {"classifier" in name for name in published.keys() - kept - {first}} == {True}, "what fits is taken"
+    pretrained = {name for name, value in one.state_dict().items() if torch.equal(value, published[name])}
+    assert {"classifier" in name for name in published.keys() - pretrained - {first}} == {True}, "what fits is taken"
     grey = torch.rand(1, 1, 9, 9)
     seen = torch.nn.functional.conv2d(grey.expand(1, 3, 9, 9), published[first])
     assert torch.allclose(torch.nn.functional.conv2d(grey, one.get_parameter(first)), seen, atol=1e-5)
@@ -63,7 +63,7 @@ def test_weights_of_colour_images_serve_others(make: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "says"),
+    ("make", "options", "message"),
     [
         (torchvision, {"arch": "mobilnet_v3"}, "^arch=mobilnet_v3: torchvision has no such .*mobilenet_v3_small"),
         (torchvision, {"arch": "alexnet"}, "^arch=alexnet: does not take 1 x 33 x 33 images: .*too small"),
@@ -81,8 +81,8 @@ def test_weights_of_colour_images_serve_others(make: Any, tmp_path: Path) -> Non
         (timm, {"arch": "resnet18.mine"}, "^arch=resnet18.mine: resnet18 has no weights mine: known are a1_in1k"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_line(make: Any, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_what_does_not_fit_is_refused_in_a_line(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         make(**options)
     assert "\n" not in str(caught.value)
     torchvision(image_size=28)  # the control of the piece of one sample: two

@@ -87,7 +87,7 @@ def pictures(folder: Path) -> dict[str, Path]:
     ("background", "behind"),
     [("white", (255, 255, 255)), (None, (255, 255, 255)), ("#102030", (16, 32, 48)), ([1, 2, 3], (1, 2, 3))],
 )
-def test_files_that_look_alike_decode_alike(tmp_path: Path, background: Any, behind: tuple[int, ...]) -> None:
+def test_files_that_look_the_same_decode_the_same(tmp_path: Path, background: Any, behind: tuple[int, ...]) -> None:
     files = pictures(tmp_path)
     reading = Reading(background)
     colours = decode(files["rgba0.png"], None, "RGB", reading)
@@ -168,7 +168,7 @@ def write_ramps(root: Path, bits: int, ending: str = "png", **options: Any) -> P
 
 @pytest.mark.parametrize("ending", ["png", "tiff"])
 @pytest.mark.parametrize("bits", [8, 10, 12, 14])
-def test_fewer_bits_in_16_are_asked_for(tmp_path: Path, bits: int, ending: str) -> None:
+def test_fewer_bits_in_16_are_requested(tmp_path: Path, bits: int, ending: str) -> None:
     root = write_ramps(tmp_path, bits, ending)
     line = refusal_of(image_folder, str(root))
     assert f"of 16 bits that were checked have values up to {2**bits - 1:,} of 65,535: use data.bits={bits} if" in line
@@ -226,7 +226,7 @@ def test_a_tiff_file_of_packed_12_bits_is_scaled(tmp_path: Path) -> None:
     )
 
 
-def test_colours_of_fewer_bits_are_asked_for_and_not_guessed(tmp_path: Path) -> None:
+def test_colours_of_fewer_bits_are_requested_and_not_guessed(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         write_png(tmp_path / name / "0.png", ramp(12)[..., None].repeat(3, 2), RGB_PNG)
@@ -270,7 +270,7 @@ def test_too_large_images_are_called_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert "being too large" in refusal_of(open_data, config("shards"), str(tmp_path / "s"))
 
 
-def test_a_file_without_rights_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_rights_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_images(tmp_path, (".",))
     plain = Image.open
 

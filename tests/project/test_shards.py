@@ -167,11 +167,11 @@ def test_one_of_several_processes_makes_the_index(tmp_path: Path) -> None:
     processes = [context.Process(target=_open_in_process, args=(root, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    actual = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join()
-    assert sum(after for _, _, after in found) == 1
-    assert len({fingerprint for _, fingerprint, _ in found}) == 1
+    assert sum(after for _, _, after in actual) == 1
+    assert len({fingerprint for _, fingerprint, _ in actual}) == 1
     assert not [*(root / ".index").glob(".new*")]
 
 
@@ -201,8 +201,8 @@ def test_labels_of_members(tmp_path: Path) -> None:
         }
         root = tmp_path / str(len([*tmp_path.iterdir()]))
         write_tar(root / "a.tar", members)
-        found: tuple[str, ...] = opened(root, **changes).spec.classes
-        return found
+        actual: tuple[str, ...] = opened(root, **changes).spec.classes
+        return actual
 
     assert classes("cls", ["10", "9", "9", "10"]) == ("9", "10")
     assert classes("txt", ["b\n", "a", "b"]) == ("a", "b")
@@ -248,7 +248,7 @@ GOOD = {"cat/1.png": png(), "cat/2.png": png(1), "dog/1.png": png(2), "dog/2.png
 
 
 @pytest.mark.parametrize(
-    ("members", "says"),
+    ("members", "message"),
     [
         ({}, "a.tar: no image in it: known are jpg, jpeg, png"),
         ({"cat/1.webp": png()}, "a.tar: no image in it: passed over 1 file (1 .webp): known are jpg, jpeg, png"),
@@ -267,11 +267,11 @@ GOOD = {"cat/1.png": png(), "cat/2.png": png(1), "dog/1.png": png(2), "dog/2.png
         ({**GOOD, "dog/3.png": b"none"}, "a.tar: image dog/3.png: repair or remove it"),
     ],
 )
-def test_tar_files_that_are_refused(tmp_path: Path, members: dict[str, bytes], says: str) -> None:
+def test_tar_files_that_are_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     root = write_tar(tmp_path / "shards" / "a.tar", members).parent
     for _ in range(2):  # a refused index is not kept
-        assert says in (line := refusal(root)), line
-    assert not [*(root / ".index").glob("shards-*")] or "one class" in says
+        assert message in (line := refusal(root)), line
+    assert not [*(root / ".index").glob("shards-*")] or "one class" in message
 
 
 @pytest.mark.parametrize("cut", ["data", "header", "border", "header flipped", "size"])
@@ -348,20 +348,20 @@ def test_parquet_files_that_are_refused(tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet", reason=PARQUET)
     file = tmp_path / "shards" / "a.parquet"
 
-    def says(**columns: Any) -> str:
+    def message(**columns: Any) -> str:
         file.parent.mkdir(exist_ok=True)
         pq.write_table(pa.table(columns), file)
         return refusal(file.parent)
 
     image = [png(), png(1)]
     right = "choose by data.image= and data.label="
-    assert f"{file}: no column image, its columns are img, label: {right}" in says(img=image, label=[0, 1])
-    assert f"{file}: no column label, its columns are image, y: {right}" in says(image=image, y=[0, 1])
-    assert f"{file}: row 1 has the label None: its column label must hold" in says(image=image, label=[0, None])
-    assert f"{file}: row 0 has the label 0.5" in says(image=image, label=[0.5, 1.0])
-    assert f"{file}: row 1 has no image" in says(image=[png(), None], label=[0, 1])
-    assert f"{file}: row 0 has no image" in says(image=[1, 2], label=[0, 1])
-    assert f"{file}: image a.parquet:0000000001: repair or remove it" in says(image=[png(), b"none"], label=[0, 1])
+    assert f"{file}: no column image, its columns are img, label: {right}" in message(img=image, label=[0, 1])
+    assert f"{file}: no column label, its columns are image, y: {right}" in message(image=image, y=[0, 1])
+    assert f"{file}: row 1 has the label None: its column label must hold" in message(image=image, label=[0, None])
+    assert f"{file}: row 0 has the label 0.5" in message(image=image, label=[0.5, 1.0])
+    assert f"{file}: row 1 has no image" in message(image=[png(), None], label=[0, 1])
+    assert f"{file}: row 0 has no image" in message(image=[1, 2], label=[0, 1])
+    assert f"{file}: image a.parquet:0000000001: repair or remove it" in message(image=[png(), b"none"], label=[0, 1])
     whole = write_parquet(file, [*write_folder(tmp_path / "folder").rglob("*.png")]).read_bytes()
     for damaged, what in ((whole[:-9], "damaged parquet file ("), (whole[:40] + bytes(400) + whole[440:], "image ")):
         file.write_bytes(damaged)

@@ -135,9 +135,9 @@ def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, li
     about = json.loads((exported.folder / "model.json").read_text())
     assert (about["task"], about["classes"]) == (task, list(spec["classes"]))
     images = torch.stack([image for image, _ in opened(listed)]).contiguous()
-    found = torch.export.load(exported.folder / "model.pt2").module()(images)
+    actual = torch.export.load(exported.folder / "model.pt2").module()(images)
     activation = {"multi_label": torch.sigmoid, "segmentation": lambda logits: logits.softmax(1)}
-    torch.testing.assert_close(found, activation.get(task, lambda values: values)(outputs), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, activation.get(task, lambda values: values)(outputs), rtol=1e-4, atol=1e-4)
 
     # compared by the model's own metric
     train(tmp_path / "outputs", listed, task, "seed=1", "lr=0.001")
@@ -170,7 +170,7 @@ MASK = {"mask": "mask", "classes": ["ground", "thing"], "unlabelled": 255}
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"labels": ["cat", "dgo"]}, "data.labels: .*list.csv has no column dgo: its columns are path, cat, dog, age"),
         ({"labels": ["cat", "age"]}, "row 2: age is 40.5: must be 0 or 1"),
@@ -190,14 +190,14 @@ MASK = {"mask": "mask", "classes": ["ground", "thing"], "unlabelled": 255}
         ({"values": ["age"], "mix": "mixup"}, "data.mix=mixup is for .*this data set is for regression: leave it out"),
     ],
 )
-def test_lists_that_are_refused(listed: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says) as error:
+def test_lists_that_are_refused(listed: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
         opened(listed, **({"labels": None} | options))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (
             lambda mask: mask.resize((SIZE, SIZE)),
@@ -207,11 +207,11 @@ def test_lists_that_are_refused(listed: Path, options: dict[str, Any], says: str
         (lambda mask: mask.point(lambda value: 2 * value), "5_mask.png: a mask with pixels of 2: must be 0 to 1"),
     ],
 )
-def test_masks_that_are_refused(tmp_path: Path, change: Any, says: str) -> None:
+def test_masks_that_are_refused(tmp_path: Path, change: Any, message: str) -> None:
     file, path = write_list(tmp_path), tmp_path / "5_mask.png"
     assert len(opened(file, **MASK)) == 36  # the control
     change(Image.open(path)).save(path)
-    with pytest.raises(UserError, match=says) as error:
+    with pytest.raises(UserError, match=message) as error:
         opened(file, **MASK)
     assert "\n" not in str(error.value)
 

@@ -62,20 +62,20 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: An
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "says"),
+    ("name", "target", "message"),
     [
         ("a.png", "nowhere.png", "a.png: a link that can't be followed (No such file or directory): repair or remove"),
         ("more", "nowhere", "more: a link that can't be followed (No such file or directory)"),
         ("a.png", "a.png", "a.png: a link that can't be followed (Too many levels of symbolic links)"),
     ],
 )
-def test_links_that_lead_nowhere_are_refused(tmp_path: Path, name: str, target: str, says: str) -> None:
+def test_links_that_lead_nowhere_are_refused(tmp_path: Path, name: str, target: str, message: str) -> None:
     write_images(tmp_path, (".",))
     (tmp_path / "cat" / f".{name}").symlink_to("hidden")  # the control: editors lock files so
     assert len(ImageFiles(tmp_path, 8, 3)) == 12
     (tmp_path / "cat" / name).symlink_to(target)
     for call, *arguments in openers(tmp_path):
-        assert says in refusal_of(call, *arguments)
+        assert message in refusal_of(call, *arguments)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
     assert "passed over 6 files (2 .avif" in files.about
 
 
-def test_nothing_is_said_where_nothing_is_passed_over(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_nothing_is_passed_over(tmp_path: Path) -> None:
     assert "passed over" not in image_folder(str(write_images(tmp_path))).about
 
 
@@ -141,7 +141,7 @@ def test_paths_are_sorted_at_any_depth(tmp_path: Path) -> None:
     for name in ("b/1", "b/a/2", "a", "b.c", "b-c"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    found = walk(tmp_path, lambda name: True)
-    assert found.paths == sorted(["b/1", "b/a/2", "a", "b.c", "b-c"])
-    assert found.inodes == [os.stat(tmp_path / name).st_ino for name in found.paths]
+    actual = walk(tmp_path, lambda name: True)
+    assert actual.paths == sorted(["b/1", "b/a/2", "a", "b.c", "b-c"])
+    assert actual.inodes == [os.stat(tmp_path / name).st_ino for name in actual.paths]
     assert walk(tmp_path, lambda name: True, "b").paths == ["b/1", "b/a/2"]

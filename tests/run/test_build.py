@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.run.build import initialise_lazy_layers, make_callbacks, needs_deterministic_kernels
 
 
-class OwnBar(pl.callbacks.ProgressBar):
+class CustomBar(pl.callbacks.ProgressBar):
     pass
 
 
@@ -26,20 +26,22 @@ class HasLr(pl.LightningModule):
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "message"),
     [
         ("lightning.pytorch.callbacks.TQDMProgressBar", "the console has its own progress bar .*: leave TQDM"),
         ("lightning.pytorch.callbacks.RichProgressBar", "the console has its own progress bar .*: leave Rich"),
-        (f"{__name__}.OwnBar", "the console has its own progress bar .*: leave OwnBar out$"),
+        (f"{__name__}.CustomBar", "the console has its own progress bar .*: leave CustomBar out$"),
         ("lightning.pytorch.callbacks.BatchSizeFinder", "BatchSizeFinder would change batch_size, .*fit_memory.py"),
         ("lightning.pytorch.callbacks.LearningRateFinder", "LearningRateFinder needs a module with an attribute lr"),
     ],
 )
-def test_callbacks_that_the_run_replaces_are_refused_with_what_to_use(target: str, says: str, tmp_path: Path) -> None:
+def test_callbacks_that_the_run_replaces_are_refused_with_what_to_use(
+    target: str, message: str, tmp_path: Path
+) -> None:
     config = check(composed())
     object.__setattr__(config, "callbacks", {"mine": {"_target_": target}})
     splits: Any = SimpleNamespace(train=range(640))
-    with pytest.raises(UserError, match=rf"^callbacks\.mine: {says}"):
+    with pytest.raises(UserError, match=rf"^callbacks\.mine: {message}"):
         make_callbacks(config, splits, tmp_path, pl.LightningModule())
     if "LearningRateFinder" in target:
         assert make_callbacks(config, splits, tmp_path, HasLr())
@@ -88,7 +90,7 @@ def test_lazy_layers_get_their_sizes_before_the_run(images: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("module", "message"),
     [
         (Lazy(nn.Flatten(), nn.LazyLinear(3)), "its forward does not use them: give unused.weight a size"),
         (
@@ -97,7 +99,7 @@ def test_lazy_layers_get_their_sizes_before_the_run(images: Any) -> None:
         ),
     ],
 )
-def test_lazy_layers_that_stay_unknown_are_refused(module: pl.LightningModule, says: str) -> None:
+def test_lazy_layers_that_stay_unknown_are_refused(module: pl.LightningModule, message: str) -> None:
     splits: Any = SimpleNamespace(train=range(1), spec=Spec(1, 8, ("a", "b"), (0.0,), (1.0,)))
-    with pytest.raises(UserError, match=rf"^model: the sizes of its lazy layers are unknown, since {says}"):
+    with pytest.raises(UserError, match=rf"^model: the sizes of its lazy layers are unknown, since {message}"):
         initialise_lazy_layers("model", module, splits, seed=0)

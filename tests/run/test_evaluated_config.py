@@ -34,8 +34,8 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
         return config_of(tmp_path / "best.ckpt", record, raw).data
 
     of_training = {"mix", "mix_alpha", "sampling"}
-    kept = {name: value for name, value in record["config"]["data"].items() if name not in of_training}
-    assert data_of("++data.samples=7") == {**kept, "samples": 7}
+    expected_data = {name: value for name, value in record["config"]["data"].items() if name not in of_training}
+    assert data_of("++data.samples=7") == {**expected_data, "samples": 7}
     digits = data_of("+data=digits")
     assert (digits["_target_"], "samples" in digits) == ("project.data.digits", False)
     with pytest.raises(BAD_INPUT) as caught:
@@ -45,9 +45,9 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
 
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
 def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
-    asked = composed("checkpoint=best.ckpt", f"+{key}=0", page="evaluate")
+    evaluation = composed("checkpoint=best.ckpt", f"+{key}=0", page="evaluate")
     with pytest.raises(UserError, match=f"^{key.partition('.')[0]} comes from the checkpoint.*leave it out"):
-        config_of(Path("best.ckpt"), {"config": composed()}, asked)
+        config_of(Path("best.ckpt"), {"config": composed()}, evaluation)
 
 
 def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
@@ -55,12 +55,12 @@ def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
     record = {"spec": asdict(spec)}
     check_same_images(path, record, replace(spec, mean=(0.5,)))
     many = tuple(f"c{number}" for number in range(7))
-    for changes, says in (
+    for changes, message in (
         ({"channels": 3}, "data: images have channels=3, but best.ckpt was trained on 1"),
         ({"classes": ("Dog", "cat")}, "only the data set has Dog, only best.ckpt has dog"),
         ({"classes": ("cat", "cow", "dog")}, "data: other classes than in training: only the data set has cow"),
         ({"classes": many}, "only the data set has c0, c1, c2, c3, c4 and 2 more, only best.ckpt has cat, dog"),
         ({"classes": ("dog", "cat")}, "data: other classes than in training: their order differs"),
     ):
-        with pytest.raises(UserError, match=re.escape(says)):
+        with pytest.raises(UserError, match=re.escape(message)):
             check_same_images(path, record, replace(spec, **changes))

@@ -21,21 +21,23 @@ def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
     shutil.copytree(here, tmp_path / "moved")
     record = {"fingerprint": open_data(config("image_folder"), str(here)).fingerprint}
 
-    def tested(folder: str, split: Any = None, given: bool = True) -> tuple[int, str]:
+    def tested(folder: str, split: Any = None, by_user: bool = True) -> tuple[int, str]:
         splits = open_data(config("image_folder"), str(tmp_path / folder))
-        found = choose_test_images(splits, split, {"data_dir": folder if given else None}, record)
-        return len(found.test), found.about
+        actual = choose_test_images(splits, split, {"data_dir": folder if by_user else None}, record)
+        return len(actual.test), actual.about
 
-    assert tested("here") == tested("here", given=False) == tested("moved") == (4, "tested: 4 of 40 images, split=test")
+    assert (
+        tested("here") == tested("here", by_user=False) == tested("moved") == (4, "tested: 4 of 40 images, split=test")
+    )
     assert tested("others") == (20, "tested: all 20 images")
     assert tested("others", "val") == (2, "tested: 2 of 20 images, split=val")
-    assert tested("others", given=False)[0] == 2  # images were added to those of the training
+    assert tested("others", by_user=False)[0] == 2  # images were added to those of the training
     assert tested("parts")[0] == 12
     with pytest.raises(UserError, match="split=tests: must be train, val, test or all"):
         tested("here", "tests")
 
 
-def test_an_evaluation_says_what_it_tested(run_train: Program, tmp_path: Path) -> None:
+def test_an_evaluation_reports_what_it_tested(run_train: Program, tmp_path: Path) -> None:
     here, others = (write_images(tmp_path / name, (".",), each) for name, each in (("here", 6), ("others", 9)))
     run = run_train("data=image_folder", f"data_dir={here}", "data.image_size=12", "batch_size=4", "max_steps=1")
     run = Program(tmp_path / "evaluated", "src/evaluate.py")(f"checkpoint={run.folder}", f"data_dir={others}")

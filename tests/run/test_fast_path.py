@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Program
-from own_runs import train
+from user_runs import train
 
 from lockstep.config import check as config
 from lockstep.config.check import check
@@ -34,22 +34,22 @@ sys.exit(said or code)
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
-def test_freed_memory_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+def test_freed_memory_stays_by_default(tmp_path: Path) -> None:
     script = tmp_path / "counted.py"
     script.write_text(COUNTED)
 
     def faults(*overrides: str) -> int:
-        """Pages that the kernel had to give to a run's worker."""
+        """Return the number of pages that the kernel had to give to a run's worker."""
         run = Program(tmp_path, str(script))(
             *TASK, "data.samples=512", "batch_size=512", "max_steps=6", "max_epochs=9", *overrides
         )
         return int(run.stdout.splitlines()[-1])
 
-    kept, given_back = faults(), faults("speed.allocator=system")
-    assert given_back - kept > 10_000, (kept, given_back)
+    default_faults, returned_faults = faults(), faults("speed.allocator=system")
+    assert returned_faults - default_faults > 10_000, (default_faults, returned_faults)
 
 
-def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> None:
+def test_what_was_chosen_is_reported_and_can_be_switched_off(run_train: Program) -> None:
     chosen = run_train(*TASK, "data.samples=100", "max_steps=1")
     assert "| 32-true | channels_last, 1 thread\n" in chosen.stdout + chosen.stderr
     plain = run_train(*TASK, "data.samples=100", "max_steps=1", "speed.memory_format=contiguous", "threads=2")
@@ -84,7 +84,7 @@ def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("told", "files", "found"),
+    ("report", "files", "actual"),
     [
         ("0::/box/run", {"box/cpu.max": "150000 100000", "box/run/cpu.max": "max 100000"}, [1.5]),
         ("0::/somewhere/else", {"cpu.max": "300000 100000"}, [3.0]),  # what a container is told, and what it sees
@@ -94,20 +94,20 @@ def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     ],
 )
 def test_a_limit_on_cpu_time_is_a_number_of_cores(
-    told: str, files: dict[str, str], found: list[float], tmp_path: Path
+    report: str, files: dict[str, str], actual: list[float], tmp_path: Path
 ) -> None:
-    (tmp_path / "cgroup").write_text(f"{told}\n")
+    (tmp_path / "cgroup").write_text(f"{report}\n")
     for name, content in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(f"{content}\n")
-    assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
+    assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == actual
 
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
-def test_threads_wait_shortly_for_each_other_unless_told_otherwise(tmp_path: Path) -> None:
+def test_threads_wait_shortly_for_each_other_by_default(tmp_path: Path) -> None:
     def turns(**variables: str) -> list[str]:
-        """The turns that libgomp waits in a process of `train.py`, as it prints them when it is loaded."""
+        """Return the turns that libgomp waits in a process of `train.py`, as it prints them when it is loaded."""
         inherited = {name: value for name, value in os.environ.items() if name not in (POLICY, "GOMP_SPINCOUNT")}
         run = subprocess.run(
             [sys.executable, ROOT / "src" / "train.py", *TASK, "data.samples=64", "max_steps=1", f"outputs={tmp_path}"],

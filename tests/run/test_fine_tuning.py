@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import site_pages
 import torch
-from conftest import NORMS, Program, Run, checkpoint_of, of_torchrun, summary_of
+from conftest import NORMS, Program, Run, checkpoint_of, summary_of, torchrun_environments
 from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
@@ -38,7 +38,7 @@ LAYOUTS = {"one": (), "ddp": ("strategy=ddp", "devices=3"), "dp": ("strategy=dp"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run on three classes, and `base`, a copy of it."""
+    """Return a folder with a run on three classes, and `base`, a copy of it."""
     place = tmp_path_factory.mktemp("tuning")
     made = Program(place / "outputs")(*BASE, cwd=place).folder
     shutil.copytree(made, place / "base")
@@ -46,8 +46,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tuned(place: Path, name: str, *overrides: str, without: str = "", ok: bool = True) -> Run:
-    kept = [each for each in TUNED if not without or not each.startswith(without)]
-    return Program(place / name)(*kept, *overrides, cwd=place, ok=ok)
+    remaining = [each for each in TUNED if not without or not each.startswith(without)]
+    return Program(place / name)(*remaining, *overrides, cwd=place, ok=ok)
 
 
 @pytest.mark.usefixtures("processes")
@@ -55,13 +55,13 @@ def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: P
     runs = {name: tuned(place, name, *layout) for name, layout in LAYOUTS.items()}
     hashes = {run.summary["weights_sha256"] for run in runs.values()}
     assert len(hashes) == 1
-    said = runs["ddp"].stdout + runs["ddp"].stderr
-    assert said.count("init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias") == 1
+    output = runs["ddp"].stdout + runs["ddp"].stderr
+    assert output.count("init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias") == 1
     more = "more parameters are trained from now on: net.conv2.weight, net.norm2.weight, net.norm2.bias"
-    assert len(re.findall(rf"^epoch 2: \d+ {more}$", said, re.MULTILINE)) == 1
+    assert len(re.findall(rf"^epoch 2: \d+ {more}$", output, re.MULTILINE)) == 1
     assert re.search(
         r"^model fast_cnn \| [\d,]+ parameters: [\d,]+ trained, [\d,]+ frozen, [\d,]+ newly initialised$",
-        said,
+        output,
         re.MULTILINE,
     )
 
@@ -94,7 +94,7 @@ def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: P
 
 @pytest.mark.usefixtures("processes")
 def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
-    for overrides, says in [
+    for overrides, pattern in [
         (("init_from=nowhere",), "error: init_from=nowhere: no such file"),
         (
             ("model.freeze=[]", "model.train_only=[net.conv*]"),
@@ -115,7 +115,7 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     ]:
         run = tuned(place, "refused", *overrides, without="callbacks", ok=False)
         assert run.returncode == 2, str(run)
-        assert says in run.stderr.splitlines()[-1]
+        assert pattern in run.stderr.splitlines()[-1]
         assert run.stderr.count("error") == 1
 
     outputs = Program(place / "outputs")
@@ -125,39 +125,39 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     assert "callbacks.unfreeze.epoch=1: begins after step 8, but max_steps=2 ends the run" in short.stderr
     base, begun = outputs(*BASE, "max_steps=1", cwd=place).folders[:2]  # one that is newer
     assert f"init_from='{base}'" in (begun / ".hydra" / "overrides.yaml").read_text()
-    for overrides, says in [
+    for overrides, pattern in [
         (("optimizer.lr_scale={net.conv4.*: 0.1, net.norm3.bias: 0.5}",), "only their factors may change"),
         (("init_from=base",), "leave one of them out"),
     ]:
         run = outputs(f"resume={begun}", *overrides, cwd=place, ok=False)
         assert run.returncode == 2
-        assert says in run.stderr
+        assert pattern in run.stderr
 
 
 # --- without runs ---
 
 
 def offered(*overrides: str) -> Any:
-    """A module of fast_cnn, as a run makes it."""
+    """Return a module of fast_cnn, as a run makes it."""
     config = check(dict(compose("model=fast_cnn", "data=synthetic", "data.samples=90", "max_epochs=2", *overrides)))
     return make_module(config, open_data(config.data, config.data_dir))
 
 
 @pytest.mark.parametrize(
-    ("freeze", "says"),
+    ("freeze", "pattern"),
     [
         (["net.conv9.*"], r"^freeze=\['net.conv9.\*'\]: net.conv9.\* matches no parameter's name; there is net"),
         (["*"], "no parameter is left to train"),
         ("net.conv1.*", r"must be a list, freeze=\[net.conv1.\*\]"),
     ],
 )
-def test_a_freeze_that_does_nothing_is_refused(freeze: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_freeze_that_does_nothing_is_refused(freeze: Any, pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
         fast_cnn(freeze=freeze)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "pattern"),
     [
         ({"train_only": ["net.conv9.*"]}, r"^train_only=\['net.conv9.\*'\]: net.conv9.\* matches no parameter's name"),
         ({"train_only": ["*"]}, r"^train_only=\['\*'\]: no parameter is left to freeze$"),
@@ -165,8 +165,8 @@ def test_a_freeze_that_does_nothing_is_refused(freeze: Any, says: str) -> None:
         ({"train_only": ["net.l*"], "freeze": ["net.conv1.*"]}, r"freeze=\['net.conv1.\*'\] is given too: give one of"),
     ],
 )
-def test_a_train_only_that_does_nothing_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_train_only_that_does_nothing_is_refused(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
         fast_cnn(**options)
 
 
@@ -282,7 +282,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
     torch.save([1, 2], tmp_path / "numbers.pth")
     torch.save({"net.conv1.weight": torch.zeros(1)}, tmp_path / "small.pth")
     (tmp_path / "half.pth").write_bytes((tmp_path / "small.pth").read_bytes()[:300])
-    for name, says in [
+    for name, pattern in [
         ("code.ckpt", "holds code, not only data: posix.getcwd"),
         ("code.pth", "holds code, not only data: posix.getcwd"),
         ("numbers.pth", "numbers.pth holds no tensors by name"),
@@ -291,14 +291,14 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
         ("missing.pth", "no such file"),
         ("", "best.ckpt: no such file"),
     ]:
-        with pytest.raises(UserError, match=says) as caught:
+        with pytest.raises(UserError, match=pattern) as caught:
             weights.load_weights("init_from", fast_cnn(), str(tmp_path / name))
         assert str(caught.value).startswith(f"init_from={tmp_path}")
         assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("processes")
-def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_do_what_it_describes(tmp_path: Path) -> None:
     page = site_pages.read("use/fine-tuning.md")
     commands = [command.words[2:] for command in page.commands if command.text.startswith("python")]
     assert [command[0].partition("=")[2] for command in commands[:5]] == ["base", "tuned", "head", "parts", "thaw"]
@@ -312,7 +312,7 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
 def test_of_two_machines_one_has_the_weights(place: Path, tmp_path: Path) -> None:
     """Two ranks of an engine, each in a folder of its own, of which rank zero's has what `init_from` names."""
     task = (*BASE, "max_epochs=1", "seed=3", "exact=true", "pieces=6")
-    machines = [each | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for each in of_torchrun()]
+    machines = [each | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for each in torchrun_environments()]
     programs = [Program(tmp_path / each["RANK"]) for each in machines]
     started = [
         program.start(*task, "strategy=ddp", "init_from=base", env=machine, cwd=home)

@@ -20,7 +20,7 @@ NAMES = (
 
 
 def put(config: dict[str, Any], keys: str, value: Any) -> dict[str, Any]:
-    """A copy of a config with another value at a dotted key."""
+    """Return a copy of a config with another value at a dotted key."""
     changed = copy.deepcopy(config)
     *groups, last = keys.split(".")
     inside = changed
@@ -65,13 +65,13 @@ def test_what_the_local_config_names_is_taken() -> None:
         UserError, match=r"its model._target_ is project.data.synthetic, which no file of conf/model names"
     ):
         config_of(Path("last.ckpt"), {"config": other}, raw)
-    own = put(trained, "model._target_", "torch.nn.Linear")
-    given = raw | {"model": {"_target_": "torch.nn.Linear"}}
-    assert config_of(Path("last.ckpt"), {"config": own}, given).model == own["model"]
+    trained_by_user = put(trained, "model._target_", "torch.nn.Linear")
+    raw_of_user = raw | {"model": {"_target_": "torch.nn.Linear"}}
+    assert config_of(Path("last.ckpt"), {"config": trained_by_user}, raw_of_user).model == trained_by_user["model"]
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "message"),
     [
         (None, "lacks data, data_dir, lr, model"),
         (["model"], "lacks data, data_dir, lr, model"),
@@ -81,13 +81,13 @@ def test_what_the_local_config_names_is_taken() -> None:
     ],
     ids=["none", "a list", "a part", "a number", "another list"],
 )
-def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         config_of(Path("evil.ckpt"), {"config": config}, composed("checkpoint=evil.ckpt", page="evaluate"))
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value", "message"),
     [
         ("image_size", 8.5, "spec.image_size=8.5: must be"),
         ("channels", 0, "spec.channels=0: must be"),
@@ -98,8 +98,8 @@ def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says:
         ("task", "x", "task=x: must be one of classification"),
     ],
 )
-def test_images_that_no_model_is_made_for(key: str, value: Any, says: str) -> None:
+def test_images_that_no_model_is_made_for(key: str, value: Any, message: str) -> None:
     good = {"channels": 1, "image_size": 8, "classes": ("a", "b"), "mean": (0.0,), "std": (1.0,)}
     assert spec_of(Path("some.ckpt"), {"spec": good}).num_classes == 2
-    with pytest.raises(CheckpointError, match=re.escape(f"some.ckpt: {says}")):
+    with pytest.raises(CheckpointError, match=re.escape(f"some.ckpt: {message}")):
         spec_of(Path("some.ckpt"), {"spec": {**good, key: value}})

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_modules as mine
 import pytest
 import torch
+import user_modules as mine
 from conftest import ROOT, Program, checkpoint_of, summary_of
 from docs.hydra_template.src.models.components.simple_dense_net import SimpleDenseNet
-from own_runs import go_on, same_bits
 from PIL import Image
+from user_runs import go_on, same_bits
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
@@ -42,7 +42,7 @@ TASK = (
 
 @pytest.fixture
 def templated(project: Path) -> Path:
-    """The project with the module of tests/docs/hydra_template and a data module of own_modules.py."""
+    """Return the project with the module of tests/docs/hydra_template and a data module of user_modules.py."""
     shutil.copytree(ROOT / "tests" / "docs" / "hydra_template" / "src", project / "src", dirs_exist_ok=True)
     (project / "conf" / "model" / "templated.yaml").write_text(MODEL)
     (project / "conf" / "data" / "templated.yaml").write_text(DATA)
@@ -69,11 +69,11 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
     pixels = mine.Drawn(9, lambda x: x).pixels[:, :, :, 0]
     for number, image in enumerate(pixels):
         Image.fromarray(image).save(images / f"{number}.png")
-    asked = (f"checkpoint={run.jobs[0]}", "accelerator=cpu")
+    common = (f"checkpoint={run.jobs[0]}", "accelerator=cpu")
     evaluate = Program(tmp_path / "evaluated", "src/evaluate.py", templated)
-    metrics = evaluate(*asked, "logger=none").summary["metrics"]
+    metrics = evaluate(*common, "logger=none").summary["metrics"]
     assert metrics["test/acc"] == pytest.approx(one["metrics"]["test/acc"])
-    predicted = Program(tmp_path / "predicted", "src/predict.py", templated)(*asked, f"images={images}")
+    predicted = Program(tmp_path / "predicted", "src/predict.py", templated)(*common, f"images={images}")
     rows = (predicted.folder / "predictions.csv").read_text().splitlines()[1:]
     net = SimpleDenseNet(input_size=144, output_size=3).double()
     state = checkpoint_of(run.jobs[0], "best")["state_dict"]
@@ -85,13 +85,13 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
     ]
 
 
-def test_what_its_own_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
+def test_what_its_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
     run = Program(tmp_path / "outputs", home=templated)(*TASK, "lr=0.1", ok=False)
     assert "lr has no effect, since the model has its own optimizer: use model.optimizer" in run.stderr
 
 
 def opened(name: str, **options: Any) -> Any:
-    return open_data({"_target_": f"own_modules.{name}", **options}, "data")
+    return open_data({"_target_": f"user_modules.{name}", **options}, "data")
 
 
 def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("StreamData", "the train_dataloader of StreamData has an IterableDataset"),
         ("WeightedData", "has a WeightedRandomSampler: leave it out"),
@@ -116,6 +116,6 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
         ("MovedData", "the on_after_batch_transfer of MovedData would not be called"),
     ],
 )
-def test_what_a_data_module_may_not_do_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_what_a_data_module_may_not_do_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         opened(name)

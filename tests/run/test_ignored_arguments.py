@@ -18,7 +18,7 @@ class Images(pl.LightningDataModule):
     ) -> None: ...
 
 
-class OwnLr(pl.LightningModule):
+class CustomLr(pl.LightningModule):
     def __init__(self, lr: float = 1e-3, max_epochs: int = 100) -> None: ...
 
 
@@ -39,18 +39,18 @@ def test_the_batch_size_of_a_data_module_is_refused_on_the_command_line_and_name
     assert argument_notes(config({"batch_size": 64})) == []
 
 
-def test_the_same_options_of_an_opener_are_its_own() -> None:
+def test_the_same_options_of_an_opener_are_for_it_alone() -> None:
     of_opener = replace(config({}), data={"_target_": "project.data.digits", "batch_size": 16})
     refuse_loader_keys(replace(of_opener, overridden=("data.batch_size",)))
     assert argument_notes(of_opener) == []
 
 
 def test_lengths_and_the_default_lr_of_a_class_are_named() -> None:
-    own = {"_target_": f"{__name__}.OwnLr"}
-    assert argument_notes(config({"max_epochs": 3}, own | {"max_epochs": 100})) == [
+    custom = {"_target_": f"{__name__}.CustomLr"}
+    assert argument_notes(config({"max_epochs": 3}, custom | {"max_epochs": 100})) == [
         "data.max_epochs=3 is an argument of its class only: the run has max_epochs=2",
         "model.max_epochs=100 is an argument of its class only: the run has max_epochs=2",
-        f"lr=0.001 is the default of {__name__}.OwnLr: lr= changes it",
+        f"lr=0.001 is the default of {__name__}.CustomLr: lr= changes it",
     ]
-    assert argument_notes(config({}, own, "lr")) == []
-    assert argument_notes(config({}, own | {"lr": 0.5, "max_epochs": 2})) == []
+    assert argument_notes(config({}, custom, "lr")) == []
+    assert argument_notes(config({}, custom | {"lr": 0.5, "max_epochs": 2})) == []

@@ -67,23 +67,23 @@ except KeyboardInterrupt as interrupted:
 @pytest.mark.usefixtures("processes")
 def test_failures_and_signals(tmp_path: Path) -> None:
     job = [*TINY[:-2], "logger=none", f"outputs={tmp_path}"]
-    script, said = tmp_path / "calls.py", tmp_path / "said"
+    script, output = tmp_path / "calls.py", tmp_path / "said"
     script.write_text(FAILING.format(job=job))
-    with said.open("w") as out:
+    with output.open("w") as out:
         process = subprocess.Popen([sys.executable, script], stdout=out, stderr=subprocess.DEVNULL, text=True)
 
     def runs() -> list[Path]:
         return sorted(tmp_path.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
-    wait_for(lambda: "FAILED" in said.read_text(), process)
+    wait_for(lambda: "FAILED" in output.read_text(), process)
     failed = len(runs())
     wait_for(lambda: len(runs()) > failed, process)
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: "INTERRUPTED" in said.read_text(), process)
+    wait_for(lambda: "INTERRUPTED" in output.read_text(), process)
     folder = runs()[-1].parent.parent
     assert summary_of(folder)["status"] == "interrupted"
     assert process.wait() == 0
-    lines = said.read_text().splitlines()
+    lines = output.read_text().splitlines()
     assert len(lines) == 2
     assert re.fullmatch(r"FAILED: .*step \d+: .*(not finite|nan|inf).*", lines[0]), lines
     assert lines[1] == "INTERRUPTED: interrupted by SIGINT"
@@ -105,7 +105,7 @@ def test_a_config_changed_behind_its_back_is_refused() -> None:
         lockstep.train(config)
 
 
-def test_the_public_names_are_there_for_people_and_for_type_checkers() -> None:
+def test_the_public_names_exist_for_people_and_for_type_checkers() -> None:
     source = ast.parse(Path(lockstep.__file__).read_text())
     (block,) = [node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     declared = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENDLESS, Program, ended, wait_for, workers_of
+from conftest import LONG_RUN, Program, ended, wait_for, workers_of
 
 from lockstep.run import run_folder
 from lockstep.run.run_folder import FolderBusy, lock_folder
@@ -25,12 +25,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def test_a_folder_has_one_run_until_its_process_ends(run_train: Program, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = run_train.start(*ENDLESS, "strategy=ddp", "devices=2", f"hydra.run.dir={folder}")
+    first = run_train.start(*LONG_RUN, "strategy=ddp", "devices=2", f"hydra.run.dir={folder}")
     wait_for((folder / ".hydra" / "overrides.yaml").exists, first)
     before = contents(folder)
     assert before
     busy = rf"error: {folder}: process {first.pid} on {platform.node()} \(since 20.*\) works in this folder: "
-    again = run_train(*ENDLESS, "seed=1", f"hydra.run.dir={folder}", ok=False)  # before it has made a step, perhaps
+    again = run_train(*LONG_RUN, "seed=1", f"hydra.run.dir={folder}", ok=False)  # before it has made a step, perhaps
     assert again.returncode == 2
     assert re.match(busy, again.stderr), again
     assert contents(folder) == before
@@ -49,7 +49,7 @@ def test_a_folder_has_one_run_until_its_process_ends(run_train: Program, tmp_pat
 
 def test_a_sweep_that_runs_is_not_resumed(run_train: Program, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    first = run_train.start(*ENDLESS, "lr=0.1,0.2", "-m", f"hydra.sweep.dir={folder}")
+    first = run_train.start(*LONG_RUN, "lr=0.1,0.2", "-m", f"hydra.sweep.dir={folder}")
     wait_for((folder / "0" / "checkpoints" / "last.ckpt").exists, first)
     before = contents(folder)
     second = run_train(f"sweep.resume={folder}", "seed=3", ok=False)
@@ -86,14 +86,14 @@ def test_a_failed_worker_of_an_engine_keeps_the_lock_until_its_end(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (3 if workers else 0)
 
 
-def hold(folder: Path, forks: Any, told: Any) -> None:
-    """A parent with the lock, and a worker that closes what it has inherited and outlives it."""
+def hold(folder: Path, forks: Any, released: Any) -> None:
+    """Take the lock as a parent, whose worker closes what it has inherited and outlives it."""
     with lock_folder(folder):
         if os.fork() == 0:
             os.closerange(3, 256) if forks == "closing" else None
             time.sleep(60)
             os._exit(0)
-        told.set()
+        released.set()
         time.sleep(60)
 
 
@@ -102,10 +102,10 @@ def hold(folder: Path, forks: Any, told: Any) -> None:
 def test_the_lock_is_the_parents_alone(tmp_path: Path, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "WAIT_SECONDS", 0.3)
     context = get_context("fork")
-    told = context.Event()
-    parent = context.Process(target=hold, args=(tmp_path, worker, told))
+    released = context.Event()
+    parent = context.Process(target=hold, args=(tmp_path, worker, released))
     parent.start()
-    assert told.wait(30)
+    assert released.wait(30)
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     try:
         with pytest.raises(FolderBusy, match=f"process {parent.pid} on"), lock_folder(tmp_path):

@@ -17,7 +17,8 @@ from lockstep.run.loggers import make_loggers, title
 
 
 def records(path: Path) -> Iterator[Any]:
-    """What a file of W&B's holds: after 7 bytes, records that may be cut at blocks of 32 KiB, as in LevelDB's log."""
+    """Return what a file of W&B's holds: after 7 bytes, records that may be cut at blocks of 32 KiB, as in LevelDB's
+    log."""
     from wandb.proto import wandb_internal_pb2
 
     record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
@@ -35,13 +36,13 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def points(path: Path, tag: str) -> list[int]:
-    """Steps at which a file of W&B's has a metric."""
-    found = []
+    """Return the steps at which a file of W&B's has a metric."""
+    actual = []
     for record in records(path):
         row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
         if tag in row:
-            found.append(int(row["trainer/global_step"]))
-    return found
+            actual.append(int(row["trainer/global_step"]))
+    return actual
 
 
 def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_train: Program) -> None:
@@ -55,7 +56,7 @@ def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_t
     assert [each["title"] for each in ids] == ["lr=0.1", "lr=0.2"]
 
     client = MlflowClient(f"sqlite:///{run_train.outputs}/mlflow.db")
-    (experiment,) = (found for found in client.search_experiments() if found.name == "mnist_cnn_synthetic")
+    (experiment,) = (actual for actual in client.search_experiments() if actual.name == "mnist_cnn_synthetic")
     runs = {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
     assert runs.keys() == {each["logger.mlflow"] for each in ids}
     sweep = jobs[0].parent.name
@@ -70,10 +71,10 @@ def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_t
         files = sorted(job.glob("wandb/offline-run-*/*.wandb"))
         assert [points(path, "val/acc") for path in files] == lives
         for path in files:
-            found = list(records(path))
-            (run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")
+            actual = list(records(path))
+            (run,) = (record.run for record in actual if record.WhichOneof("record_type") == "run")
             assert (run.run_id, run.run_group, run.display_name) == (each["logger.wandb"], sweep, each["title"])
-            assert [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"] == [0]
+            assert [record.exit.exit_code for record in actual if record.WhichOneof("record_type") == "exit"] == [0]
 
         with (job / "csv" / "metrics.csv").open() as file:
             rows = [int(row["step"]) for row in csv.DictReader(file) if row["val/acc"]]
@@ -84,7 +85,7 @@ def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_t
         assert [event.step for event in events.Scalars("val/acc")] == rows
 
 
-def test_a_title_says_what_other_jobs_were_not_given(tmp_path: Path) -> None:
+def test_a_title_reports_what_differs_from_other_jobs(tmp_path: Path) -> None:
     """Hydra writes `exact=True` for a job where `exact=true` was given to the sweep."""
     (tmp_path / "0" / ".hydra").mkdir(parents=True)
     for file, overrides in (
@@ -96,9 +97,9 @@ def test_a_title_says_what_other_jobs_were_not_given(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
+    real_find_spec = importlib.util.find_spec
     check(composed("logger=[wandb,mlflow]"))  # the control
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else there(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real_find_spec(name))
     with pytest.raises(UserError, match=r"WandbLogger: needs wandb: pip install -e .\[wandb\]$"):
         check(composed("logger=[csv,wandb]"))
 
@@ -111,7 +112,7 @@ def test_a_damaged_list_of_trackers_is_refused(tmp_path: Path) -> None:
         make_loggers(config, tmp_path, 0)
 
 
-def test_a_tracker_that_can_not_be_opened_is_told_in_a_line(run_train: Program) -> None:
+def test_a_tracker_that_can_not_be_opened_is_reported_in_a_line(run_train: Program) -> None:
     run = run_train(*TINY, "logger=mlflow", "logger.mlflow.tracking_uri=http://127.0.0.1:9", ok=False)
     assert run.returncode == 2
     assert "error: logger.mlflow: can't be opened (" in run.stderr
@@ -119,7 +120,7 @@ def test_a_tracker_that_can_not_be_opened_is_told_in_a_line(run_train: Program) 
     assert not run.folders
 
 
-def test_a_sweep_of_one_job_is_called_by_what_it_was_given(tmp_path: Path) -> None:
+def test_a_sweep_of_one_job_is_called_by_its_overrides(tmp_path: Path) -> None:
     (tmp_path / "0" / ".hydra").mkdir(parents=True)
     for file in (tmp_path / "multirun.yaml", tmp_path / "0" / ".hydra" / "hydra.yaml"):
         file.write_text("hydra: {overrides: {task: [lr=0.01, max_epochs=1, name=one]}}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Program, Run, apart, summary_of
+from conftest import ROOT, TINY, Program, Run, apart, summary_of
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +20,6 @@ from lockstep.config import check as config_check
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate, parameters
-from lockstep.config.value_checks import CONF
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.optimizers import training_arguments, without_defaulted
@@ -30,20 +29,20 @@ SAMPLES = 640  # ten steps an epoch
 
 
 def offered(*overrides: str) -> dict[str, Any]:
-    """What a module gets to train with."""
+    """Return what a module gets to train with."""
     return training_arguments(check(dict(compose("max_epochs=2", *overrides))), SAMPLES)
 
 
 def rates(made: dict[str, Any], steps: int) -> list[float]:
-    """The learning rate of each step."""
+    """Return the learning rate of each step."""
     optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
     schedule = made["scheduler"](optimizer)["scheduler"]
-    found = []
+    actual = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        actual.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
@@ -80,7 +79,7 @@ def test_only_what_torch_can_fuse_is_fused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("decays", [False, True])
-def test_biases_and_norms_decay_if_asked(decays: bool) -> None:
+def test_biases_and_norms_decay_on_request(decays: bool) -> None:
     made = offered("optimizer=adamw", "optimizer.weight_decay=0.02")["optimizer"]
     model = resnet18(optimizer=made, decay_norms_and_biases=decays)
     groups = model.configure_optimizers()["optimizer"].param_groups
@@ -148,7 +147,7 @@ def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["optimizer._target_=torch.optim.Lion"], "optimizer._target_=torch.optim.Lion: torch.optim has no Lion"),
         (["+optimizer.beta=1"], r"optimizer.beta: SGD takes no such option; leave it out \(~optimizer.beta\)"),
@@ -176,8 +175,8 @@ def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
         (["scheduler.peak=later:total"], "^scheduler.peak=later:total: did you mean total_steps"),
     ],
 )
-def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
+def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         offered(*overrides)
     assert "\n" not in str(caught.value)
 
@@ -187,14 +186,14 @@ def test_a_schedule_of_a_metric_names_it() -> None:
         offered("scheduler=plateau", "~scheduler.monitor")
     with pytest.raises(UserError, match=r"^scheduler.monitor=train/loss is known .* only: .*interval=epoch$"):
         offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step")
-    for late, says in (
+    for late, message in (
         (
             ["scheduler.interval=step"],
             "interval=step reads val/loss every 1 step, .* every 10 steps: .*=epoch or val_every=1",
         ),
         (["val_every=12"], "interval=epoch reads val/loss every 10 steps, .* every 12 steps: use val_every=10"),
     ):
-        with pytest.raises(UserError, match=f"^scheduler.{says}$"):
+        with pytest.raises(UserError, match=f"^scheduler.{message}$"):
             offered("scheduler=plateau", *late)
     offered("scheduler=plateau", "scheduler.interval=step", "val_every=5", "+scheduler.frequency=5")  # the controls
     offered("scheduler=plateau", "val_every=5")
@@ -218,7 +217,7 @@ def test_schedules_are_their_closed_forms() -> None:
     assert max(range(100), key=onecycle) == 20
 
 
-def test_schedules_of_torch_know_the_length_of_the_run() -> None:
+def test_schedules_of_torch_use_the_length_of_the_run() -> None:
     def of_torch(name: str, *options: str) -> dict[str, Any]:
         target = f"scheduler._target_=torch.optim.lr_scheduler.{name}"
         return offered("scheduler=constant", "~scheduler.warmup_steps", target, *options)
@@ -251,12 +250,12 @@ def test_plateau_follows_its_metric_after_a_warm_up() -> None:
     made = offered("scheduler=plateau", "scheduler.patience=0", "scheduler.warmup_steps=4")
     optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
     schedule = made["scheduler"](optimizer)["scheduler"]
-    found = []
+    actual = []
     for _ in range(7):  # the metric never improves
         optimizer.step()
-        found.append(optimizer.param_groups[0]["lr"])
+        actual.append(optimizer.param_groups[0]["lr"])
         schedule.step(1.0)
-    assert found == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.02, 0.01, 0.005])
+    assert actual == pytest.approx([0.005, 0.01, 0.015, 0.02, 0.02, 0.01, 0.005])
     again = made["scheduler"](optimizer)["scheduler"]
     again.load_state_dict(schedule.state_dict())
     optimizer.step()
@@ -326,8 +325,8 @@ ENDED = (
 
 def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None:
     task = (*ENDED, "optimizer=muon", "scheduler=warm_restarts")
-    told = run_train(*task, "max_epochs=9", "name=alone").stderr
-    rates = [line.rpartition("  lr ")[2] for line in told.splitlines() if "  lr " in line]
+    alone = run_train(*task, "max_epochs=9", "name=alone").stderr
+    rates = [line.rpartition("  lr ")[2] for line in alone.splitlines() if "  lr " in line]
     run_train(*task, "max_epochs=2", "strategy=ddp", "devices=2", "name=moved")
     run_train(f"resume={next((run_train.outputs / 'moved').iterdir())}", "strategy=auto", "devices=1", "max_epochs=9")
     run_train(*task, "max_epochs=9", "gradient_clip_algorithm=norm", "name=other")
@@ -339,7 +338,7 @@ def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None
     assert len(set(rates)) > 1, rates
 
 
-class OwnOptimizer:
+class CustomOptimizer:
     """Builds its optimizer itself, as most LightningModules do."""
 
     def __init__(self, lr: float = 1e-3, scheduler: str = "cosine", total_steps: int = 7) -> None: ...
@@ -360,12 +359,12 @@ class ReplaceableOptimizer:
 @pytest.mark.parametrize(
     ("target", "overrides", "passed"),
     [
-        (OwnOptimizer, [], {"total_steps"}),
-        (OwnOptimizer, ["lr=0.02"], {"lr", "total_steps"}),  # given, though it is the default too
-        (OwnOptimizer, ["optimizer=adamw"], {"lr", "total_steps"}),
-        (OwnOptimizer, ["lr_scaling=linear"], {"lr", "total_steps"}),
-        (OwnOptimizer, ["experiment=mnist_cnn", "model=mnist_cnn"], {"lr", "total_steps"}),
-        (OwnOptimizer, ["scheduler=cosine"], {"total_steps"}),
+        (CustomOptimizer, [], {"total_steps"}),
+        (CustomOptimizer, ["lr=0.02"], {"lr", "total_steps"}),  # given, though it is the default too
+        (CustomOptimizer, ["optimizer=adamw"], {"lr", "total_steps"}),
+        (CustomOptimizer, ["lr_scaling=linear"], {"lr", "total_steps"}),
+        (CustomOptimizer, ["experiment=mnist_cnn", "model=mnist_cnn"], {"lr", "total_steps"}),
+        (CustomOptimizer, ["scheduler=cosine"], {"total_steps"}),
         (RunsOptimizer, [], {"lr", "optimizer", "scheduler"}),
         (OptimizerByName, [], set()),
         (OptimizerByName, ["lr=0.1"], {"lr"}),
@@ -374,7 +373,7 @@ class ReplaceableOptimizer:
         (ReplaceableOptimizer, ["optimizer=adamw"], {"optimizer"}),
     ],
 )
-def test_a_constructors_own_default_yields_to_what_the_user_gives_only(
+def test_a_constructors_default_yields_to_what_the_user_gives_only(
     target: type, overrides: list[str], passed: set[str]
 ) -> None:
     raw = dict(compose("max_epochs=2", *overrides))
@@ -385,8 +384,8 @@ def test_a_constructors_own_default_yields_to_what_the_user_gives_only(
     assert set(offers) & parameters(target) == passed
 
 
-def test_the_keys_of_an_experiment_count_as_given() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+def test_the_keys_of_an_experiment_count_as_set() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         made = hydra_compose("train", ["experiment=mnist_cnn"], return_hydra_config=True)
     HydraConfig.instance().set_config(made)
     try:
@@ -396,14 +395,14 @@ def test_the_keys_of_an_experiment_count_as_given() -> None:
     assert experiment_keys() == set()
 
 
-def test_an_lr_of_train_yaml_counts_as_given_and_that_of_an_optimizers_page_does_not() -> None:
+def test_an_lr_of_train_yaml_counts_as_set_and_that_of_an_optimizers_page_does_not() -> None:
     raw = dict(compose("max_epochs=2"))
     assert check(raw).requested == set()
     assert check({**raw, "lr": 0.5}).requested == {"lr"}
 
 
-def test_an_optimizer_inside_a_model_keeps_its_own_default_too() -> None:
-    own = {"_target_": "torch.optim.Adam", "_partial_": True}
-    assert "lr" not in instantiate("optimizer", own, ("lr",), lr=0.02).keywords
-    assert instantiate("optimizer", {**own, "lr": "later:lr"}, ("lr",), lr=0.02).keywords["lr"] == 0.02
-    assert instantiate("optimizer", own, lr=0.02).keywords["lr"] == 0.02
+def test_an_optimizer_inside_a_model_keeps_its_default_too() -> None:
+    custom = {"_target_": "torch.optim.Adam", "_partial_": True}
+    assert "lr" not in instantiate("optimizer", custom, ("lr",), lr=0.02).keywords
+    assert instantiate("optimizer", {**custom, "lr": "later:lr"}, ("lr",), lr=0.02).keywords["lr"] == 0.02
+    assert instantiate("optimizer", custom, lr=0.02).keywords["lr"] == 0.02

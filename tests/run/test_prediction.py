@@ -31,7 +31,7 @@ BROKEN = "deeper/cut.png"
 
 
 def paint(folder: Path, count: int, seed: int) -> None:
-    """Images in which red or blue is stronger on the whole; higher than wide, so that they are cropped."""
+    """Return images in which red or blue is stronger on the whole; higher than wide, so that they are cropped."""
     random = np.random.default_rng(seed)
     for label, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
@@ -43,7 +43,7 @@ def paint(folder: Path, count: int, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run on images whose training set is gone since; the test set has got a broken file."""
+    """Return a run on images whose training set is gone since; the test set has got a broken file."""
     folder = tmp_path_factory.mktemp("prediction")
     paint(folder / "images" / "train", 30, seed=0)
     paint(folder / "images" / "test", 9, seed=1)
@@ -73,16 +73,16 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def by_hand(run: Run, files: list[str]) -> torch.Tensor:
-    """Probabilities [n, 2] in plain torch and Pillow: short side to SIZE, the middle, ImageNet's moments."""
+    """Return probabilities [n, 2] in plain torch and Pillow: short side to SIZE, the middle, ImageNet's moments."""
     checkpoint = checkpoint_io.load(run.folder / "checkpoints" / "best.ckpt")
     net = MnistCNN(**checkpoint["hyper_parameters"])
     net.load_state_dict(checkpoint["state_dict"])
-    found = []
+    actual = []
     for file in files:
         mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
-        found.append((decoded(images_of(run) / file) / 255 - mean) / std)
+        actual.append((decoded(images_of(run) / file) / 255 - mean) / std)
     with torch.no_grad():
-        return net.eval()(torch.stack(found)).softmax(1)
+        return net.eval()(torch.stack(actual)).softmax(1)
 
 
 @pytest.mark.usefixtures("processes")
@@ -106,14 +106,14 @@ def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> 
     rows = [row for row in rows if row["file"] != BROKEN]
     right = sum(row["file"].startswith(row["predicted"] + "/") for row in rows)
     assert right == trained.summary["metrics"]["test/correct"]
-    found = torch.tensor([[float(row[name]) for name in CLASSES] for row in rows])
+    actual = torch.tensor([[float(row[name]) for name in CLASSES] for row in rows])
     expected = by_hand(trained, [row["file"] for row in rows])
-    assert (found - expected).abs().max() < 2e-6
-    assert (found - expected.flip(1)).abs().max() > 0.1  # the control
+    assert (actual - expected).abs().max() < 2e-6
+    assert (actual - expected.flip(1)).abs().max() > 0.1  # the control
     assert [row["predicted"] for row in rows] == [CLASSES[best] for best in expected.argmax(1).tolist()]
     assert [row["file"] for row in table(three)] == names
     others = torch.tensor([[float(row[name]) for name in CLASSES] for row in table(three) if row["file"] != BROKEN])
-    assert (found - others).abs().max() < 2e-6
+    assert (actual - others).abs().max() < 2e-6
     assert [json.loads((folder / "summary.json").read_text())["broken"] for folder in run.jobs] == [[BROKEN]] * 2
 
 
@@ -138,13 +138,13 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
         assert [float(row["probability"]), float(row["probability_2"])] == pytest.approx(sure, abs=2e-6)
     assert re.search(r"5 images, \d+ images/s: ", run.stderr)
     ImageFiles([str(folder), str(folder / "01.png")], SIZE, 3)  # the control
-    for given, said in (
+    for words, output in (
         ("list.csv", "there is no .*gone.png: paths in a list are relative to its folder"),
         ("gone.png", "no such file or folder"),
     ):
         (tmp_path / "list.csv").write_text("gone.png\n")
-        with pytest.raises(UserError, match=said):
-            ImageFiles([str(folder), str(tmp_path / given)], SIZE, 3)
+        with pytest.raises(UserError, match=output):
+            ImageFiles([str(folder), str(tmp_path / words)], SIZE, 3)
 
 
 def test_images_are_predicted_with_the_pixels_of_the_training(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:
     assert lines[1:] == ["./@a.png,'=2+5,0.750000,0.250000,0.750000", "b.png,,,,"]
 
 
-def test_a_module_says_what_it_predicts(trained: Run, project: Path, tmp_path: Path) -> None:
+def test_a_module_reports_what_it_predicts(trained: Run, project: Path, tmp_path: Path) -> None:
     """Numbers that are no probabilities of the classes are written as they are."""
     task = ("data=image_folder", f"data_dir={tmp_path}", f"data.image_size={SIZE}", "data.channels=1", "model=mine")
     for part in ("train", "test"):
@@ -178,19 +178,19 @@ def test_a_module_says_what_it_predicts(trained: Run, project: Path, tmp_path: P
     for name, columns in (("MultiLabel", [*CLASSES, "third"]), ("Regression", ["value_0"])):
         train = Program(tmp_path / name, home=project)
         run = train(*task, f"model._target_=mine.{name}", "batch_size=4", "max_steps=2", "threads=1", "logger=none")
-        given = (f"checkpoint={run.folder}", f"+model._target_=mine.{name}", f"images={tmp_path / 'test'}")
+        words = (f"checkpoint={run.folder}", f"+model._target_=mine.{name}", f"images={tmp_path / 'test'}")
         predict = Program(tmp_path / f"{name}_told", "src/predict.py", project)
-        rows = table(predict(*given).folder / "predictions.csv")
+        rows = table(predict(*words).folder / "predictions.csv")
         assert list(rows[0]) == ["file", *columns]
-        found = torch.tensor([[float(row[column]) for column in columns] for row in rows])
+        actual = torch.tensor([[float(row[column]) for column in columns] for row in rows])
         last = sorted((run.folder / "checkpoints").glob("*.ckpt"))[0]
         state = checkpoint_io.load(last)["state_dict"]
         files = [Image.open(tmp_path / "test" / row["file"]).convert("L") for row in rows]
         x = torch.stack([torch.from_numpy(np.array(ImageOps.fit(file, (SIZE, SIZE), 2))) for file in files])
         hidden = ((x.flatten(1) / 255 - 0.449) / 0.226) @ state["net.1.weight"].T + state["net.1.bias"]
         scores = hidden.relu() @ state["net.3.weight"].T + state["net.3.bias"]
-        assert (found - (scores.sigmoid() if name == "MultiLabel" else scores[:, :1] - 5)).abs().max() < 1e-5
-    refused = predict(*given, "top_k=1", ok=False)
+        assert (actual - (scores.sigmoid() if name == "MultiLabel" else scores[:, :1] - 5)).abs().max() < 1e-5
+    refused = predict(*words, "top_k=1", ok=False)
     assert refused.returncode == 2
     assert "top_k=1: the model's predict_step does not return class probabilities" in refused.stderr
 
@@ -231,11 +231,11 @@ def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_pat
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
-    for folder, said in (
+    for folder, output in (
         (tmp_path / "nowhere", "no such file or folder"),
         (tmp_path, "no image in it: known are "),
     ):
-        with pytest.raises(UserError, match=re.escape(f"images={folder}: {said}")):
+        with pytest.raises(UserError, match=re.escape(f"images={folder}: {output}")):
             ImageFiles(folder, SIZE, 3)
     for name in ("a.png", "b.gif"):
         (tmp_path / name).write_bytes(b"cut")
@@ -270,8 +270,8 @@ def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Pa
 
         session = ReferenceEvaluator(str(run.jobs[1] / "model.onnx"))
         assert (session.input_names, session.output_names) == (["images"], ["probabilities"])
-        (found,) = session.run(None, {"images": images.numpy()})
-        assert np.abs(found - expected.numpy()).max() < 1e-5
+        (actual,) = session.run(None, {"images": images.numpy()})
+        assert np.abs(actual - expected.numpy()).max() < 1e-5
         import onnx
 
         texts = {each.key: each.value for each in onnx.load(run.jobs[1] / "model.onnx").metadata_props}

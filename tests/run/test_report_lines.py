@@ -38,12 +38,12 @@ from project import schedules
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 
 
-def test_a_run_says_what_it_is_and_what_it_leaves(run_train: Program) -> None:
+def test_a_run_reports_what_it_is_and_what_it_leaves(run_train: Program) -> None:
     """One that learns nothing, so that it is stopped early, and ends at chance."""
     stop = ("callbacks=early_stopping", "callbacks.early_stopping.patience=1")
     run = run_train(*TASK, *stop, "optimizer=adamw", "optimizer.lr=1e-30", "strategy=ddp", "devices=2", "max_epochs=4")
-    said, folder = run.stderr.splitlines(), run.folder
-    start = said[: said.index(f"folder {folder}") + 1]
+    output, folder = run.stderr.splitlines(), run.folder
+    start = output[: output.index(f"folder {folder}") + 1]
     assert [line.split()[0] for line in start] == ["model", "data", "step", "run", "folder"]
     assert max(map(len, start[:-1])) <= WIDTH
     assert start[0] == "model mnist_cnn | 14,743 parameters"
@@ -53,11 +53,11 @@ def test_a_run_says_what_it_is_and_what_it_leaves(run_train: Program) -> None:
 
     metrics, step = run.summary["metrics"], run.summary["tested_step"]
     early = "ended early, after step 18 of 36: val/acc has not improved in the last 1 validations, its best is "
-    assert f"{early}{metrics['val/acc']:.4f}" in said
+    assert f"{early}{metrics['val/acc']:.4f}" in output
     chance = f"test/acc {metrics['test/acc']:.4f} is chance level (always guessing the most common class gives "
-    (line,) = [line for line in said if line.startswith(chance)]
+    (line,) = [line for line in output if line.startswith(chance)]
     assert line.endswith("): the usual cause is the learning rate, lr 1e-30")
-    assert said[-4:] == [
+    assert output[-4:] == [
         f"completed: {folder}",
         f"best.ckpt: largest val/acc {metrics['val/acc']:.4f} at step {step}",
         f"  to look at the curves: python scripts/dashboard.py {run.outputs}",
@@ -70,14 +70,14 @@ def test_a_run_says_what_it_is_and_what_it_leaves(run_train: Program) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Path]:
-    """The file of a process that is set up as rank zero; all is put back afterwards."""
+    """Return the file of a process that is set up as rank zero; all is put back afterwards."""
     root, ours = logging.root, logging.getLogger("lockstep")
-    kept = root.handlers, root.level, ours.handlers, logging.raiseExceptions
+    before = root.handlers, root.level, ours.handlers, logging.raiseExceptions
     thread_hook = threading.excepthook
     logs.configure_logging(tmp_path, 0)
     yield tmp_path / "train.log"
-    root.handlers, ours.handlers, logging.raiseExceptions = kept[0], kept[2], kept[3]
-    root.setLevel(kept[1])
+    root.handlers, ours.handlers, logging.raiseExceptions = before[0], before[2], before[3]
+    root.setLevel(before[1])
     threading.excepthook = thread_hook
     logging.captureWarnings(False)
 
@@ -88,9 +88,9 @@ def test_known_noise_is_left_out_of_a_log_and_everything_else_stays(log: Path) -
         warned.warning("%s", f"/site-packages/{library}/x.py:3: Some{text}, and more\n")
     warned.warning("%s", "/site-packages/lightning/x.py:3: It is recommended to use `self.log(...)`")
     logging.getLogger("lockstep").info("does not have many workers which may be a bottleneck")  # our own
-    (kept, own) = log.read_text().splitlines()
-    assert "It is recommended" in kept
-    assert own.endswith("lockstep: does not have many workers which may be a bottleneck")
+    (before, last) = log.read_text().splitlines()
+    assert "It is recommended" in before
+    assert last.endswith("lockstep: does not have many workers which may be a bottleneck")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no more room"), OSError("disk full"), SystemExit()])
@@ -172,7 +172,7 @@ def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "pattern"),
     [
         ((), "32-true (TF32 in convolutions)"),
         (("speed.tf32=true",), "32-true (TF32)"),
@@ -181,21 +181,21 @@ def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         (("accelerator=cpu",), "32-true"),
     ],
 )
-def test_a_run_on_a_gpu_says_which_products_are_rounded_to_tf32(
-    overrides: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+def test_a_run_on_a_gpu_states_which_products_are_rounded_to_tf32(
+    overrides: tuple[str, ...], pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
     for module in (config_check, report_lines):
         monkeypatch.setattr(module, "computes_bf16", lambda accelerator: accelerator == "gpu")
     config = check(dict(compose(*overrides)))
     lines = start_lines(config, made([0, 1] * 640, ("0", "1")), fast_cnn(), (), Path("outputs"), "lr 0.04")
-    assert f" | {says} | " in " ".join(lines)
+    assert f" | {pattern} | " in " ".join(lines)
     monkeypatch.setattr(report_lines, "computes_bf16", lambda accelerator: False)  # an older GPU
     assert precision_text(config) == config.precision
 
 
 @pytest.mark.parametrize(
-    ("metrics", "says"),
+    ("metrics", "pattern"),
     [
         ({"test/acc": 0.61}, "test/acc 0.6100 is chance level (always guessing the most common class gives 0.7000)"),
         ({"val/acc": 0.1, "test/acc": 0.7}, "test/acc 0.7000"),
@@ -204,10 +204,10 @@ def test_a_run_on_a_gpu_says_which_products_are_rounded_to_tf32(
         ({"test/loss": 0.1}, None),
     ],
 )
-def test_chance_is_what_the_most_common_class_has(metrics: dict[str, float], says: str | None) -> None:
+def test_chance_is_what_the_most_common_class_has(metrics: dict[str, float], pattern: str | None) -> None:
     labels = [0] * 700 + [1] * 300
-    found = chance_level_line(metrics, made(labels, ("a", "b")), "lr 3")
-    assert (found is None) if says is None else found is not None and found.startswith(says)
+    actual = chance_level_line(metrics, made(labels, ("a", "b")), "lr 3")
+    assert (actual is None) if pattern is None else actual is not None and actual.startswith(pattern)
     assert chance_level_line(metrics, made(labels, ("only",)), "lr 3") is None  # no classes
     assert chance_level_line(metrics, replace(made(labels, ("a", "b")), test=[1.5]), "lr 3") is None  # no labels
 

@@ -29,15 +29,15 @@ SAMPLES = 640  # ten steps an epoch
         ("debug=batch max_epochs=7", (1, 1, "max_steps")),
     ],
 )
-def test_the_length_that_is_given_is_what_is_trained(overrides: str, length: tuple[int, int, str]) -> None:
-    given = overrides.split()
-    made = check(composed(*given, "accelerator=cpu"), overridden=[each.partition("=")[0] for each in given])
-    found = run_length(made, SAMPLES)
-    assert (found.steps, found.epochs, found.ends_by) == length
+def test_the_length_that_is_set_is_what_is_trained(overrides: str, length: tuple[int, int, str]) -> None:
+    words = overrides.split()
+    made = check(composed(*words, "accelerator=cpu"), overridden=[each.partition("=")[0] for each in words])
+    actual = run_length(made, SAMPLES)
+    assert (actual.steps, actual.epochs, actual.ends_by) == length
     assert made.record["max_epochs"] == (None if "experiment" in overrides and made.max_steps else made.max_epochs)
 
 
-def test_a_length_given_with_resume_replaces_the_runs(run_train: Program, tmp_path: Path) -> None:
+def test_a_length_set_with_resume_replaces_the_runs(run_train: Program, tmp_path: Path) -> None:
     run_train(*TINY, "max_epochs=1", "callbacks.dashboard=null", "logger=none", f"hydra.run.dir={tmp_path}/run")
     steps = []
     for length in ("max_steps=130", "max_epochs=23"):
@@ -46,10 +46,10 @@ def test_a_length_given_with_resume_replaces_the_runs(run_train: Program, tmp_pa
     assert steps == [(130, 22), (23 * 6, 23)]  # an epoch that was cut short is counted
 
 
-@pytest.mark.parametrize("given", ["auto", "-1"])
-def test_all_devices(monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None], given: str) -> None:
+@pytest.mark.parametrize("words", ["auto", "-1"])
+def test_all_devices(monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None], words: str) -> None:
     def devices(*overrides: str) -> int:
-        return check(composed(f"devices={given}", "batch_size=60", *overrides)).layout.devices
+        return check(composed(f"devices={words}", "batch_size=60", *overrides)).layout.devices
 
     monkeypatch.setattr(config, "gpu_count", lambda: 3)
     assert devices() == 3

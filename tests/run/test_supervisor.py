@@ -11,7 +11,7 @@ from lockstep.run import supervisor as runs
 from lockstep.run.training import fit_and_test
 
 
-def test_emulated_bf16_is_said(
+def test_emulated_bf16_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
@@ -19,8 +19,8 @@ def test_emulated_bf16_is_said(
     for has_bf16 in (True, False):
         for decides in ("run.supervisor", "config.check"):
             monkeypatch.setattr(f"lockstep.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
-        for asked in ("auto", "32-true", "bf16-mixed"):
-            runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == (0 if has_bf16 else 1)
-        assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in said)
+        for precision in ("auto", "32-true", "bf16-mixed"):
+            runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={precision}"))), splits, tmp_path)
+        output = capsys.readouterr().err.splitlines()
+        assert len(output) == (0 if has_bf16 else 1)
+        assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in output)

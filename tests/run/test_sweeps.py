@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENDLESS, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
+from conftest import LONG_RUN, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
 
 from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.errors import UserError
@@ -19,7 +19,7 @@ SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.drop
 
 
 def kill_in(process: Process, outputs: Path, job: int) -> None:
-    """Kills a job as soon as it has saved a checkpoint: its process and its workers, at once."""
+    """Kill a job as soon as it has saved a checkpoint: its process and its workers, at once."""
     wait_for(lambda: list(outputs.rglob(f"{job}/checkpoints/last.ckpt")), process)
     (pid,) = workers_of(process)
     os.killpg(pid, signal.SIGKILL)
@@ -27,7 +27,7 @@ def kill_in(process: Process, outputs: Path, job: int) -> None:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Jobs 0 and 1 are the same, and 1 is killed; 2 has another seed."""
+    """Run a sweep: jobs 0 and 1 are the same, and 1 is killed; 2 has another seed."""
     program = Program(tmp_path_factory.mktemp("sweep") / "outputs")
     process = program.start("-m", *SWEEP, "seed=1,1,2")
     kill_in(process, program.outputs, 1)
@@ -63,8 +63,8 @@ def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> No
     run = Program(tmp_path)("-m", *task, "seed=1", "max_steps=1", "strategy=ddp,dp", "devices=2", "logger=none")
     threads = {re.search(r"\| (?:channels_last, )?(\d+) threads?", (job / "train.log").read_text()) for job in run.jobs}
     assert len({match and match[1] for match in threads}) == 1
-    given = [(job / ".hydra" / "overrides.yaml").read_text() for job in run.jobs]
-    assert all(f"threads={max(1, available_cores() // 2)}" in each for each in given) or available_cores() == 1
+    words = [(job / ".hydra" / "overrides.yaml").read_text() for job in run.jobs]
+    assert all(f"threads={max(1, available_cores() // 2)}" in each for each in words) or available_cores() == 1
 
 
 @pytest.mark.usefixtures("processes")
@@ -84,11 +84,10 @@ def test_what_is_missing_is_run(killed: Run) -> None:
     assert f"scripts/compare.py {killed.jobs[0].parent}\n" in again.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])  # SIGHUP: the terminal is closed
-def test_a_signal_ends_the_sweep(run_train: Program, signum: signal.Signals) -> None:
-    process = run_train.start("-m", *ENDLESS, "seed=0,1")
+def test_a_closed_terminal_ends_the_sweep(run_train: Program) -> None:
+    process = run_train.start("-m", *LONG_RUN, "seed=0,1")
     run_train.wait_for_checkpoint(process)
-    os.killpg(process.pid, signum)  # jobs have groups of their own and hear it once
+    os.killpg(process.pid, signal.SIGHUP)  # jobs have groups of their own and hear it once
     run = run_train.finish(process)
     assert run.returncode == 143, str(run)
     assert "Traceback" not in run.stderr
@@ -99,7 +98,7 @@ def test_a_signal_ends_the_sweep(run_train: Program, signum: signal.Signals) -> 
 
 
 def test_jobs_die_with_their_sweep(run_train: Program) -> None:
-    process = run_train.start("-m", *ENDLESS, "seed=0,1")
+    process = run_train.start("-m", *LONG_RUN, "seed=0,1")
     run_train.wait_for_checkpoint(process)
     (job,) = workers_of(process)
     process.kill()
@@ -108,7 +107,7 @@ def test_jobs_die_with_their_sweep(run_train: Program) -> None:
 
 
 def test_jobs_side_by_side(run_train: Program) -> None:
-    process = run_train.start("-m", *ENDLESS, "seed=0,1,2", "sweep.jobs=2")
+    process = run_train.start("-m", *LONG_RUN, "seed=0,1,2", "sweep.jobs=2")
     if len(os.sched_getaffinity(0)) < 2:
         assert "sweep.jobs=2: each job needs its own core" in run_train.finish(process).stderr
         return
@@ -141,23 +140,25 @@ def test_devices_are_divided(jobs: int, gpus: str, cores: int, expected: list[Sl
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     [
         ("hydra.sweep.subdir=mine_${hydra.job.num}", "a job's folder has its number as name: leave it out"),
         ("hydra.sweeper.max_batch_size=2", "give sweep.jobs=, the number of jobs at the same time"),
     ],
 )
-def test_settings_of_hydra_that_a_sweep_can_not_have_are_refused(run_train: Program, setting: str, says: str) -> None:
-    run = run_train("-m", *ENDLESS, "seed=0,1", setting, ok=False)
-    assert (run.returncode, run.stderr) == (2, f"error: {setting}: {says}\n")
+def test_settings_of_hydra_that_a_sweep_can_not_have_are_refused(
+    run_train: Program, setting: str, message: str
+) -> None:
+    run = run_train("-m", *LONG_RUN, "seed=0,1", setting, ok=False)
+    assert (run.returncode, run.stderr) == (2, f"error: {setting}: {message}\n")
     assert not list(run_train.outputs.rglob("*"))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cores", "there"), [("01", 8, "own GPU, and there are 2: "), ("", 1, "own core, and there is 1: ")]
+    ("gpus", "cores", "available"), [("01", 8, "own GPU, and there are 2: "), ("", 1, "own core, and there is 1: ")]
 )
-def test_more_jobs_than_devices_are_refused(gpus: str, cores: int, there: str) -> None:
-    with pytest.raises(UserError, match=f"sweep.jobs=3: .*{there}"):
+def test_more_jobs_than_devices_are_refused(gpus: str, cores: int, available: str) -> None:
+    with pytest.raises(UserError, match=f"sweep.jobs=3: .*{available}"):
         slots(3, gpus, range(cores))
 
 
@@ -170,23 +171,23 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_resuming_repeats_what_was_said(recorded: Path) -> None:
-    there = [f"sweep.resume='{recorded}'", f"hydra.sweep.dir='{recorded}'"]
-    given = ["hydra.verbose=true", "seed=0,1", "lr=0.1", "sweep.jobs=2"]
-    assert arguments([f"sweep.resume={recorded}"]) == [*given, *there, "-m"]
-    given[3] = "sweep.jobs=1"
-    assert arguments(["-m", "sweep.jobs=1", f"sweep.resume={recorded}"]) == [*given, *there, "-m"]
+def test_resuming_repeats_what_was_set(recorded: Path) -> None:
+    available = [f"sweep.resume='{recorded}'", f"hydra.sweep.dir='{recorded}'"]
+    words = ["hydra.verbose=true", "seed=0,1", "lr=0.1", "sweep.jobs=2"]
+    assert arguments([f"sweep.resume={recorded}"]) == [*words, *available, "-m"]
+    words[3] = "sweep.jobs=1"
+    assert arguments(["-m", "sweep.jobs=1", f"sweep.resume={recorded}"]) == [*words, *available, "-m"]
     assert arguments(["lr=1", "-m", "seed=0,1"]) == ["lr=1", "seed=0,1", "-m"]
 
 
-def test_flags_are_told_from_overrides(recorded: Path) -> None:
+def test_flags_are_distinguished_from_overrides(recorded: Path) -> None:
     assert arguments(["lr=1", "--config-dir", "x", "seed=1", "-c", "job"]) == [
         *("lr=1", "seed=1", "--config-dir", "x", "-c", "job")
     ]
     assert arguments([f"sweep.resume={recorded}", "--config-dir", "x"])[-3:] == ["-m", "--config-dir", "x"]
 
 
-def test_a_sweep_goes_on_with_the_config_folder_that_it_was_given(recorded: Path) -> None:
+def test_a_sweep_goes_on_with_the_config_folder_of_its_command(recorded: Path) -> None:
     record = recorded / "multirun.yaml"
     sources = "runtime: {config_sources: [{path: /a b, schema: file, provider: command-line}]}"
     record.write_text(record.read_text().replace("{overrides", f"{{{sources}, overrides", 1))
@@ -206,7 +207,7 @@ def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
 
 
 def a_sweep(folder: Path, *jobs: tuple[dict[str, Any], float]) -> list[str]:
-    """Returns the last lines of a sweep whose jobs have this data and other keys, and this val/loss."""
+    """Return the last lines of a sweep whose jobs have this data and other keys, and this val/loss."""
     for number, (config, loss) in enumerate(jobs):
         hydra = folder / str(number) / ".hydra"
         hydra.mkdir(parents=True)

@@ -17,7 +17,7 @@ TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "max_steps=2
 
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
-    """key -> the two values, of the table's rows."""
+    """Return the two values of each key, of the table's rows."""
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {key: (one, other) for _, key, one, other in cells}
 
@@ -28,12 +28,12 @@ def test_two_runs_and_the_curves_of_one(tmp_path: Path) -> None:
     two = Program(tmp_path / "two")(*TINY, "strategy=dp", "devices=2", "lr=0.07")
     done = compare(one.folder, two.folder)
     assert done.returncode == 0, done.stderr
-    found = rows(done.stdout)
-    assert found["lr"] == ("0.02", "0.07")
-    assert found["strategy"] == ("single", "dp")
-    assert found["devices"] == ("1", "2")
-    assert found["weights_sha256"] == (one.summary["weights_sha256"][:12], two.summary["weights_sha256"][:12])
-    assert "seed" not in found
+    actual = rows(done.stdout)
+    assert actual["lr"] == ("0.02", "0.07")
+    assert actual["strategy"] == ("single", "dp")
+    assert actual["devices"] == ("1", "2")
+    assert actual["weights_sha256"] == (one.summary["weights_sha256"][:12], two.summary["weights_sha256"][:12])
+    assert "seed" not in actual
     assert "the same in both: code, versions" in done.stdout
     assert done.stdout.endswith("weights: different bits\n")
     assert compare(one.folder, one.folder).stdout.endswith("weights: the same bits\n")
@@ -99,11 +99,11 @@ def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, reason: st
 
 
 def job(folder: Path, devices: int, seed: int, acc: float, speed: float, lr: float = 0.1, **summary: Any) -> None:
-    """A run by hand, of a sweep over devices, seeds and rates."""
+    """Return a run by hand, of a sweep over devices, seeds and rates."""
     layout = LAYOUT | {"strategy": "ddp", "devices": devices, "accumulate_grad_batches": 1, "pieces": devices}
-    told = {"status": "completed", "layout": layout, "metrics": {"test/acc": acc, "val/acc": acc / 2}}
-    told["throughput"] = {"samples_per_second": speed, "seconds": 2.0}
-    written(folder, **(told | summary))
+    report = {"status": "completed", "layout": layout, "metrics": {"test/acc": acc, "val/acc": acc / 2}}
+    report["throughput"] = {"samples_per_second": speed, "seconds": 2.0}
+    written(folder, **(report | summary))
     config = {"lr": lr, "seed": seed, "devices": devices, "batch_size": 32, "strategy": {"name": "ddp"}}
     config["max_epochs"] = 1
     (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
@@ -122,16 +122,16 @@ def sweep(tmp_path: Path) -> Path:
 def test_seeds_are_one_row(sweep: Path) -> None:
     done = compare(sweep)
     assert done.returncode == 0, done.stderr
-    two, one = told = json.loads((sweep / "compare" / "compare.json").read_text())
-    assert [row["layout"] for row in told] == ["ddp 2 devices, 2 pieces", "ddp 1 device"], "the best comes first"
-    assert [row["runs"] for row in told] == ["2 of 3", 2]
+    two, one = report = json.loads((sweep / "compare" / "compare.json").read_text())
+    assert [row["layout"] for row in report] == ["ddp 2 devices, 2 pieces", "ddp 1 device"], "the best comes first"
+    assert [row["runs"] for row in report] == ["2 of 3", 2]
     assert one["test acc"] == pytest.approx(0.6)
     assert one["+-"] == pytest.approx(0.1414, abs=1e-4)
     assert (one["val acc"], one["samples/s"], one["seconds"], one["GiB"]) == (0.3, 100, 2, None)
-    assert [row["efficiency"] for row in told] == [0.75, 1.0], "150 on two devices, 100 on one"
+    assert [row["efficiency"] for row in report] == [0.75, 1.0], "150 on two devices, 100 on one"
     assert list(two["folders"].values()) == ["completed", "completed", "failed"]
     assert "10 (ddp 2 devices, 2 pieces): failed, no luck" in done.stdout
-    assert [row["samples/s"] for row in told] == [150, 100]
+    assert [row["samples/s"] for row in report] == [150, 100]
     page = (sweep / "compare" / "compare.md").read_text()
     shown = "| 2, 3, 10 | ddp 2 devices, 2 pieces | 32 | 2 of 3 | 0.3500 | 0.7000 | 0.1414 | 150 | 75% | - | 2.0 |"
     assert shown in re.sub(" +", " ", page)
@@ -144,8 +144,8 @@ def test_seeds_are_one_row(sweep: Path) -> None:
 def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path) -> None:
     job(sweep / "11", 2, 0, 0.9, 300.0, lr=0.2)
     assert compare(sweep, "--to", sweep / "there").returncode == 0
-    told = json.loads((sweep / "there" / "compare.json").read_text())
-    assert [(row["layout"], row["lr"], row["efficiency"]) for row in told] == [
+    report = json.loads((sweep / "there" / "compare.json").read_text())
+    assert [(row["layout"], row["lr"], row["efficiency"]) for row in report] == [
         ("ddp 2 devices, 2 pieces", "0.2", None),
         ("ddp 2 devices, 2 pieces", "0.1", 0.75),
         ("ddp 1 device", "0.1", 1.0),
@@ -158,8 +158,8 @@ def test_validation_chooses_and_test_is_shown(tmp_path: Path) -> None:
     for number, loss in ((2, 0.5), (3, 0.4)):  # no classifier, so that its loss decides
         job(tmp_path / str(number), 1, 0, 0.0, 90.0, lr=number, metrics={"val/loss": loss})
     done = compare(tmp_path)
-    told = json.loads((tmp_path / "compare" / "compare.json").read_text())
-    assert [(row["folder"], row["val acc"], row["test acc"]) for row in told] == [
+    report = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert [(row["folder"], row["val acc"], row["test acc"]) for row in report] == [
         *[("1", 0.8, 0.6), ("0", 0.7, 0.9)],
         *[("3", None, None), ("2", None, None)],
     ]
@@ -188,9 +188,9 @@ def test_rows_that_took_the_same_steps_are_named(tmp_path: Path) -> None:
     one(6, "dp", 2, 2, exact=True, sha="same")
     one(7, "ddp", 2, 2, exact=True, lr=0.3)
     one(8, "dp", 2, 2, exact=True, lr=0.3)
-    told = [line for line in compare(tmp_path).stdout.splitlines() if re.match(r"\d \(", line)]
+    report = [line for line in compare(tmp_path).stdout.splitlines() if re.match(r"\d \(", line)]
     rows = [f"{n} (ddp 2 devices, 2 pieces) and {n + 1} (dp 2 devices, 2 pieces)" for n in (0, 5, 7)]
-    assert told == [
+    assert report == [
         f"{rows[0]} took the same steps up to rounding, which depends on layout and threads: "
         "exact=true removes this too.",
         f"{rows[1]} took the same steps, to the same bits of the weights.",

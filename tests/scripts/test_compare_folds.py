@@ -16,7 +16,7 @@ PLACED = LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1, "accumulate_
 
 
 def one(folder: Path, fold: int | None, acc: float, val: int = 40, folds: int | None = 3, **more: Any) -> Path:
-    """A run folder made by hand, with its validation accuracy and the number of its validation samples."""
+    """Return a run folder made by hand, with its validation accuracy and the number of its validation samples."""
     config = {"max_epochs": 1, "lr": more.pop("lr", 0.1), "seed": more.pop("seed", 0)}
     config["data"] = {"name": "any", "split_seed": more.pop("split_seed", 0), "folds": folds, "fold": fold}
     samples = {"train": more.pop("total", 100) - val, "val": val, "test": 9}
@@ -66,7 +66,7 @@ def test_a_fold_that_failed_is_named_and_leaves_no_score(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("runs", "says"),
+    ("runs", "message"),
     [
         (
             [{"fold": 0}, {"fold": 1, "folds": 5}, {"fold": 2}],
@@ -88,13 +88,15 @@ def test_a_fold_that_failed_is_named_and_leaves_no_score(tmp_path: Path) -> None
         ),
     ],
 )
-def test_folds_that_do_not_belong_together_are_refused(tmp_path: Path, runs: list[dict[str, Any]], says: str) -> None:
+def test_folds_that_do_not_belong_together_are_refused(
+    tmp_path: Path, runs: list[dict[str, Any]], message: str
+) -> None:
     for name, options in zip("abc", runs, strict=True):
         one(tmp_path / name, acc=0.5, **options)
     done = compare(tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {tmp_path}/")
-    assert says.format(tmp_path) in done.stderr
+    assert message.format(tmp_path) in done.stderr
     assert not (tmp_path / "compare").exists()
 
 
@@ -129,10 +131,10 @@ def test_how_often_a_difference_is_seen() -> None:
             other = {
                 (seed + (not paired) * seeds, None, 0): value + draw(0, 1) + effect for seed, value in enumerate(others)
             }
-            found = difference(one, other)
-            assert found is not None
-            assert found.compared == (f"{seeds} pairs" if paired else f"{seeds} and {seeds} runs")
-            seen += found.verdict == "yes"
+            actual = difference(one, other)
+            assert actual is not None
+            assert actual.compared == (f"{seeds} pairs" if paired else f"{seeds} and {seeds} runs")
+            seen += actual.verdict == "yes"
         return seen / 1000
 
     assert 0.03 < alarms(5, 0, paired=True) < 0.07
@@ -158,9 +160,9 @@ def test_rows_with_seeds_are_compared_with_the_first(tmp_path: Path) -> None:
         one(tmp_path / f"less {seed}", None, 0.88 + seed / 100 + seed % 2 / 1000, folds=None, lr=0.2, seed=seed)
         one(tmp_path / f"other {seed}", None, 0.89 + seed / 100, folds=None, lr=0.1, seed=seed + 9)
     done = compare(tmp_path)
-    found = {row["lr"]: row["noise"] for row in results(tmp_path)}
-    assert found["0.3"] == {}
-    assert {name: each["compared"] for name, each in found["0.2"].items()} == {
+    actual = {row["lr"]: row["noise"] for row in results(tmp_path)}
+    assert actual["0.3"] == {}
+    assert {name: each["compared"] for name, each in actual["0.2"].items()} == {
         "val/acc": "4 pairs",
         "test/acc": "4 pairs",
     }

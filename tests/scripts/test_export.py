@@ -142,13 +142,13 @@ def test_a_file_computes_what_predict_writes(
     description = export.described(spec, output, IMAGES)
     exported = export.write_torch(model, IMAGES[:2], tmp_path / "model.pt2", description)
     predicted = export.prediction_step(module)((NORMALISED, torch.arange(len(IMAGES))), 0)
-    found = exported(IMAGES)
+    actual = exported(IMAGES)
     if activation == "softmax" and not predicted.is_floating_point():
-        assert torch.equal(found.argmax(1), predicted)
-        torch.testing.assert_close(found, module(NORMALISED).softmax(1))
+        assert torch.equal(actual.argmax(1), predicted)
+        torch.testing.assert_close(actual, module(NORMALISED).softmax(1))
     else:
         wanted = list(export.named_tensors(predicted).values())
-        torch.testing.assert_close(list(found) if len(wanted) > 1 else [found], [each.float() for each in wanted])
+        torch.testing.assert_close(list(actual) if len(wanted) > 1 else [actual], [each.float() for each in wanted])
     with torch.no_grad():
         expected = export.expected_of(module, output)
         assert export.largest_difference(expected, exported, IMAGES, NORMALISED) <= export.TOLERANCE
@@ -157,15 +157,15 @@ def test_a_file_computes_what_predict_writes(
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("module", "message"),
     [
         (Random(), "Random.forward draws random numbers in evaluation, so an exported file can't be compared with it"),
         (Text(), "Text.forward returned a str: must be a tensor, or a tuple or dict of tensors"),
         (pl.LightningModule(), "LightningModule has neither forward nor predict_step: define forward"),
     ],
 )
-def test_what_can_not_be_exported_is_refused(module: Any, says: str) -> None:
-    with pytest.raises(UserError, match=f"^{says}"):
+def test_what_can_not_be_exported_is_refused(module: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
         export.output_of(module.eval(), SPEC, NORMALISED)
 
 
@@ -181,8 +181,8 @@ def test_a_file_describes_itself(tmp_path: Path) -> None:
     export.write_torch(model, images, tmp_path / "model.pt2", description)
     inside = {"model.json": ""}
     torch.export.load(tmp_path / "model.pt2", extra_files=inside)
-    found = json.loads(inside["model.json"])
-    assert found == {
+    actual = json.loads(inside["model.json"])
+    assert actual == {
         "task": "classification",
         "classes": ["cat", "größer"],
         "input": ["n", 3, 4, 4],
@@ -203,13 +203,13 @@ def test_a_file_describes_itself(tmp_path: Path) -> None:
     texts = session.get_modelmeta().custom_metadata_map
     assert {
         key: texts[key] if key in ("task", "dtype", "activation") else json.loads(texts[key]) for key in texts
-    } == found
+    } == actual
     names = [[each.name for each in part] for part in (session.get_inputs(), session.get_outputs())]
     assert names == [["images"], ["probabilities"]]
     for count in (1, 3):
         raw = torch.randint(256, (count, 3, 4, 4), dtype=torch.uint8)
-        (found,) = session.run(None, {"images": raw.numpy()})
-        torch.testing.assert_close(torch.from_numpy(found), model(raw))
+        (actual,) = session.run(None, {"images": raw.numpy()})
+        torch.testing.assert_close(torch.from_numpy(actual), model(raw))
 
 
 def test_a_wrong_file_is_seen() -> None:

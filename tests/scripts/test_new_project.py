@@ -16,7 +16,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHON
 
 
 def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
@@ -32,7 +32,7 @@ def make(checkout: Path, *arguments: str | Path, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def dogs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new project with the environment of these tests."""
+    """Return a new project with the environment of these tests."""
     folder = tmp_path_factory.mktemp("projects") / "dogs"
     assert f"cd {folder}" in make(ROOT, "dogs", folder)
     (folder / ".venv").symlink_to(sys.prefix)
@@ -97,7 +97,7 @@ def test_a_newer_lockstep_is_merged(dogs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("Dogs", "new"), "error: Dogs: must be a module's name"),
         (("", "new"), "error: NAME: must be a module's name"),
@@ -107,12 +107,12 @@ def test_a_newer_lockstep_is_merged(dogs: Path, tmp_path: Path) -> None:
         (("cats", "full", "--upgrade"), "/full: has no branch lockstep: --upgrade is for a project"),
     ],
 )
-def test_what_cant_be_made_is_refused(arguments: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_what_cant_be_made_is_refused(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     name, folder, *more = arguments
     printed = make(ROOT, name, tmp_path / folder, *more, code=2)
-    assert says in printed
+    assert message in printed
     assert printed.count("\n") == 1
     assert not (tmp_path / "new").exists()
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from conftest import ROOT, SEVERAL, Program, Run
+from conftest import ROOT, STRATEGIES, Program, Run
 from parity import Different, chosen, judge_features, layouts, verdict
 from trials.judging import MARGIN, Distances, Row, allowed
 from trials.trial import shorten
@@ -36,8 +36,8 @@ def run_parity(tmp_path: Path) -> Program:
 
 
 def report(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run.folder / "parity.json").read_text())
-    return found
+    actual: dict[str, Any] = json.loads((run.folder / "parity.json").read_text())
+    return actual
 
 
 @pytest.mark.usefixtures("processes")
@@ -46,7 +46,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     rows = report(run)["rows"]
     assert all(row["passed"] for row in rows)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
-    staged = [f"{name}, 2 stages" for name in SEVERAL.split(",")[2:]]
+    staged = [f"{name}, 2 stages" for name in STRATEGIES.split(",")[2:]]
     layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *staged, "an engine's workers, 2"]
     has_late = (ROOT / "conf" / "extras" / "late.yaml").exists()
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
@@ -69,7 +69,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
+def test_a_comparison_that_sees_nothing_reports_it(run_parity: Program) -> None:
     run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
     assert run.returncode == 1
     last = run.stderr.splitlines()[-1]
@@ -79,20 +79,20 @@ def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
     assert "NOT SEEN" in run.stdout
 
 
-def test_the_layout_asked_for_is_compared_and_not_a_plain_one_in_its_place() -> None:
+def test_the_layout_requested_is_compared_and_not_a_plain_one_in_its_place() -> None:
     overrides = ("strategy=ddp", "devices=2", "accumulate_grad_batches=2", "strategy.compression=bf16")
     raw = dict(compose("accelerator=cpu", *overrides))
-    found = list(layouts(check(raw), raw))
-    twos = [one["strategy"] for one in found if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
+    actual = list(layouts(check(raw), raw))
+    twos = [one["strategy"] for one in actual if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
     assert [strategy.get("compression") for strategy in twos] == ["bf16", "none"]  # the other one has uneven shares
-    assert found[1]["strategy"] == twos[0]
+    assert actual[1]["strategy"] == twos[0]
 
 
 @pytest.mark.usefixtures("processes")
 def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Program) -> None:
     run = run_parity(*TINY, "differences=true", "model.dropout=0.25", "accumulate_grad_batches=2", "steps=3")
-    found = run.folder / "differences.json"
-    rows = {row["pair"].partition(" (")[0]: row for row in json.loads(found.read_text())["rows"]}
+    actual = run.folder / "differences.json"
+    rows = {row["pair"].partition(" (")[0]: row for row in json.loads(actual.read_text())["rows"]}
     order, cut, seed = rows["order of summation"], rows["another number of pieces"], rows["for scale: another seed"]
     assert not order["effect"]["same_bits"]
     assert order["effect"]["weights"] < 1e-5
@@ -101,7 +101,7 @@ def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Progra
     assert cut["effect"]["weights"] > 100 * order["effect"]["weights"]
     assert cut["left"]["weights"] < 1e-5
     assert seed["effect"]["weights"] > 0.1
-    assert found.with_suffix(".md").read_text() in run.stdout
+    assert actual.with_suffix(".md").read_text() in run.stdout
 
 
 @pytest.mark.usefixtures("processes")
@@ -109,16 +109,16 @@ def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program
     both = "+rows.both=['callbacks=ema','callbacks.ema.decay=0.6','model.class_weights=balanced']"
     run = run_parity(*TINY, "steps=6", "accumulate_grad_batches=2", "precision=64-true", "features=[both]", both)
     rows = json.loads((run.folder / "features.json").read_text())["rows"]["both"]
-    found = [(row["kind"], row["verdict"].partition(",")[0]) for row in rows]
+    actual = [(row["kind"], row["verdict"].partition(",")[0]) for row in rows]
     kinds = {"default": "same to rounding", "exact": "same bits", "resumed": "same bits", "without": "seen"}
-    assert found == [
+    assert actual == [
         *[(kind, kinds[kind]) for kind in ("default", "exact") for _ in range(3)],
         *[(kind, kinds[kind]) for kind in ("resumed", "without")],
         *[("by rank", "seen")] * 2,
     ]
 
 
-def test_a_feature_without_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_feature_without_effect_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [Row("exact", "dp", "", "same bits", True), Row("without", "1 device", "", "NOT SEEN", False)]
     with pytest.raises(Different, match=r"not as promised: ema, 1 device \(without\)$"):
         judge_features({"ema": rows}, tmp_path, {})

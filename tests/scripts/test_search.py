@@ -23,14 +23,14 @@ def search(folder: Path) -> Program:
 
 
 def trials(folder: Path) -> dict[int, tuple[dict[str, Any], float | None]]:
-    """What was drawn and found, by trial."""
+    """Return what was drawn and found, by trial."""
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{folder / 'study.db'}")
     assert all(trial.state.is_finished() for trial in study.trials)
     return {trial.number: (trial.params, trial.value) for trial in study.trials}
 
 
 def in_trial(process: Process, folder: Path, number: int) -> None:
-    """Waits until a trial has saved a checkpoint."""
+    """Wait until a trial has saved a checkpoint."""
     wait_for((folder / str(number) / "checkpoints" / "last.ckpt").exists, process)
 
 
@@ -42,14 +42,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> None:
-    found = trials(undisturbed)
-    assert len({params["lr"] for params, _ in found.values()}) == 2
-    number = max(found, key=lambda each: found[each][1] or 0)
+    actual = trials(undisturbed)
+    assert len({params["lr"] for params, _ in actual.values()}) == 2
+    number = max(actual, key=lambda each: actual[each][1] or 0)
     best = summary_of(undisturbed / str(number))
-    assert best["metrics"]["val/acc"] == found[number][1]
-    given = (f"--config-dir={undisturbed}", "experiment=best", "logger=none")
-    run_train(*given, "name=a")
-    run_train(*given, "name=b", "lr=0.02")
+    assert best["metrics"]["val/acc"] == actual[number][1]
+    overrides = (f"--config-dir={undisturbed}", "experiment=best", "logger=none")
+    run_train(*overrides, "name=a")
+    run_train(*overrides, "name=b", "lr=0.02")
     weights = [summary_of(next(run_train.outputs.glob(f"{name}/*")))["weights_sha256"] for name in "ab"]
     assert weights[0] == best["weights_sha256"] != weights[1]
 
@@ -57,15 +57,15 @@ def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> Non
 @pytest.mark.usefixtures("processes")
 def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
-    given = (*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
+    overrides = (*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
     for number, signum, code in ((0, signal.SIGTERM, 143), (1, signal.SIGKILL, -signal.SIGKILL)):
-        process = program.start(*given)
+        process = program.start(*overrides)
         in_trial(process, folder, number)
         process.send_signal(signum)
         run = program.finish(process)
         assert run.returncode == code, str(run)
         assert ("to continue: run the same command with folder=" in run.stderr) == (code == 143)
-    run = program(*given)
+    run = program(*overrides)
     assert trials(folder) == trials(undisturbed)
     assert "[2 of 2] job 1 completed" in run.stderr
     assert "job 0" not in run.stderr.split(" | best")[0], "what was made is not made again"
@@ -76,10 +76,10 @@ def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tm
 @pytest.mark.usefixtures("processes")
 def test_a_second_process_joins(tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
-    given = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=20")
-    processes = [program.start(*given)]
+    overrides = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=20")
+    processes = [program.start(*overrides)]
     in_trial(processes[0], folder, 0)
-    processes.append(program.start(*given))
+    processes.append(program.start(*overrides))
     runs = [program.finish(process) for process in processes]
     made = [re.findall(r"job (\d) completed", run.stderr) for run in runs]
     assert all(made), "one of them made all trials"
@@ -88,8 +88,8 @@ def test_a_second_process_joins(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_a_search_follows_the_metric_of_the_model(tmp_path: Path) -> None:
-    given = (*TINY, "lr=0.1,0.01", "max_epochs=1", "trials=2", f"folder={tmp_path / 's'}")
-    search(tmp_path)(*given, "+model.monitor=val/loss")
+    overrides = (*TINY, "lr=0.1,0.01", "max_epochs=1", "trials=2", f"folder={tmp_path / 's'}")
+    search(tmp_path)(*overrides, "+model.monitor=val/loss")
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 's' / 'study.db'}")
     losses = [summary_of(tmp_path / "s" / str(number))["metrics"]["val/loss"] for number in range(2)]
     assert [trial.value for trial in study.trials] == losses
@@ -104,17 +104,17 @@ def refused(run: Run) -> str:
 
 @pytest.mark.usefixtures("processes")
 def test_what_no_trial_can_mend_ends_the_search(tmp_path: Path) -> None:
-    said = refused(search(tmp_path)("lr=interval(0.01,0.1)", "pieces=2", "batch_size=31", "trials=50", ok=False))
-    assert said.startswith("error: the first 3 trials were refused: batch_size=31")
+    output = refused(search(tmp_path)("lr=interval(0.01,0.1)", "pieces=2", "batch_size=31", "trials=50", ok=False))
+    assert output.startswith("error: the first 3 trials were refused: batch_size=31")
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.usefixtures("processes")
 def test_a_trial_that_is_refused_is_not_the_end(tmp_path: Path) -> None:
-    given = ("batch_size=33,32", "pieces=2", "max_epochs=1", f"folder={tmp_path / 's'}", "trials=4")
-    run = search(tmp_path)(*TINY, *given)
-    found = trials(tmp_path / "s")
-    assert {(params["batch_size"], value is None) for params, value in found.values()} == {(33, True), (32, False)}
+    overrides = ("batch_size=33,32", "pieces=2", "max_epochs=1", f"folder={tmp_path / 's'}", "trials=4")
+    run = search(tmp_path)(*TINY, *overrides)
+    actual = trials(tmp_path / "s")
+    assert {(params["batch_size"], value is None) for params, value in actual.values()} == {(33, True), (32, False)}
     assert "failed: batch_size=33" in run.stderr
 
 

@@ -1,22 +1,20 @@
 """The buffers after a step: the same bits however the pieces are shared, and what can't follow the rule is named."""
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.callbacks import ranks
+from lockstep.callbacks import ReplicaConsistencyCheck
 from lockstep.errors import UserError
-from lockstep.step import buffers
 from lockstep.step.buffers import StepBuffers
 
 FEATURES = 4
@@ -54,7 +52,7 @@ class Hidden(Center):
         self.center.data.mul_(0.9).add_(0.1 * x.mean(0))
 
 
-class OwnNorm(Layer):
+class CustomNorm(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(FEATURES))
@@ -138,51 +136,7 @@ class Tied(Layer):
         self.one(x)
 
 
-KINDS = [Center, Hidden, OwnNorm, Spectral, Dtypes, Infinite, Rare, Tied]
-
-
-class Group:
-    """Ranks that are threads of this process: what a collective returns follows from what all of them pass."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-        self.size, self.local = size, threading.local()
-        self.barrier, self.values = threading.Barrier(size, timeout=20), [None] * size
-        monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
-        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
-        for module in (buffers, ranks):
-            monkeypatch.setattr(module, "gather_objects", self.gather)
-        monkeypatch.setattr(ranks, "broadcast_from_rank_zero", lambda value: self.gather(value)[0])
-
-    def gather(self, value: Any) -> list[Any]:
-        self.values[self.local.rank] = value
-        self.barrier.wait()
-        values = list(self.values)
-        self.barrier.wait()
-        return values
-
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        values = torch.stack(self.gather(tensor.clone()))
-        tensor.copy_(values.amax(0) if op == dist.ReduceOp.MAX else values.sum(0))
-
-    def run(self, of_rank: Callable[[int], Any]) -> list[Any]:
-        results: list[Any] = [None] * self.size
-
-        def thread(rank: int) -> None:
-            self.local.rank = rank
-            try:
-                results[rank] = of_rank(rank)
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(self.size)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        for result in results:
-            if isinstance(result, Exception) and not isinstance(result, UserError):
-                raise result
-        return results
+KINDS = [Center, Hidden, CustomNorm, Spectral, Dtypes, Infinite, Rare, Tied]
 
 
 def step_buffers(module: Any, exact: bool, replicas: int, state: dict[str, Any], rank: int = 0) -> StepBuffers:
@@ -201,7 +155,7 @@ def step_buffers(module: Any, exact: bool, replicas: int, state: dict[str, Any],
 
 
 def step(after: StepBuffers, number: int, pieces: Sequence[Tensor], nonempty: int) -> None:
-    """One step of this process, whose forward passes are calls of the module."""
+    """Return one step of this process, whose forward passes are calls of the module."""
     batch: Any = SimpleNamespace(step=number, num_nonempty=nonempty)
     after.begin(batch)
     for piece in pieces:
@@ -215,7 +169,7 @@ def step(after: StepBuffers, number: int, pieces: Sequence[Tensor], nonempty: in
 
 
 def data(number: int) -> list[Tensor]:
-    """The pieces of a step, of unequal size; every fourth step has one piece."""
+    """Return the pieces of a step, of unequal size; every fourth step has one piece."""
     generator = torch.Generator().manual_seed(number)
     pieces = list(torch.rand(8, FEATURES, generator=generator).split(3))
     return pieces[: 1 if number % 4 == 3 else 3]
@@ -227,13 +181,13 @@ def values_of(module: nn.Module) -> Values:
 
 def trained(
     kind: type[nn.Module],
-    group: Group | None = None,
+    ranks: Ranks | None = None,
     exact: bool = True,
     counts: Sequence[int] = (3,),
     stop: int | None = None,
     steps: int = 8,
 ) -> Any:
-    """The buffers of each rank after some steps, where rank r computes `counts[r]` of the pieces.
+    """Return the buffers of each rank after some steps, where rank r computes `counts[r]` of the pieces.
 
     After step `stop` the run is stopped, and continues from a checkpoint.
     """
@@ -255,7 +209,7 @@ def trained(
         assert set(same) >= objects.keys() - {"one.center", "last"}, "others may have references to a buffer"
         return values_of(module)
 
-    return of_rank(0) if group is None else group.run(of_rank)
+    return of_rank(0) if ranks is None else ranks(len(counts), of_rank, errors=UserError)
 
 
 def equal(one: Values, other: Values) -> bool:
@@ -269,23 +223,23 @@ def equal(one: Values, other: Values) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [(2, 1), (0, 3), (1, 1, 1)])
-def test_the_same_bits_on_every_layout(monkeypatch: pytest.MonkeyPatch, kind: Any, counts: tuple[int, ...]) -> None:
+def test_the_same_bits_on_every_layout(ranks: Ranks, kind: Any, counts: tuple[int, ...]) -> None:
     one = trained(kind)
-    assert all(equal(rank, one) for rank in trained(kind, Group(monkeypatch, len(counts)), counts=counts))
+    assert all(equal(rank, one) for rank in trained(kind, ranks, counts=counts))
     assert not equal(trained(kind, steps=2), one), "the control"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [1, 5])
-def test_the_same_bits_after_a_stop_on_another_layout(monkeypatch: pytest.MonkeyPatch, kind: Any, stop: int) -> None:
+def test_the_same_bits_after_a_stop_on_another_layout(ranks: Ranks, kind: Any, stop: int) -> None:
     one = trained(kind)
     assert equal(trained(kind, stop=stop), one)
-    assert all(equal(rank, one) for rank in trained(kind, Group(monkeypatch, 2), counts=(1, 2), stop=stop))
+    assert all(equal(rank, one) for rank in trained(kind, ranks, counts=(1, 2), stop=stop))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_an_exact_sum_all_ranks_have_the_same_buffers(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    first, second = trained(kind, Group(monkeypatch, 2), exact=False, counts=(2, 1))
+def test_without_an_exact_sum_all_ranks_have_the_same_buffers(ranks: Ranks, kind: Any) -> None:
+    first, second = trained(kind, ranks, exact=False, counts=(2, 1))
     one = trained(kind, exact=False)
     assert equal(first, second)
     for name, value in one.items():
@@ -310,7 +264,7 @@ def test_a_mean_is_that_over_the_pieces_and_what_does_not_change_keeps_its_bits(
 
 
 def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None:
-    values = trained(OwnNorm)
+    values = trained(CustomNorm)
     assert (int(values["steps"]), bool(values["ready"])) == (8, True)
     infinite = trained(Infinite)
     assert infinite["mask"].isinf().sum() == 3
@@ -318,7 +272,7 @@ def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None
     assert infinite["least"].isinf().tolist() == [False, True, False]
 
 
-def test_what_a_piece_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_piece_begins_with() -> None:
     """Each forward pass, and activation checkpointing in a backward pass, sees the buffers before the step."""
     seen: list[float] = []
 
@@ -413,19 +367,19 @@ REFUSED = [(Pointer, "buffer ptr of Pointer differs"), (Sizes, "buffer last of S
 
 
 @pytest.mark.parametrize(("kind", "text"), REFUSED)
-def test_what_has_no_mean_is_refused_on_every_layout(monkeypatch: pytest.MonkeyPatch, kind: Any, text: str) -> None:
+def test_what_has_no_mean_is_refused_on_every_layout(ranks: Ranks, kind: Any, text: str) -> None:
     with pytest.raises(UserError, match=f"^exact=true: {text}.*: "):
         trained(kind)
-    for error in trained(kind, Group(monkeypatch, 2), counts=(2, 1)):
+    for error in trained(kind, ranks, counts=(2, 1)):
         assert str(error).startswith(f"exact=true: {text}")
 
 
 @pytest.mark.parametrize(("kind", "text"), REFUSED)
-def test_without_an_exact_sum_one_line_says_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any, text: str
+def test_without_an_exact_sum_one_line_reports_it(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, kind: Any, text: str
 ) -> None:
     with caplog.at_level(logging.WARNING, "lockstep"):
-        trained(kind, Group(monkeypatch, 2), exact=False, counts=(2, 1))
+        trained(kind, ranks, exact=False, counts=(2, 1))
     assert [record.message.startswith(text) for record in caplog.records] == [True]
 
 
@@ -445,11 +399,8 @@ def test_a_change_in_the_backward_pass_is_refused() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_what_is_validated_is_what_is_saved(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exact: bool
-) -> None:
+def test_what_is_validated_is_what_is_saved(ranks: Ranks, caplog: pytest.LogCaptureFixture, exact: bool) -> None:
     """A hook has changed the buffers of one rank only."""
-    group = Group(monkeypatch, 2)
 
     def of_rank(rank: int) -> Any:
         module: Any = nn.Sequential(nn.Linear(2, 2), Center())
@@ -459,19 +410,17 @@ def test_what_is_validated_is_what_is_saved(
         module[1].center += rank
         trainer = SimpleNamespace(
             datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=2, exact=exact)),
-            strategy=SimpleNamespace(
-                root_device=torch.device("cpu"), all_gather=lambda local: torch.stack(group.gather(local))
-            ),
+            strategy=SimpleNamespace(root_device=torch.device("cpu"), before_weights_are_read=lambda: None),
             is_global_zero=rank == 0,
-            training=True,
+            state=SimpleNamespace(fn="fit"),
             sanity_checking=False,
             global_step=3,
         )
-        ranks.ReplicaConsistencyCheck().on_validation_start(trainer, module)
+        ReplicaConsistencyCheck().on_validation_start(trainer, module)
         return float(module[1].center.sum())
 
     with caplog.at_level(logging.WARNING, "lockstep"):
-        results = group.run(of_rank)
+        results = ranks(2, of_rank, errors=UserError)
     text = "after step 3 buffer 1.center differs between the ranks"
     if exact:
         assert [str(result).startswith(f"{text}: ") for result in results] == [True, True]

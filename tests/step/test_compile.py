@@ -13,12 +13,12 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from conftest import Run, apart
-from own_runs import DDP, go_on, same_bits, train
 from refusals import refused_with
 from step.test_loop import Net, fit
 from torch import nn
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+from user_runs import DDP, go_on, same_bits, train
 
 from lockstep.config import check as config
 from lockstep.config.check import check
@@ -33,7 +33,7 @@ compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Kernels are compiled once for this file, and here: nothing is left behind. They are plain loops, since to find
+    """Compile kernels once for this file, and here: nothing is left behind. They are plain loops, since to find
     out which vectors the compiler knows takes longer than all else; so would headers that few share."""
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -50,7 +50,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them, and all that is needed to compile for them."""
+    """Check configs as with two GPUs, and all that is needed to compile for them."""
     monkeypatch.setattr(config, "gpu_count", lambda: 2)
     monkeypatch.setattr("lockstep.launch.machine.find_spec", lambda name: name)
     monkeypatch.setenv("CC", sys.executable)
@@ -80,24 +80,24 @@ GRAPHS = "speed.cuda_graphs=true"
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_the_key_chooses_graphs(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    request: list[dict[str, Any]] = []
 
     def record(network: nn.Module, options: dict[str, Any], dynamic: bool) -> None:
         torch._TorchCompileInductorWrapper(None, options, dynamic)  # torch refuses an option that it does not have
-        asked.append(options)
+        request.append(options)
 
     for name in ("DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"):  # torch sets them for graphs
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(nn.Module, "compile", record)
     compile_networks(Parts(), exact=False, cuda_graphs=chosen)
-    assert [options.get("triton.cudagraphs", False) for options in asked] == [chosen] * 3
+    assert [options.get("triton.cudagraphs", False) for options in request] == [chosen] * 3
     # else torch would go on without graphs where it can't record one
-    assert all(options.get("triton.cudagraph_or_error", False) == chosen for options in asked)
+    assert all(options.get("triton.cudagraph_or_error", False) == chosen for options in request)
 
 
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("accelerator=cpu", "and accelerator=cpu .*a CPU has no CUDA graphs"),
         ("compile=false", "and compile=false .*give compile=true"),
@@ -107,8 +107,8 @@ def test_the_key_chooses_graphs(chosen: bool, monkeypatch: pytest.MonkeyPatch) -
         ("extras=[ledger]", r"and extras=\[ledger\] .*an extra may keep a gradient"),
     ],
 )
-def test_graphs_are_refused_where_they_can_not_work(overrides: str, says: str) -> None:
-    refused_with(f"compile=true {GRAPHS} {overrides}", f"{GRAPHS} {says}")
+def test_graphs_are_refused_where_they_can_not_work(overrides: str, message: str) -> None:
+    refused_with(f"compile=true {GRAPHS} {overrides}", f"{GRAPHS} {message}")
     devices = ("strategy=ddp", "devices=2", "pieces=2", "batch_size=48")
     assert check(compose("compile=true", GRAPHS, *devices)).speed.cuda_graphs  # the control: one piece on each device
 
@@ -132,13 +132,13 @@ def test_what_torch_can_not_record_is_refused_in_a_line(tmp_path: Path) -> None:
     with torch._inductor.config.patch({"triton.cudagraph_or_error": True}), pytest.raises(RuntimeError) as raised:
         log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device (cpu:0). Found from:\n  x = y.cpu()")
     overwritten = RuntimeError(CUDAGraphTreeManager.format_dealloc_msg("File 'x.py'"))
-    for error, says in (
+    for error, message in (
         (raised.value, "skipping cudagraphs due to cpu device (cpu:0). Found from:"),
         (overwritten, "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"),
     ):
         with pytest.raises(StepRefused) as refused:
             CudaGraphs().on_error(Mock(), error)
-        assert str(refused.value) == f"{GRAPHS}: {says}: give speed.cuda_graphs=false"
+        assert str(refused.value) == f"{GRAPHS}: {message}: give speed.cuda_graphs=false"
     CudaGraphs().on_error(Mock(), RuntimeError("out of memory"))  # another error stays
 
 
@@ -164,9 +164,9 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
 
     def run(name: str, *overrides: str) -> Run:
         options = ("data.samples=80", *overrides)  # epochs of three steps
-        found = train(project, tmp_path / name, "LitDigits", *options)
-        assert ("compiled, 1 thread" in found.stderr + found.stdout) == ("compile=true" in overrides)
-        return found
+        actual = train(project, tmp_path / name, "LitDigits", *options)
+        assert ("compiled, 1 thread" in actual.stderr + actual.stdout) == ("compile=true" in overrides)
+        return actual
 
     plain = run("plain", "exact=true")
     alone, ddp = (run(f"exact{len(on)}", "compile=true", "exact=true", "max_steps=4", *on) for on in ((), DDP))
@@ -199,7 +199,7 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
         check(dict(compose(*["compile=true"])))
 
 
-def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         UserError, match=r"compile=true needs a C\+\+ compiler.*the PATH has no no-such-compiler: .*set CXX to"

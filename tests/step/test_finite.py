@@ -63,7 +63,7 @@ def all_finite(gradients: list[Tensor], exactly: bool = False) -> bool:
 @pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_one_element_that_is_not_finite_is_found(exactly: bool, value: float, dtype: torch.dtype) -> None:
+def test_one_element_that_is_not_finite_is_detected(exactly: bool, value: float, dtype: torch.dtype) -> None:
     for size in (1, 7, 33, 70_001):
         for at in {0, size // 2, size - 1}:
             gradients = [torch.ones(3, dtype=dtype), torch.randn(size).to(dtype), torch.empty(0, dtype=dtype)]
@@ -104,8 +104,10 @@ def test_a_sample_with_values_that_are_not_finite_is_named_alone(tmp_path: Path,
     """BatchNorm makes the loss of the whole piece not finite."""
     x, y = samples()
     x[BROKEN, 0, 3, 3] = float("nan")
-    said = f"since sample {BROKEN} of the training set has values that are not finite: correct the data; nonfinite=skip"
-    assert said in message(tmp_path, Net(), x, y, later)
+    output = (
+        f"since sample {BROKEN} of the training set has values that are not finite: correct the data; nonfinite=skip"
+    )
+    assert output in message(tmp_path, Net(), x, y, later)
 
 
 def test_a_target_that_is_not_finite_is_named(tmp_path: Path) -> None:
@@ -116,9 +118,9 @@ def test_a_target_that_is_not_finite_is_named(tmp_path: Path) -> None:
     x, y = samples()
     targets = y.float()
     targets[[BROKEN, BROKEN + 1]] = float("inf")
-    said = message(tmp_path, Regression(), x, targets)
-    assert re.search(r"since sample[s,0-9 ]+ of the training set ha\w+ values that are not finite", said)
-    assert {*re.findall(r"\d+", said.partition("sample")[2].partition(" of the")[0])} <= {"7", "8"}
+    output = message(tmp_path, Regression(), x, targets)
+    assert re.search(r"since sample[s,0-9 ]+ of the training set ha\w+ values that are not finite", output)
+    assert {*re.findall(r"\d+", output.partition("sample")[2].partition(" of the")[0])} <= {"7", "8"}
 
 
 class Logarithm(Net):
@@ -135,13 +137,13 @@ class Logarithm(Net):
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_sample_whose_own_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool) -> None:
+def test_a_sample_whose_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool) -> None:
     x, y = samples()
     x[BROKEN] = 60.0  # its logarithm is that of a negative number
     module = Logarithm()
     module.inner = inner
-    said = message(tmp_path, module, x, y)
-    assert f"nor is the loss of sample {BROKEN} of the training set: nonfinite=skip" in said
+    output = message(tmp_path, module, x, y)
+    assert f"nor is the loss of sample {BROKEN} of the training set: nonfinite=skip" in output
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -151,8 +153,8 @@ def test_no_innocent_sample_is_named(tmp_path: Path, later: bool) -> None:
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if self.trainer.global_step == 2 else loss
 
-    said = message(tmp_path, Broken(), *samples(), later)
-    assert said.endswith("nor is the loss of the step's samples: nonfinite=skip skips such steps")
+    output = message(tmp_path, Broken(), *samples(), later)
+    assert output.endswith("nor is the loss of the step's samples: nonfinite=skip skips such steps")
 
 
 class Explodes(Net):
@@ -169,13 +171,13 @@ class Explodes(Net):
 @pytest.mark.parametrize("lr", [10.0, 1e10, 1e30])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_loss_that_explodes_needs_a_smaller_learning_rate(tmp_path: Path, lr: float, later: bool) -> None:
-    said = message(tmp_path, Explodes(lr), *samples(), later)
+    output = message(tmp_path, Explodes(lr), *samples(), later)
     if lr < 1e30:
-        assert "after the loss has grown from" in said
-        assert said.endswith(": use a smaller learning rate")
+        assert "after the loss has grown from" in output
+        assert output.endswith(": use a smaller learning rate")
     elif not later:  # in one step, so only the weights show it
-        assert said.endswith("the step's samples: use a smaller learning rate")
-    assert "samples " not in said.replace("samples: ", "")
+        assert output.endswith("the step's samples: use a smaller learning rate")
+    assert "samples " not in output.replace("samples: ", "")
 
 
 def test_a_classifier_at_a_learning_rate_of_1e10(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class FlipsSometimes(Net):
         return F.cross_entropy(self(x), batch[1])
 
 
-class OwnGenerator(Net):
+class CustomGenerator(Net):
     def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits * self.generator.uniform(), y)
 
@@ -273,7 +273,7 @@ class FirstLoss(Net):
 
 
 DRAWS, STATE = "draws random numbers that are not those of torch", "depends on a state that it changes itself"
-HIDDEN = {DrawsFromNumpy: DRAWS, FlipsSometimes: DRAWS, OwnGenerator: DRAWS, DrawsInPreparation: DRAWS}
+HIDDEN = {DrawsFromNumpy: DRAWS, FlipsSometimes: DRAWS, CustomGenerator: DRAWS, DrawsInPreparation: DRAWS}
 HIDDEN |= dict.fromkeys((MovingScale, Remembers, FirstLoss), STATE)
 
 
@@ -348,9 +348,9 @@ class AveragedBetweenSteps(CopyAsTeacher):
 def test_parameters_that_the_step_changes_are_refused_with_exact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    says = r"training_step changes parameters itself \(teacher.1.weight, teacher.1.bias"
+    message = r"training_step changes parameters itself \(teacher.1.weight, teacher.1.bias"
     for pieces in (1, 4):
-        with pytest.raises(StepRefused, match=f"^exact=true: {says}"):
+        with pytest.raises(StepRefused, match=f"^exact=true: {message}"):
             fit(tmp_path, CopyAsTeacher(), pieces=pieces, exact=True)
         fit(tmp_path, AveragedBetweenSteps(), pieces=pieces, exact=True)
     for kind, name in ((Teacher, "teacher.weight"), (FirstScale, "scale")):
@@ -361,7 +361,7 @@ def test_parameters_that_the_step_changes_are_refused_with_exact(
     modules = [CopyAsTeacher(), CopyAsTeacher()]
     for module, check in zip(modules, (True, False), strict=True):
         fit(tmp_path, module, pieces=4, check=check)
-    assert re.search(says, caplog.text)
+    assert re.search(message, caplog.text)
     same_state(*modules)
 
 
@@ -395,9 +395,9 @@ class WithQueue(Net):
 
 
 def test_a_queue_is_refused_with_exact_and_named_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    says = r"the buffer pointer of memory \(Queue\) depends on the samples of a piece"
+    message = r"the buffer pointer of memory \(Queue\) depends on the samples of a piece"
     for pieces in (1, 4):
-        with pytest.raises(StepRefused, match=rf"^exact=true: {says}"):
+        with pytest.raises(StepRefused, match=rf"^exact=true: {message}"):
             fit(tmp_path, WithQueue(), pieces=pieces, exact=True)
     assert "pointer" not in caplog.text
     module = WithQueue()

@@ -111,14 +111,14 @@ NETS: dict[str, Callable[[], Any]] = {
 LIMITS = [
     ("mnist_cnn", False, 1, 76, 1),
     ("mnist_cnn", False, 4, 267, 1),
-    ("mnist_cnn", True, 1, 94, 3),
-    ("mnist_cnn", True, 4, 289, 6),
+    ("mnist_cnn", True, 1, 90, 3),
+    ("mnist_cnn", True, 4, 273, 6),
     ("resnet18", False, 1, 376, 1),
     ("resnet18", False, 4, 1154, 1),
-    ("resnet18", True, 1, 410, 3),
-    ("resnet18", True, 4, 1138, 11),
+    ("resnet18", True, 1, 390, 3),
+    ("resnet18", True, 4, 1026, 11),
     ("with_buffer", False, 4, 362, 2),
-    ("with_buffer", True, 4, 405, 12),
+    ("with_buffer", True, 4, 389, 12),
 ]
 
 
@@ -127,9 +127,9 @@ LIMITS = [
 def test_a_step_takes_no_more_kernels_and_host_reads(
     net: str, exact: bool, pieces: int, kernels: int, reads: int, count: Callable[..., Counts]
 ) -> None:
-    found = count(NETS[net](), exact, pieces)
-    assert found.kernels <= kernels, found.seen
-    assert found.reads <= reads, found.lines
+    actual = count(NETS[net](), exact, pieces)
+    assert actual.kernels <= kernels, actual.seen
+    assert actual.reads <= reads, actual.lines
 
 
 class Reads(small_models.MnistCNN):
@@ -139,11 +139,11 @@ class Reads(small_models.MnistCNN):
         return output
 
 
-def test_a_planted_read_is_found(count: Callable[..., Counts]) -> None:
+def test_a_planted_read_is_detected(count: Callable[..., Counts]) -> None:
     assert count(Reads(**small_models.task()), False, 4).reads == count(small_models.mnist_cnn(), False, 4).reads + 4
 
 
-def test_one_more_kernel_for_each_parameter_is_found(count: Callable[..., Counts]) -> None:
+def test_one_more_kernel_for_each_parameter_is_detected(count: Callable[..., Counts]) -> None:
     class Clamps(small_models.MnistCNN):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             for parameter in self.parameters():

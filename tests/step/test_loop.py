@@ -169,7 +169,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_one_piece_is_lightnings_loop(tmp_path: Path, options: dict[str, Any]) -> None:
     ours, theirs = Loud([]).double(), Loud([]).double()  # evaluation sums in float64, Lightning in what is logged
     trainer, calls = fit(tmp_path, ours, ours=True, logger=Logs(), log_every_n_steps=2, **options)
     plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
@@ -185,9 +185,9 @@ def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any
 
 
 def plural(line: str) -> str:
-    """What Lightning logs, at the step that it is of: Lightning counts that step later."""
-    step, said = line.split(" ", 1)
-    return f"{int(step) + 1} {said}"
+    """Return what Lightning logs, at the step that it is of: Lightning counts that step later."""
+    step, output = line.split(" ", 1)
+    return f"{int(step) + 1} {output}"
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[
     assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
 
 
-class Tells(Net):
+class Reports(Net):
     """Returns more than its loss, and keeps what it is told of a step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[dict[str, float]] = []
+        self.reports: list[dict[str, float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
@@ -224,17 +224,17 @@ class Tells(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(batch, StepBatch)
         assert all(value.shape == () and not value.requires_grad for value in outputs.values())
-        self.told.append({name: float(value) for name, value in outputs.items()})
+        self.reports.append({name: float(value) for name, value in outputs.items()})
 
 
-def test_a_step_tells_means_over_its_samples(tmp_path: Path) -> None:
-    whole, cut = Tells().double(), Tells().double()
+def test_a_step_reports_means_over_its_samples(tmp_path: Path) -> None:
+    whole, cut = Reports().double(), Reports().double()
     fit(tmp_path, whole, ours=True)
     fit(tmp_path, cut, ours=True, pieces=4)
-    for one, four in zip(whole.told, cut.told, strict=True):
+    for one, four in zip(whole.reports, cut.reports, strict=True):
         assert list(one) == list(four) == ["loss", "acc", "size"]  # numbers only
         assert (one["loss"], one["acc"]) == pytest.approx((four["loss"], four["acc"]), rel=1e-6)
-    assert [told["size"] for told in cut.told[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
+    assert [reports["size"] for reports in cut.reports[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
 
 
 class Leaves(Net):
@@ -253,15 +253,15 @@ class Forgets(Net):
 
 
 @pytest.mark.parametrize(
-    ("net", "said"),
+    ("net", "output"),
     [
         (Leaves, "training_step returned NoneType: it must return"),
         (Many, r"training_step returned a loss of shape \[4\]: it must be one number"),
         (Forgets, "Forgets.optimizer_step did not call its closure: it must"),
     ],
 )
-def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, output: str) -> None:
+    with pytest.raises(UserError, match=output):
         fit(tmp_path, net(), ours=True)
 
 
@@ -479,7 +479,7 @@ def test_a_step_calls_only_hooks_that_somebody_has(tmp_path: Path, profiled: boo
     assert clips == 0
 
 
-def test_a_step_calls_fewer_functions_than_lightnings_own(tmp_path: Path) -> None:
+def test_a_step_calls_fewer_functions_than_lightnings_loop(tmp_path: Path) -> None:
     """Python functions called in a step of a linear network, with ten callbacks that have no hook of a step."""
 
     def calls(steps: int, ours: bool) -> int:
@@ -493,16 +493,16 @@ def test_a_step_calls_fewer_functions_than_lightnings_own(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("clips", ["configure_gradient_clipping", "clip_gradients", "limit"])
 def test_a_gradient_is_clipped_by_a_limit_or_by_the_module(tmp_path: Path, clips: str) -> None:
-    class Own(Net):
-        asked = 0
+    class Custom(Net):
+        requests = 0
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.asked += 1
+        self.requests += 1
 
-    setattr(Own, "clip_gradients" if clips == "limit" else clips, method)
-    module = Own()
+    setattr(Custom, "clip_gradients" if clips == "limit" else clips, method)
+    module = Custom()
     trainer, _ = fit(tmp_path, module, ours=True, max_epochs=1, gradient_clip_val=0.1 if clips == "limit" else None)
-    assert module.asked == trainer.global_step == 3
+    assert module.requests == trainer.global_step == 3
 
 
 def test_a_precision_keeps_its_class_and_its_attributes(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ class Doubles(MixedPrecision):
         return super().pre_backward(tensor, module) * 2
 
 
-def test_a_precision_of_ones_own_is_used(tmp_path: Path) -> None:
+def test_a_custom_precision_is_used(tmp_path: Path) -> None:
     def trained(kind: type[MixedPrecision], ours: bool) -> torch.Tensor:
         module = Loud([])
         fit(tmp_path, module, ours, max_epochs=1, plugins=[kind("bf16-mixed", "cpu")])

@@ -22,10 +22,10 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     """It has taken a step, so what it logged stays."""
     run = Program(tmp_path, home=project)(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", ok=False)
     assert run.returncode == 2, str(run)
-    said = (
+    output = (
         r"^error: step 2: out of memory in 2 pieces of 32 samples: pieces=4 \(accumulate_grad_batches=2\) takes less$"
     )
-    assert re.search(said, run.stderr, re.M), run.stderr
+    assert re.search(output, run.stderr, re.M), run.stderr
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["steps"]) == ("failed", 1)
     assert f"error: {run.summary['error']}\n" in run.stderr
@@ -37,17 +37,17 @@ def test_a_script_finds_how_many_micro_batches_fit(tmp_path: Path) -> None:
     fit = Program(tmp_path, "scripts/fit_memory.py")
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
     task = ("data=synthetic", "data.samples=60", "batch_size=12", "accelerator=cpu", "logger=none", "threads=1")
-    found = fit(*task, "model._target_=own_modules.Hungry", env=path)
-    assert found.stdout == "accumulate_grad_batches=4\n", found
-    tried = re.findall(r"^accumulate_grad_batches=(\d+) does not fit: .*out of memory in", found.stderr, re.M)
-    assert tried == ["1", "2"], found.stderr
-    other = fit(*task, "model._target_=own_modules.WrongShapes", env=path, ok=False)
+    actual = fit(*task, "model._target_=user_modules.Hungry", env=path)
+    assert actual.stdout == "accumulate_grad_batches=4\n", actual
+    tried = re.findall(r"^accumulate_grad_batches=(\d+) does not fit: .*out of memory in", actual.stderr, re.M)
+    assert tried == ["1", "2"], actual.stderr
+    other = fit(*task, "model._target_=user_modules.WrongShapes", env=path, ok=False)
     assert (other.returncode, other.stdout) == (1, ""), other
     assert re.search(r"^error: .*RuntimeError: shapes cannot be multiplied", other.stderr, re.M), other.stderr
     assert list(tmp_path.iterdir()) == [], "what was tried leaves nothing"
 
 
-def test_what_an_error_says_of_memory() -> None:
+def test_what_an_error_reports_of_memory() -> None:
     layout = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=6)
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
         torch.empty(1 << 60)

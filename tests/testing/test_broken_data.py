@@ -62,9 +62,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("test", "data", "says"), FAULTS)
-def test_a_fault_is_found_and_named(test: str, data: Splits, says: str) -> None:
-    with pytest.raises(pytest.fail.Exception, match=says):
+@pytest.mark.parametrize(("test", "data", "message"), FAULTS)
+def test_a_fault_is_detected_and_named(test: str, data: Splits, message: str) -> None:
+    with pytest.raises(pytest.fail.Exception, match=message):
         getattr(DataTests(), f"test_{test}")(data)
 
 
@@ -100,14 +100,14 @@ def test_every_test_has_a_fault_that_it_finds() -> None:
     assert {f"test_{test}" for test in (*(test for test, *_ in FAULTS), REOPENED, SHARED)} == set(NAMES)
 
 
-def test_what_cant_be_opened_is_said() -> None:
+def test_what_cant_be_opened_is_reported() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"overrides = 'data=mine': must be a list of texts"):
         data_tests.opened("data=mine")
     with pytest.raises(pytest.fail.Exception, match=r"data=digts: .*did you mean digits"):
         data_tests.opened(["data=digts"])
 
 
-def test_samples_of_a_batch_are_told_apart() -> None:
+def test_samples_of_a_batch_are_distinguished() -> None:
     ids = np.arange(4)
     one = data_tests.samples_as_bytes([ARRAYS.images[:4], ARRAYS.labels[:4]])
     other = data_tests.samples_as_bytes([ARRAYS.images[:4], ARRAYS.labels[:4] + torch.tensor([0, 0, 1, 0])])

@@ -38,8 +38,12 @@ FAULTS = [
     ("PythonDraws", "a_repetition_has_the_same_bits", "draws from Python's random: draw from torch instead"),
     ("NumpyDraws", "a_repetition_has_the_same_bits", "draws from numpy's np.random: draw from torch instead"),
     ("PythonDraws", "a_layout_has_the_same_weights", "draws from Python's random: draw from torch instead"),
-    ("OwnGenerator", "a_repetition_has_the_same_bits", "a second run with the same seed has other weights: draw from"),
-    ("OwnGenerator", "a_layout_has_the_same_weights", "a second run on one device differs too"),
+    (
+        "CustomGenerator",
+        "a_repetition_has_the_same_bits",
+        "a second run with the same seed has other weights: draw from",
+    ),
+    ("CustomGenerator", "a_layout_has_the_same_weights", "a second run on one device differs too"),
     ("OtherWeights", "it_builds", "built twice with one seed, the module has other weights: net.1.weight: draw them"),
     ("NotPlain", "its_hyperparameters_are_plain", r"activation \(function\): .*save_hyperparameters\(ignore=\['activ"),
     ("Reads", "no_line_waits_for_a_gpu", r"wait at each call of \S*broken_code.py:\d+: compute with tensors instead"),
@@ -55,8 +59,8 @@ FAULTS = [
 ]
 FIRST = {test: module for module, test, _ in reversed(FAULTS)}  # of each test; the others are left to `make nightly`
 CASES = [
-    pytest.param(module, test, says, id=f"{module}-{test}", marks=[pytest.mark.nightly] * (FIRST[test] != module))
-    for module, test, says in FAULTS
+    pytest.param(module, test, message, id=f"{module}-{test}", marks=[pytest.mark.nightly] * (FIRST[test] != module))
+    for module, test, message in FAULTS
 ]
 
 
@@ -74,10 +78,10 @@ def runs_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(("module", "test", "says"), CASES)
-def test_a_fault_is_found_and_named(module: str, test: str, says: str, runs_of: Any) -> None:
+@pytest.mark.parametrize(("module", "test", "message"), CASES)
+def test_a_fault_is_detected_and_named(module: str, test: str, message: str, runs_of: Any) -> None:
     more = ["ddp"] if "layout" in test else []
-    with pytest.raises(pytest.fail.Exception, match=f"(?s){says}"):
+    with pytest.raises(pytest.fail.Exception, match=f"(?s){message}"):
         getattr(ModuleTests(), f"test_{test}")(runs_of(module), *more)
 
 
@@ -86,7 +90,7 @@ def test_every_test_has_a_fault_that_it_finds() -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_what_cant_be_run_is_said(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_what_cant_be_run_is_reported(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with pytest.raises(pytest.fail.Exception, match=r"overrides = 'model=mine': must be a list of texts"):
         Runs("model=mine", tmp_path, server(request.session))
     wrong = Runs(["model=mnist_cn"], tmp_path, server(request.session))

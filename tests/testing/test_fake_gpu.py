@@ -108,7 +108,7 @@ LINES, FIRST = inspect.getsourcelines(Planted)
         ("new", ON_CPU, "+ torch.ones(12)"),
     ],
 )
-def test_a_planted_fault_is_found_with_its_line(fault: str, kind: str, line: str) -> None:
+def test_a_planted_fault_is_detected_with_its_line(fault: str, kind: str, line: str) -> None:
     number = next(FIRST + at for at, text in enumerate(LINES) if line in text)
     assert faults(*NETS["mnist_cnn"], module=Planted(fault)) == {f"tests/testing/test_fake_gpu.py:{number}": kind}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from lockstep.config.value_checks import ROOT
+from common.repository import ROOT
 
 Command = Sequence[str]
 

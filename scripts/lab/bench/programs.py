@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from bench.players import Row, program, row
+from common.repository import ROOT
 
-from lockstep.config.value_checks import ROOT
 from lockstep.run.summary import summary_of
 
 BARE = "importing torch, torchvision, lightning"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.value_checks import ROOT
+from common.repository import ROOT
 
 MAX_OUTPUT_BYTES = 1 << 20  # later output is not read
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
@@ -133,4 +133,4 @@ def _run_in_fork(program: str, arguments: list[str], prefix: Sequence[str], outp
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
 
-    cli.command(getattr(importlib.import_module(program), program), program)
+    cli.command(getattr(importlib.import_module(program), program), program, str(ROOT / "src" / f"{program}.py"))

@@ -18,6 +18,7 @@ share a grid, because a network has many of them and the overhead of an operatio
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -92,6 +93,10 @@ class ExactSum:
         self.names, checks = names, len(self.groups) + 1 if names else 0
         self.message = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
         *self.parts, self.counts, self.checks = self.message.split([*self.sizes, counts, checks])
+        sizes = [[self.like[index].numel() for index in self.groups[g]] for g in self.local_groups]
+        split = [self.parts[g].split(each) for g, each in zip(self.local_groups, sizes, strict=True)]
+        indices = [index for g in self.local_groups for index in self.groups[g]]
+        self.units = dict(zip(indices, chain(*split), strict=True))  # the part of the message of each tensor
         self.scratch = torch.empty(CHUNK * self.in_chunks, dtype=torch.float64, device=self.device)
         self.begin()
 
@@ -100,8 +105,8 @@ class ExactSum:
         self.step = step
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
-        # on a GPU: the groups and addends of the last `add`, their largest elements, and when the host can read these
-        self.unchecked: tuple[list[tuple[int, Tensor]], Tensor, torch.cuda.Event | None] | None = None
+        # on a GPU: the groups and tensors of the last `add`, their largest elements, and when the host can read these
+        self.unchecked: tuple[list[int], dict[int, Tensor], Tensor, torch.cuda.Event | None] | None = None
         self.counts_alone: list[int] | None = None  # the message's counts, if this is the only process
         self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
         self.grid_exponents = [None if e is None else e + HEAD - BITS for e in self.exponents]
@@ -115,65 +120,26 @@ class ExactSum:
         """
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
         self._check_last()
-        if not self.in_chunks:
-            self._add_together(values, unchanged)
-            return
-        for g in self.local_groups:
-            flat = self._flat(self.groups[g], values)
-            if self._round(flat, g):
+        # A group without a value adds nothing. Its zeros would never get a grid, if no addend ever has a value for it.
+        groups = [g for g in self.local_groups if any(values[index] is not None for index in self.groups[g])]
+        with_grid = [g for g in groups if self._limit(g)]
+        if self.in_chunks:
+            added = {g for g in with_grid if self._round(g, self._flat(self.groups[g], values))}
+        else:
+            added = set(with_grid)
+            self._add_together(with_grid, values, unchanged)
+        for g in groups:
+            if g in added:
                 self.num_added[g] += 1
             else:
-                self._put_aside(g, flat)
-
-    def _add_together(self, values: Sequence[Tensor | None], unchanged: bool) -> None:
-        """Do what `add` does on a GPU, in few kernels for all groups; `_check_last` checks the elements later."""
-        flats: dict[int, Tensor] = {}
-        for g in self.local_groups:
-            flat = self._flat(self.groups[g], values)
-            if self._limit(g):
-                is_copy = unchanged or len(self.groups[g]) > 1
-                flats[g] = flat if is_copy else flat.clone()
-            else:
-                self._put_aside(g, flat)
-        for first in (True, False):
-            for groups in self._together(g for g in flats if first == (not self.num_added[g])):
-                units = [self.parts[g] for g in groups]
-                wide = units if first else [torch.empty_like(each) for each in units]  # the first addend overwrites
-                rounded = [each.view(torch.float64) for each in wide]
-                torch._foreach_copy_(rounded, [flats[g] for g in groups])
-                torch._foreach_add_(rounded, [_constant(self.grid_exponents[g]) for g in groups])
-                if not first:
-                    torch._foreach_add_(units, wide)
-        for g in flats:
-            self.num_added[g] += 1
-        if flats:
-            maxima = _norms(list(flats.values())).to("cpu", non_blocking=True)
-            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-            self.unchecked = list(flats.items()), maxima, event
-
-    def _check_last(self) -> None:
-        """On a GPU, take back what the last `add` should not have added: the addends that outgrew their grids.
-
-        The host reads the largest elements only here, when the next piece's passes are queued, so that the GPU has work
-        while the host waits. Integers are subtracted, so nothing is left of what is taken back.
-        """
-        if self.unchecked is None:
-            return
-        (unchecked, maxima, event), self.unchecked = self.unchecked, None
-        if event is not None:
-            event.synchronize()
-        for (g, flat), largest in zip(unchecked, maxima.tolist(), strict=True):
-            if not largest < self._limit(g):  # also if it is nan
-                self.parts[g].sub_(self._rounded(flat, g))
-                self.num_added[g] -= 1
-                self._put_aside(g, flat)
+                self._put_aside(g, self._flat(self.groups[g], values))
 
     def _put_aside(self, g: int, flat: Tensor) -> None:
         """Keep an addend that outgrew its grid on the CPU, which has more memory than the GPU."""
         self.outgrown.append((g, flat.to("cpu", copy=True)))
 
     def _limit(self, g: int) -> float:
-        """Return the upper limit of a group's elements; 0 if it has no grid yet."""
+        """Return the upper limit of an element of a group; 0 if the group has no grid yet."""
         grid_exponent = self.grid_exponents[g]
         return 0.0 if grid_exponent is None else 2.0 ** (grid_exponent + ADDEND_BITS)
 
@@ -306,29 +272,17 @@ class ExactSum:
                 views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
         return views
 
-    def _rounded(self, flat: Tensor, g: int) -> Tensor:
-        """Return the elements of an addend rounded to its group's grid, as int64 with the constant's bits."""
-        # `double` may return the addend itself, so don't add in place
-        return torch.add(flat.double(), _constant(self.grid_exponents[g])).view(torch.int64)
+    def _round(self, g: int, flat: Tensor) -> bool:
+        """Round the elements of a group and add them to its units on a CPU, each with the constant's bits.
 
-    def _round(self, flat: Tensor, g: int) -> bool:
-        """Round the elements, on a CPU, and add them to the group's units, each with the constant's bits.
-
-        The first addend overwrites the units. numpy does the same IEEE additions as torch in half of the time.
-
-        Args:
-            flat: the addend.
-            g: index of the group.
+        numpy does the same IEEE additions as torch in half of the time.
 
         Returns:
-            Whether the addend fits the grid. If not, nothing was added; but the units are undefined if they had no
-            addend before.
+            Whether all elements are below the limit. If not, nothing was added, except where the group has had no
+            addend yet: its units are then undefined, and the next addend must overwrite them.
         """
-        limit, first = self._limit(g), not self.num_added[g]
-        if not limit:
-            return False
+        constant, limit, first = _constant(self.grid_exponents[g]), self._limit(g), not self.num_added[g]
         values, sums, scratch = flat.numpy(), self.parts[g].numpy(), self.scratch.numpy()
-        constant = _constant(self.grid_exponents[g])
 
         def add_constant(start: int, into: np.ndarray) -> np.ndarray:
             np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
@@ -347,6 +301,52 @@ class ExactSum:
             else:
                 into += add_constant(start, scratch[: len(part)])
         return True
+
+    def _add_together(self, groups: list[int], values: Sequence[Tensor | None], unchanged: bool) -> None:
+        """Do what `_round` does, on a GPU, in few kernels; `_check_last` finds what is not below the limit."""
+        flats = {index: self._flat([index], values) for g in groups for index in self.groups[g]}
+        for first in (True, False):
+            for batch in self._together(g for g in groups if first == (not self.num_added[g])):
+                indices = [index for g in batch for index in self.groups[g]]
+                units = [self.units[index] for index in indices]
+                rounded = self._rounded(batch, flats, into=units if first else None)  # the first addend overwrites
+                if not first:
+                    torch._foreach_add_(units, rounded)
+        if flats:
+            maxima = _norms([*flats.values()]).to("cpu", non_blocking=True)
+            event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+            if not unchanged:
+                copies = [torch.empty_like(flat) for flat in flats.values()]
+                torch._foreach_copy_(copies, [*flats.values()])
+                flats = dict(zip(flats, copies, strict=True))
+            self.unchecked = groups, flats, maxima, event
+
+    def _check_last(self) -> None:
+        """On a GPU, take back what the last `add` should not have added: the addends that outgrew their grids.
+
+        The host reads the largest elements only here, when the next piece's passes are queued, so that the GPU has work
+        while the host waits. Integers are subtracted, so nothing is left of what is taken back.
+        """
+        if self.unchecked is None:
+            return
+        (groups, flats, maxima, event), self.unchecked = self.unchecked, None
+        if event is not None:
+            event.synchronize()
+        largest = dict(zip(flats, maxima.tolist(), strict=True))
+        for g in groups:
+            if not all(largest[index] < self._limit(g) for index in self.groups[g]):  # also if it is nan
+                torch._foreach_sub_([self.units[index] for index in self.groups[g]], self._rounded([g], flats))
+                self.num_added[g] -= 1
+                self._put_aside(g, torch.cat([flats[index] for index in self.groups[g]]))
+
+    def _rounded(self, groups: list[int], flats: dict[int, Tensor], into: list[Tensor] | None = None) -> list[Tensor]:
+        """Return the tensors of some groups rounded to their grids, as int64 with the constants' bits."""
+        indices = [index for g in groups for index in self.groups[g]]
+        result = into or [torch.empty_like(self.units[index]) for index in indices]
+        sums = [each.view(torch.float64) for each in result]
+        torch._foreach_copy_(sums, [flats[index] for index in indices])
+        torch._foreach_add_(sums, [_constant(self.grid_exponents[g]) for g in groups for _ in self.groups[g]])
+        return result
 
     def _together(self, groups: Iterable[int]) -> Iterator[list[int]]:
         """Yield some groups in lists of at most TOGETHER elements, or of one group."""

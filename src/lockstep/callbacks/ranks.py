@@ -92,7 +92,9 @@ class ReplicaConsistencyCheck(Callback):
         self._logged = True
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        if trainer.training and not trainer.sanity_checking:
+        # `trainer.training` is false here: a fit's validation is a stage of its own
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            trainer.strategy.before_weights_are_read()  # Lightning calls the strategy's hook after the callbacks'
             self._compare(trainer, pl_module)
 
     on_train_start = on_save_checkpoint = _compare

@@ -26,12 +26,13 @@ from lockstep.config.arguments import (
     split_flags,
 )
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import ROOT, options
+from lockstep.config.value_checks import options
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import decide_on_rank_zero, gather_objects
+from lockstep.project import project
 from lockstep.text import shell_override
 
 MULTIRUN_FLAGS = {"-m", "--multirun"}
@@ -258,7 +259,7 @@ def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
     single = [argument for argument in command_line.overrides if not is_sweep(argument)]
     if command_line.config_dir:
         single += search_path_override([os.path.abspath(command_line.config_dir)])
-    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
+    with initialize_config_dir(str(project().conf), **VERSION_BASE):
         return compose(config_name, overrides=single)
 
 

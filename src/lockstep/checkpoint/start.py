@@ -3,6 +3,7 @@
 The run's folder gets the new config after the first step, because nothing is refused after that.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
@@ -17,24 +19,30 @@ from lockstep.checkpoint.io import CheckpointError, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate, parameters
-from lockstep.config.value_checks import show
+from lockstep.config.schema import ResumableCheckpoint
+from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
 from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.files import link_file, write
 from lockstep.launch import slurm
-from lockstep.launch.environment import environment
+from lockstep.launch.environment import Environment, environment
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
 # Options of a data set that do not change which samples it has.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
+check_resumable = checker(ResumableCheckpoint)
 NEW_RUN = "init_from= begins a new run with its weights"
 
 
 def load_start(
-    folder: Path, resume: str | None, hydra_files: Mapping[str, str], ranks: Sequence[int]
+    folder: Path,
+    resume: str | None,
+    hydra_files: Mapping[str, str],
+    ranks: Sequence[int],
+    here: Environment | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
     """Return the path and the content of rank zero's checkpoint from which a run continues. All workers must call it.
 
@@ -45,6 +53,7 @@ def load_start(
         resume: the checkpoint that the user has named; at least one machine has it in the run's folder.
         hydra_files: the texts of the files in `.hydra/`, by file name.
         ranks: the ranks that write in the folder, from `ranks_writing_in`.
+        here: this rank's place in the run; None: that of this process.
 
     Returns:
         The path and the content; None and an empty dict for a new run.
@@ -52,9 +61,10 @@ def load_start(
     Raises:
         CheckpointError: the checkpoint can't be used.
     """
-    path, best = checkpoint_to_load(folder, resume, hydra_files), paths.best(folder)
+    here = here or environment()
+    path, best = checkpoint_to_load(folder, resume, hydra_files, here), paths.best(folder)
     share_newest(path, ranks)
-    named = resume is not None and not environment().restarts
+    named = resume is not None and not here.restarts
     exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
     if not exists and not named:
         return None, {}
@@ -72,16 +82,25 @@ def _load(path: Path) -> dict[str, Any]:
     content = checkpoint_io.load(path, broadcast=True)
     if not {"lockstep", "continuation"} <= content.keys():
         raise CheckpointError(f"{path}: it lacks what a run of this version saves, so none can continue: {NEW_RUN}")
+    try:
+        check_resumable("checkpoint", {name: content.get(name) for name in ("global_step", "lockstep", "continuation")})
+        json.dumps(content["lockstep"]["config"])  # plain values only: no tensor can be compared with an option
+    except (UserError, TypeError, ValueError, RecursionError) as error:
+        wrong = str(error).partition(": ")[0][:200]
+        raise CheckpointError(f"{path}: not as a run of this version saves it ({wrong}): {NEW_RUN}") from None
     return content
 
 
-def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str]) -> Path:
+def checkpoint_to_load(
+    folder: Path, resume: str | None, hydra_files: Mapping[str, str], here: Environment | None = None
+) -> Path:
     """Return the path of the checkpoint from which a run continues. It may not exist. All workers must call it."""
+    here = here or environment()
     last = paths.last(folder)
     if resume is None or Path(resume).name == last.name:
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
-    restarted = bool(environment().restarts) or slurm.restarted()
+    restarted = bool(here.restarts) or slurm.restarted(here)
     recorded = folder / ".hydra" / OVERRIDES
     went_back = restarted and recorded.exists() and recorded.read_text() == hydra_files.get(OVERRIDES)
     return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
@@ -209,7 +228,7 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
 
 def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
     """Check that the weights of a checkpoint have the names and the shapes of the module's."""
-    saved_shapes, shapes = ({name: list(each.shape) for name, each in side.items()} for side in (saved, weights))
+    saved_shapes, shapes = ({name: _shape(each) for name, each in side.items()} for side in (saved, weights))
     for name in sorted(saved_shapes.keys() | shapes.keys()):
         saved_shape, shape = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
         if saved_shape != shape:
@@ -217,6 +236,11 @@ def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str
                 f"{path} has the weights of another network ({name} is {saved_shape} there and {shape} in this model): "
                 "give the same model=, or init_from= to begin a new run with the weights that fit"
             )
+
+
+def _shape(value: Any) -> Any:
+    """Return the shape of a tensor; a module's own entry in a state_dict may be none."""
+    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
 
 
 def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,6 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from lockstep.config.value_checks import (
-    CONF,
     RENAMED,
     group_file,
     no_such_key_message,
@@ -21,6 +20,7 @@ from lockstep.config.value_checks import (
     unknown_name_message,
 )
 from lockstep.errors import UserError
+from lockstep.project import project
 
 MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that names a file's schema to editors
 LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
@@ -34,7 +34,7 @@ def check_arguments(arguments: list[str]) -> list[str]:
             chooses several files of a group that takes one.
     """
     for argument in arguments:
-        if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (CONF / match[1]).is_dir():
+        if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (project().conf / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             lists_names = isinstance(value, list) and match[1] in LIST_GROUPS
             if isinstance(value, int | float | dict | list | None) and not lists_names:
@@ -105,7 +105,7 @@ def experiment_keys() -> set[str]:
     """Return the top-level keys and the groups that the chosen files of conf/experiment/ set."""
     config = HydraConfig.get() if HydraConfig.initialized() else None
     chosen = str(config.runtime.choices.get("experiment") or "") if config else ""
-    folders = [CONF, *(Path(source.path) for source in config.runtime.config_sources)] if config else []
+    folders = [project().conf, *(Path(source.path) for source in config.runtime.config_sources)] if config else []
     keys: set[str] = set()
     names = re.findall(r"[^\s,'\[\]]+", chosen)
     for name in names:  # the files that a file names in its `defaults` are appended
@@ -128,7 +128,7 @@ def is_sweep(override: str) -> bool:
 # --- help ---
 
 
-def help_page(config_name: str, arguments: Sequence[str], config_folder: Path = CONF) -> str:
+def help_page(config_name: str, arguments: Sequence[str], config_folder: Path | None = None) -> str:
     """Return the help text of a program.
 
     It is the text of the config files that the command line chooses, or the program's front page if it chooses none.
@@ -136,18 +136,19 @@ def help_page(config_name: str, arguments: Sequence[str], config_folder: Path = 
     Args:
         config_name: the program's config, such as `train`.
         arguments: the command line.
-        config_folder: the folder of the front page.
+        config_folder: the folder of the front page; None: the project's.
     """
     command_line, chosen = parse_arguments(arguments), []
-    folders = [CONF, *([Path(command_line.config_dir)] if command_line.config_dir else [])]
+    conf = project().conf
+    folders = [conf, *([Path(command_line.config_dir)] if command_line.config_dir else [])]
     for override in command_line.overrides:
         group, _, names = override.partition("=")
-        for name in names.strip("[]").split(",") if (CONF / group).is_dir() else ():
+        for name in names.strip("[]").split(",") if (conf / group).is_dir() else ():
             files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
             if not files:
                 raise UserError(no_option_message(group, name))
             chosen.append(f"{group}={name}\n\n{_text(files[0]).strip()}")
-    return "\n\n".join(chosen) or front_page(config_folder / f"{config_name}.yaml")
+    return "\n\n".join(chosen) or front_page((config_folder or conf) / f"{config_name}.yaml")
 
 
 def front_page(file: Path) -> str:
@@ -156,7 +157,7 @@ def front_page(file: Path) -> str:
     usage, _, keys = text.partition("defaults:\n")
     keys = keys[keys.index("\n\n") :].strip()
     groups = []
-    for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"):
+    for folder in sorted(path for path in project().conf.iterdir() if path.is_dir() and path.name != "hydra"):
         if f"- {folder.name}:" in text:
             groups.append(f"{folder.name}=")
             groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("[!_]*.yaml"))]

@@ -145,6 +145,53 @@ class SpecRecord(TypedDict):
     task: NotRequired[str]  # a checkpoint that lacks it was trained for classification
 
 
+@with_config(ConfigDict(extra="allow"))
+class TargetRecord(TypedDict):
+    """A group of a checkpoint's config, which names a class or a function."""
+
+    _target_: str | None  # an optimizer of the module itself has none
+
+
+@with_config(ConfigDict(extra="allow"))
+class ConfigRecord(TypedDict):
+    """What a resumed run reads of its checkpoint's config."""
+
+    model: TargetRecord
+    data: TargetRecord
+    optimizer: TargetRecord
+    batch_size: PositiveInt
+
+
+@with_config(ConfigDict(extra="allow"))
+class TrainingRecord(TypedDict):
+    """A checkpoint's record of the run that has saved it."""
+
+    config: ConfigRecord
+    spec: SpecRecord
+    fingerprint: str | None
+    samples: PositiveInt
+    precision: str
+
+
+@with_config(ConfigDict(extra="allow"))
+class ContinuationRecord(TypedDict):
+    """What Lightning does not save in a checkpoint."""
+
+    stopped: bool
+    length: dict[str, Any]
+    trained: dict[str, bool]
+    settings: dict[str, Any]
+
+
+@with_config(ConfigDict(extra="allow"))
+class ResumableCheckpoint(TypedDict):
+    """The entries of a checkpoint from which a run can continue, beside weights and states."""
+
+    global_step: Annotated[int, Field(strict=True, ge=0)]
+    lockstep: TrainingRecord
+    continuation: ContinuationRecord
+
+
 # Arguments of Lightning's Trainer that `debug.trainer` may have. It may have no others: most follow from other keys.
 TRAINER_OPTIONS: TypeAlias = Literal[
     "benchmark",

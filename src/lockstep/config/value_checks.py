@@ -10,16 +10,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lockstep.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
-CONF = ROOT / "conf"
+from lockstep.project import project
 
 Check = Callable[[str, Any], Any]
 
@@ -286,11 +283,11 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, s
 
 def options(group: str) -> list[str]:
     """Return the names of the files of a config group, without those whose names begin with an underscore."""
-    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+    return sorted(path.stem for path in (project().conf / group).glob("[!_]*.yaml"))
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
     """Return the content of a file of a config group, merged with the files in its `defaults`."""
-    content: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text()) or {}
+    content: dict[str, Any] = yaml.safe_load((project().conf / group / f"{name}.yaml").read_text()) or {}
     bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
     return {key: value for part in (*bases, content) for key, value in part.items()}

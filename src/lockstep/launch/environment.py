@@ -79,6 +79,11 @@ class Environment:
         return names.get(str(self.launcher), str(self.launcher))
 
     @property
+    def external_workers(self) -> int:
+        """The number of all workers of the run if another process has started this worker, else 0."""
+        return self.world_size if self.launcher else 0
+
+    @property
     def num_nodes(self) -> int:
         """The number of machines; 1 if they have unequal numbers of workers."""
         divisible = self.local_world_size and self.world_size % self.local_world_size == 0
@@ -216,7 +221,7 @@ def external_workers() -> int:
     The other process is an engine or, on one machine, our own parent. So the result is the number of all workers of the
     run, this one included. The parent itself gets 0.
     """
-    return environment().world_size if environment().launcher else 0
+    return environment().external_workers
 
 
 def export(**variables: str) -> None:

@@ -245,11 +245,11 @@ def _last_frame(stack: str) -> str:
 
 def is_user_code(file: str) -> bool:
     """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
-    lockstep, source = Path(__file__).parents[1], Path(__file__).parents[2]
-    if Path(file).parent == source and Path(file).name in PROGRAMS:  # every error passes through one of them
+    lockstep, path = Path(__file__).parents[1], Path(file)
+    if path.name in PROGRAMS and path.parent.name == "src":  # every error passes through one of them
         return False
     other_code = (str(lockstep), sysconfig.get_path("stdlib"), "<")  # `<string>` is no file
-    return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not file.startswith(other_code) and not {"site-packages", "dist-packages"} & set(path.parts)
 
 
 def _format_frame(file: str, line: str, function: str) -> str:

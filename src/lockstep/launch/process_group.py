@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.errors import UserError
-from lockstep.launch.environment import environment, external_workers
+from lockstep.files import write
+from lockstep.launch.environment import Environment, environment
 from lockstep.launch.rendezvous import group_store, join_external
 
 T = TypeVar("T")
@@ -100,16 +101,21 @@ def broadcast_file(path: Path | None, source: int = 0, group: Any = None) -> mem
     return content.numpy().data
 
 
-def barrier_with_timeout(name: str, seconds: float) -> bool:
-    """Wait until all ranks have called this with the same name. Return False if that takes longer than `seconds`."""
+def barrier_with_timeout(name: str, seconds: float, here: Environment | None = None, store: Any = None) -> bool:
+    """Wait until all ranks have called this with the same name. Return False if that takes longer than `seconds`.
+
+    Args:
+        here: this rank's place in the run; None: that of this process.
+        store: the store of the ranks' group; None: that of the default group.
+    """
     from torch.distributed import DistError
 
-    store = group_store()
+    here, store = here or environment(), store or group_store()
     if store is None:
         return False
-    keys = [f"{name} {rank}" for rank in range(environment().world_size)]
+    keys = [f"{name} {rank}" for rank in range(here.world_size)]
     try:
-        store.set(keys[environment().rank], "")
+        store.set(keys[here.rank], "")
         store.wait(keys, timedelta(seconds=seconds))
     except DistError:
         return False
@@ -119,7 +125,7 @@ def barrier_with_timeout(name: str, seconds: float) -> bool:
 # --- decisions that external workers share before training ---
 
 
-def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
+def decide_on_rank_zero(what: str, make: Callable[[], Any], here: Environment | None = None) -> Any:
     """Call `make` on rank zero and return its result on all ranks. Without external workers, call it in this process.
 
     torchrun restarts workers and may give rank zero to a machine that joined later. So each machine stores the decided
@@ -128,17 +134,19 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     Args:
         what: the value's name, the same on all ranks.
         make: called on rank zero if no machine has stored the value; must return plain data.
+        here: this rank's place in the run; None: that of this process.
 
     Raises:
         UserError: `make` raised it on rank zero; all ranks raise it.
     """
-    if not external_workers():
+    here = here or environment()
+    if not here.external_workers:
         return make()
-    file = _decisions_file()
+    file = _decisions_file(here)
     stored = json.loads(file.read_text()) if file and file.exists() else {}
     decided = next((each for each in gather_objects(stored.get(what)) if each is not None), None)
     answer = ("", decided)
-    if decided is None and environment().rank == 0:
+    if decided is None and here.rank == 0:
         try:
             answer = ("", json.loads(json.dumps(make())))
         except UserError as refusal:
@@ -146,25 +154,26 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     refused, value = broadcast_from_rank_zero(answer)
     if refused:
         raise UserError(refused)
-    if file and environment().local_rank == 0:
+    if file and here.local_rank == 0:
         with suppress(OSError):  # without the file, a restart calls `make` again
-            file.write_text(json.dumps({**stored, what: value}))
+            # atomically: the machine's other ranks may read the file already, for the next decision
+            write(file, json.dumps({**stored, what: value}).encode())
     return value
 
 
 def remove_decisions() -> None:
     """Remove this machine's file of decided values. Call it when the run is completed."""
-    if (file := _decisions_file()) and environment().local_rank == 0:
+    if (file := _decisions_file(environment())) and environment().local_rank == 0:
         file.unlink(missing_ok=True)
 
 
-def _decisions_file() -> Path | None:
+def _decisions_file(here: Environment) -> Path | None:
     """Return the file with the decided values of this torchrun agent; None if torchrun did not start this process.
 
     The file name contains the agent's process id and start time, so a later agent never reads it. Remove the files of
     agents that have exited.
     """
-    if environment().launcher != "torchrun":
+    if here.launcher != "torchrun":
         return None
     agent = os.getppid()
     for other in Path(tempfile.gettempdir()).glob("lockstep-agent-*.json"):
@@ -182,7 +191,7 @@ def _start_time(pid: int) -> int:
     return 0
 
 
-def ranks_writing_in(folder: Path) -> list[int]:
+def ranks_writing_in(folder: Path, here: Environment | None = None) -> list[int]:
     """Return the ranks that write into the run's folder. All ranks must call it.
 
     These are rank zero and the first rank of each machine that does not see rank zero's folder. The latter keep copies
@@ -190,16 +199,18 @@ def ranks_writing_in(folder: Path) -> list[int]:
 
     Args:
         folder: the run's folder; each machine has one of this name in its own `outputs`.
+        here: this rank's place in the run; None: that of this process.
     """
-    if external_workers() <= 1:
+    here = here or environment()
+    if here.external_workers <= 1:
         return [0]
     sign = broadcast_from_rank_zero(uuid.uuid4().hex)
     mark = folder / f".{sign}"
-    if environment().rank == 0:
+    if here.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
     broadcast_from_rank_zero(None)  # wait until rank zero has created the file
-    rows = gather_objects((environment().local_rank == 0, mark.exists()))
-    if environment().rank == 0:
+    rows = gather_objects((here.local_rank == 0, mark.exists()))
+    if here.rank == 0:
         mark.unlink(missing_ok=True)
     return [0, *(rank for rank, (first, sees) in enumerate(rows) if rank and first and not sees)]

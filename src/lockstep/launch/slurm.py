@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch.environment import environment
+from lockstep.launch.environment import Environment, environment
 
 
-def restarted() -> bool:
-    """Check whether SLURM has started this job before."""
-    return environment().slurm_job is not None and environment().slurm_restarts > 0
+def restarted(here: Environment | None = None) -> bool:
+    """Check whether SLURM has started this job before.
+
+    Args:
+        here: this rank's place in the run; None: that of this process.
+    """
+    here = here or environment()
+    return here.slurm_job is not None and here.slurm_restarts > 0
 
 
 def folder_of_job(runs: Path, overrides: Iterable[object]) -> Path | None:

@@ -22,15 +22,15 @@ from lockstep.checkpoint import resume
 from lockstep.config.arguments import check_arguments, quote_path
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import CONF, ROOT, show
+from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
 from lockstep.launch.signals import ENDING, signal_handler
+from lockstep.project import project
 from lockstep.run import cli
 from lockstep.run.summary import summary_of
 from lockstep.text import signal_name
 
-TRAIN = ROOT / "src" / "train.py"
 FULL_ERROR = "HYDRA_FULL_ERROR"  # `cli.run_command` sets this variable
 
 
@@ -72,7 +72,7 @@ def _compose_command(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """Return the config of the command `src/train.py <overrides>`, and its arguments with `resume=` expanded."""
     cli.register_folder()
     arguments = resume.expand_resume(check_arguments(list(overrides)), "train")
-    with initialize_config_dir(str(CONF), **VERSION_BASE):
+    with initialize_config_dir(str(project().conf), **VERSION_BASE):
         return hydra_compose("train", overrides=arguments, return_hydra_config=True), arguments
 
 
@@ -119,7 +119,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
     """Train with the command `src/train.py` in a new process, and copy its output to stderr; otherwise as `train`."""
     path = os.pathsep.join(filter(None, sys.path))  # the new process can import what this one can
     process = subprocess.Popen(
-        [sys.executable, str(TRAIN), *arguments, f"hydra.run.dir={quote_path(folder)}"],
+        [sys.executable, str(project().train_program), *arguments, f"hydra.run.dir={quote_path(folder)}"],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,7 +143,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
     """Train in this process, a worker that an engine (Ray Train) has started. Every worker must call it."""
-    train_program = runpy.run_path(str(TRAIN))["train"]
+    train_program = runpy.run_path(str(project().train_program))["train"]
     summary: dict[str, Any] = {}
 
     def program(raw: dict[str, Any], folder: Path) -> None:

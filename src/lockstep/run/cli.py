@@ -27,7 +27,6 @@ from lockstep.config import arguments, portable
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import CONF, ROOT
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
@@ -36,6 +35,7 @@ from lockstep.launch.process_group import ranks_writing_in, remove_decisions
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rendezvous import join_external
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
+from lockstep.project import project, use_project_of
 from lockstep.run.run_folder import FolderBusy, lock_folder, register_folder, remove_refused_folder
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import shell_override
@@ -54,7 +54,7 @@ class RunFailed(BaseException):
     """
 
 
-def command(program: Program, config_name: str, config_folder: Path = CONF) -> NoReturn:
+def command(program: Program, config_name: str, file: str | None = None, config_folder: Path | None = None) -> NoReturn:
     """Run `program(config, run folder)` under Hydra, once or for every job of a sweep, and exit.
 
     Exit codes: 0 completed, 1 failed (a run, or any job of a sweep), 2 bad input, 130 interrupted from the keyboard,
@@ -63,14 +63,17 @@ def command(program: Program, config_name: str, config_folder: Path = CONF) -> N
     Args:
         program: the program's work, such as `train`.
         config_name: the program's config, such as `train`.
+        file: the program's own file, `__file__`. The project is the folder above it that has `conf/train.yaml`. None:
+            see `project`.
         config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra does not get
-            this argument. For a folder other than conf/, the caller must also add it to `hydra.searchpath`.
+            this argument. None: `conf/`. For another folder, the caller must also add it to `hydra.searchpath`.
     """
     if parent := os.environ.pop(PARENT, None):
         set_parent_death_signal(int(parent))
     # SIGUSR1 asks for a checkpoint. Until workers run, there is nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    import_path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # for jobs of a Hydra launcher
+    use_project_of(file or project().root)
+    import_path = filter(None, [str(project().source), os.environ.get("PYTHONPATH")])  # for jobs of a Hydra launcher
     export(**{STARTED: str(command_started_at), "PYTHONPATH": os.pathsep.join(import_path)})
     disable_garbage_collector()
     code, last_line = run_command(program, config_name, config_folder)
@@ -83,7 +86,7 @@ def command(program: Program, config_name: str, config_folder: Path = CONF) -> N
     exit_process(code)
 
 
-def run_command(program: Program, config_name: str, config_folder: Path = CONF) -> tuple[int, str]:
+def run_command(program: Program, config_name: str, config_folder: Path | None = None) -> tuple[int, str]:
     """Run the program with the arguments in `sys.argv`, as `command` does. Return the exit code and a line to print."""
     shows_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
@@ -108,7 +111,7 @@ def run_command(program: Program, config_name: str, config_folder: Path = CONF) 
             portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        hydra.main(**VERSION_BASE, config_path=str(CONF), config_name=config_name)(run)()
+        hydra.main(**VERSION_BASE, config_path=str(project().conf), config_name=config_name)(run)()
         return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)

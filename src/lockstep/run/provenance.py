@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import Config
-from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
+from lockstep.project import project
 
 if TYPE_CHECKING:  # the parent imports this module, and must not import torch
     from lockstep.data import Splits
@@ -42,18 +42,22 @@ def versions() -> dict[str, str]:
     return by_package
 
 
-def git_info(folder: Path = ROOT) -> dict[str, Any]:
+def git_info(folder: Path | None = None) -> dict[str, Any]:
     """Return the commit of the code, and whether it is `dirty`. It never raises.
 
     The code is dirty if a tracked file has changed, or if `src/` or `conf/` has an untracked file. Outside of a
     repository both values are None.
+
+    Args:
+        folder: a folder of the repository; None: the project's.
     """
+    folder = folder or project().root
     described = _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     commit, _, dirty = described.decode().strip().partition("-")
     return {"commit": commit, "dirty": bool(dirty or untracked(folder))} if commit else {"commit": None, "dirty": None}
 
 
-def untracked(folder: Path = ROOT) -> list[str]:
+def untracked(folder: Path) -> list[str]:
     """Return the files in the project's `src/` and `conf/` that git neither tracks nor ignores."""
     names = _git(folder, "ls-files", "-z", "--others", "--exclude-standard", "src", "conf")
     return [os.fsdecode(name) for name in names.split(b"\0") if name]
@@ -81,14 +85,14 @@ def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
         "slurm_job": environment().slurm_job,
         "config": config.record,
         "data_fingerprint": fingerprint,
-        "git": git_info(ROOT),
-        "untracked": untracked(ROOT),
+        "git": git_info(),
+        "untracked": untracked(project().root),
         "versions": versions(),
         "machine": _machine(config),
     }
     write(folder / "provenance.json", json.dumps(content, indent=2, default=str).encode() + b"\n")
     (folder / "git.diff").unlink(missing_ok=True)  # from an earlier start
-    if changes := _git(ROOT, "diff", "--no-ext-diff", "HEAD"):
+    if changes := _git(project().root, "diff", "--no-ext-diff", "HEAD"):
         (folder / "git.diff").write_bytes(changes)
 
 
@@ -123,8 +127,8 @@ def _machine(config: Config) -> dict[str, Any]:
 def code_sha256() -> str:
     """Return the SHA-256 over the names and contents of all Python files in src/."""
     code = hashlib.sha256()
-    for file in sorted((ROOT / "src").rglob("*.py")):
-        code.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    for file in sorted(project().source.rglob("*.py")):
+        code.update(f"{file.relative_to(project().root)}\n".encode() + file.read_bytes())
     return code.hexdigest()
 
 

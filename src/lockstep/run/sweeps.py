@@ -32,7 +32,7 @@ from lockstep.config.arguments import key
 from lockstep.config.check import as_plain, check
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
 from lockstep.config.schema import Sweep
-from lockstep.config.value_checks import ROOT, checker
+from lockstep.config.value_checks import checker
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch.environment import environment, export, external_workers
 from lockstep.launch.machine import gpu_count
@@ -47,6 +47,7 @@ from lockstep.launch.signals import (
     set_parent_death_signal,
     unblock_signals,
 )
+from lockstep.project import project
 from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
@@ -187,7 +188,7 @@ def result_lines(folder: Path, metric: str, mode: str) -> list[str]:
         lines = [f"{about} over {runs_of}: mean {fmean(values):.4g}, standard deviation {stdev(values):.4g}"]
     elif len(scored) > 1:
         lines = ["the runs were scored on different samples, so none of them is the best"]
-    program = shlex.join(["python", short_path(ROOT / "scripts" / "compare.py"), short_path(folder)])
+    program = shlex.join(["python", short_path(project().root / "scripts" / "compare.py"), short_path(folder)])
     return [*lines, f"{plural(len(runs), 'run')} in {short_path(folder)} | to compare: {program}"]
 
 

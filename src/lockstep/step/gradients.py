@@ -6,7 +6,6 @@ size: the mean loss of each micro-batch is weighted by its samples, divided by t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,8 +43,9 @@ class StartedSum:
 
     parameters: list[torch.nn.Parameter]
     wait: Callable[[], Result]
+    _result: Result | None = None
 
-    @cached_property
+    @property
     def result(self) -> Result:
         """Wait for the sum. Every process must read the results of its sums in the same order.
 
@@ -53,7 +53,10 @@ class StartedSum:
             For each of the `parameters` its gradient, or None if no process has one. With exact=true also the largest
             element of each group, from which the next sums' grids are chosen; else an empty list.
         """
-        return self.wait()
+        # no cached_property: that of Python 3.11 has one lock for all objects, and ranks may be threads of a process
+        if self._result is None:
+            self._result = self.wait()
+        return self._result
 
 
 class GradientSum:

@@ -151,16 +151,19 @@ class PieceStrategy(Strategy):
         """
         return getattr(self.substitute or self.lightning_module, name)(*args, **kwargs)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, after the hooks' `before_weights_are_read`."""
+    def before_weights_are_read(self) -> None:
+        """Call the hooks' `before_weights_are_read`. Every process calls this."""
         for hook in self.hooks:
             hook.before_weights_are_read()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, after `before_weights_are_read`."""
+        self.before_weights_are_read()
         return super().lightning_module_state_dict()
 
     def on_validation_start(self) -> None:
-        """Call the hooks' `before_weights_are_read`."""
-        for hook in self.hooks:
-            hook.before_weights_are_read()
+        """Call `before_weights_are_read`."""
+        self.before_weights_are_read()
         super().on_validation_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from project.data.pixels import (
     highest_value,
     largest_value,
     of_8_bits,
+    open_image,
     too_deep,
     too_large_text,
 )
@@ -141,7 +142,7 @@ def decode(source: Path | io.BytesIO, image_size: int | None, mode: str, reading
         OSError: The image can't be decoded. Some damage raises another error of `UNDECODABLE`.
         ValueError: The image has 32 bits per channel, or more bits than `reading` has.
     """
-    with Image.open(source) as image:
+    with open_image(source) as image:
         if too_deep(image):
             raise ValueError(TOO_DEEP)
         largest = largest_value(image, reading.bits)
@@ -286,7 +287,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
     for files, index in filter(None, chain.from_iterable(zip_longest(*images_by_part))):
         checked += 1
         try:
-            with Image.open(files.encoded(index)) as image:
+            with open_image(files.encoded(index)) as image:
                 if too_deep(image):
                     broken.append(f"{files.location(index)} ({TOO_DEEP})")
                 elif largest_value(image) is not None:
@@ -314,7 +315,7 @@ def check_bits(parts: Sequence[LabelledFiles], most: int = 200) -> None:
     deep = []
     for part in parts:
         for index in range(0, len(part), max(1, sum(map(len, parts)) // most)):
-            with contextlib.suppress(*UNDECODABLE), Image.open(part.encoded(index)) as image:
+            with contextlib.suppress(*UNDECODABLE), open_image(part.encoded(index)) as image:
                 if largest_value(image) is not None:
                     deep.append((part, index))
     _check_bits(deep)
@@ -326,7 +327,7 @@ def _check_bits(deep: Sequence[tuple[LabelledFiles, int]]) -> None:
     for files, index in deep[:: max(1, len(deep) // CHECKED_DEEP_FILES)]:
         if files.reading.bits is not None:
             return
-        with contextlib.suppress(*UNDECODABLE), Image.open(files.encoded(index)) as image:
+        with contextlib.suppress(*UNDECODABLE), open_image(files.encoded(index)) as image:
             value = highest_value(image)
             highest += [] if value is None else [value]
         if highest and not fewer_bits_text(highest):

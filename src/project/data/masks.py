@@ -14,12 +14,10 @@ from torch import Tensor
 
 from lockstep import UserError
 from project.data.labelled import CHECK_SECONDS, UNREADABLE, LabelledFiles
-from project.data.pixels import too_large_text
+from project.data.pixels import open_image, too_large_text, upright_size
 
 UNLABELLED = 255  # in the masks of a batch: pixels that do not count
 MODES = ("1", "L", "P")  # Pillow's modes of one channel of 8 bits or less
-TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-ORIENTATION = 0x0112  # their EXIF tag
 
 
 @dataclass(eq=False)
@@ -53,12 +51,11 @@ class MaskedFiles(LabelledFiles):
         """
         path = self.root / str(self.masks[index])
         try:
-            with Image.open(path) as mask, Image.open(self.path(index)) as image:
+            with open_image(path) as mask, open_image(self.path(index)) as image:
                 if mask.mode not in MODES:
                     what = f"{path}: a mask of mode {mask.mode}"
                     raise UserError(f"{what}: must have one channel of 8 bits with numbers of classes, grey or palette")
-                size = image.size[::-1] if image.getexif().get(ORIENTATION) in TURNED else image.size
-                if mask.size != size:
+                if mask.size != (size := upright_size(image)):
                     sizes = [" x ".join(map(str, each)) for each in (mask.size, size)]
                     raise UserError(f"{path}: a mask of {sizes[0]} pixels: must have {sizes[1]}, as {self.path(index)}")
                 # Only positions are resampled: an image with its palette would be converted to colours.

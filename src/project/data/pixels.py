@@ -1,8 +1,11 @@
 """Turn the pixels of any image file into those of 8 bits without transparency."""
 
+import contextlib
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ BITS = tuple(range(8, 17))  # of values that may be stored in 16
 FEWER_BITS = (8, 10, 12, 14)  # what microscopes and cameras store in 16
 SCALES = {2**bits - 1 for bits in range(9, 16)}  # the largest values of other depths
 BITS_PER_SAMPLE, MAX_VALUE, EXTRA_SAMPLES, TYPED_MAX_VALUE = 258, 281, 338, 341  # tags of TIFF
+WIDTH, LENGTH, ORIENTATION = 256, 257, 274  # tags of TIFF; the last one of EXIF, too
+TURNED = (5, 6, 7, 8)  # orientations that swap width and height
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,25 @@ class Reading:
 
 
 AS_USUAL = Reading()
+
+
+@contextlib.contextmanager
+def open_image(source: Path | io.BytesIO) -> Iterator[Image.Image]:
+    """Open an image of a file, or of its bytes, in a `with` block.
+
+    Pillow does not get the path: by a path it maps an uncompressed TIFF file into memory, and then scrambles the pixels
+    of one whose orientation swaps width and height.
+    """
+    with contextlib.ExitStack() as stack:
+        file: Any = source if isinstance(source, io.BytesIO) else stack.enter_context(open(source, "rb"))
+        yield stack.enter_context(Image.open(file))
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return the width and height of an image that is not yet loaded, when its EXIF data have turned it upright."""
+    tags: Any = getattr(image, "tag_v2", None)
+    width, height = image.size if tags is None else (tags[WIDTH], tags[LENGTH])  # Pillow may have swapped a TIFF file's
+    return (height, width) if image.getexif().get(ORIENTATION) in TURNED else (width, height)
 
 
 def too_deep(image: Image.Image) -> bool:

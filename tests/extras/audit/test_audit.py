@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, Program, Run, summary_of
-from own_runs import DDP, DP, jobs, same_bits, train
 from test_promise_4_same_result import TOGETHER, featured
+from user_runs import DDP, DP, jobs, same_bits, train
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
@@ -31,23 +31,23 @@ def layout(devices: int, strategy: str = "ddp") -> Layout:
 
 
 def devices_of(on: Layout) -> list[tuple[int, ...]]:
-    """Who computes the piece that is computed again, its owner first, in each step of a run."""
-    order, found = DataOrder(TRAINED, on, 0), []
+    """Return who computes the piece that is computed again, its owner first, in each step of a run."""
+    order, actual = DataOrder(TRAINED, on, 0), []
     for step in range(8):
         choice = choose_piece(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
         assert choice is not None
-        found.append(choice.devices)
-    return found
+        actual.append(choice.devices)
+    return actual
 
 
 def flips(what: str, device: str, step: int, lasting: bool = False) -> list[str]:
-    told = {"_target_": "mine.Flips", "what": what, "device": device, "step": step, "lasting": str(lasting).lower()}
-    return [f"+callbacks.flips.{key}={value}" for key, value in told.items()]
+    fault = {"_target_": "mine.Flips", "what": what, "device": device, "step": step, "lasting": str(lasting).lower()}
+    return [f"+callbacks.flips.{key}={value}" for key, value in fault.items()]
 
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor's workers have names too, by which a device stays wrong when ranks are counted anew."""
+    """Name a processor's workers, so that a device stays wrong when ranks are counted anew."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
 
 
@@ -56,10 +56,10 @@ def clean(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(project, tmp_path_factory.mktemp("clean"), "LitDigits", *AUDIT[:2], *AUDIT[4:])
 
 
-def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_path: Path) -> None:
+def test_a_clean_run_reports_it_and_keeps_its_bits_and_metrics(project: Path, tmp_path: Path) -> None:
     options = ("exact=true", "precision=bf16-mixed", "extras=[audit]", "extras.audit.share=1e-9,1", *DDP)
-    found = jobs(project, tmp_path, "Counts,mine.Drops", *options)
-    for plain, audited in zip(found[::2], found[1::2], strict=True):
+    actual = jobs(project, tmp_path, "Counts,mine.Drops", *options)
+    for plain, audited in zip(actual[::2], actual[1::2], strict=True):
         assert same_bits(plain, audited)
         assert audited.summary["metrics"] == plain.summary["metrics"] | {"audit/pieces": 8}
         assert "audit: 8 pieces computed again, all with the same bits" in (audited.folder / "train.log").read_text()
@@ -73,7 +73,7 @@ RANDOM_TWICE = (*TINY, "data.mix=mixup", "model.dropout=0.3", "exact=true", "pie
     [*(pytest.param(featured(names), marks=pytest.mark.nightly) for names in TOGETHER), RANDOM_TWICE],
     ids=[*map("+".join, TOGETHER), "mixed+dropped"],
 )
-def test_whatever_a_run_is_told_pieces_come_to_the_same_bits(task: list[str], run_train: Program) -> None:
+def test_whatever_a_run_is_configured_to_do_pieces_come_to_the_same_bits(task: list[str], run_train: Program) -> None:
     """By another device, and by the only one."""
     audited = run_train(*task, "extras=[audit]", "extras.audit.share=1", "strategy=ddp,dp", "devices=1,3", "-m").jobs
     plain = Program(run_train.outputs / "plain")(*task, "strategy=ddp", "devices=3")
@@ -84,10 +84,10 @@ def test_whatever_a_run_is_told_pieces_come_to_the_same_bits(task: list[str], ru
 
 def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Path, tmp_path: Path) -> None:
     on = (*AUDIT, "strategy=ddp", "devices=3", "-m")
-    told = flips("gradient", "0,1,2", 2, lasting=True)
-    runs = train(project, tmp_path / "gradient", "LitDigits", *on, *told, ok=False).jobs
-    told = flips("weight", "1", 2, lasting=True)
-    runs += train(project, tmp_path / "weight", "LitDigits", *on, *told, ok=False).jobs
+    fault = flips("gradient", "0,1,2", 2, lasting=True)
+    runs = train(project, tmp_path / "gradient", "LitDigits", *on, *fault, ok=False).jobs
+    fault = flips("weight", "1", 2, lasting=True)
+    runs += train(project, tmp_path / "weight", "LitDigits", *on, *fault, ok=False).jobs
     for device, folder in zip([0, 1, 2, 1], runs, strict=True):
         took_part = [step for step, devices in enumerate(devices_of(layout(3))) if device in devices[:2]]
         seen, right = min(s for s in took_part if s >= 2), max([s + 1 for s in took_part if s < 2], default=0)
@@ -102,29 +102,29 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
 
 
 def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
-    told = flips("got", "1", 2)
-    run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
+    fault = flips("got", "1", 2)
+    run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *fault, ok=False)
     wrong = "the sums of net.1.weight to net.1.bias do not match what the ranks sent"
-    said = f"rank 1 failed: CorruptMessage: step 3: {wrong}"
-    assert run.summary["error"].startswith(said), run
+    output = f"rank 1 failed: CorruptMessage: step 3: {wrong}"
+    assert run.summary["error"].startswith(output), run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lasting", "told"),
+    ("ranks", "lasting", "fault"),
     [
         (3, True, "what rank 1 sends or gets is damaged again"),
         (2, True, "what rank 1 sends to rank 0 is damaged again"),
         (3, False, "test messages arrive undamaged"),
     ],
 )
-def test_who_sends_what_comes_damaged_is_found_by_asking_again(
-    project: Path, tmp_path: Path, ranks: int, lasting: bool, told: str
+def test_who_sends_what_comes_damaged_is_detected_by_asking_again(
+    project: Path, tmp_path: Path, ranks: int, lasting: bool, fault: str
 ) -> None:
     struck = flips("sent", "1", 2, lasting)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", f"devices={ranks}", *struck, ok=False)
-    said = "step 3: the sums of net.1.weight to net.1.bias do not match what the ranks sent; none was applied; "
-    assert said + told in run.summary["error"], run
+    output = "step 3: the sums of net.1.weight to net.1.bias do not match what the ranks sent; none was applied; "
+    assert output + fault in run.summary["error"], run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
 
@@ -153,7 +153,7 @@ def test_a_fault_that_passes_is_seen_and_not_applied(
     assert all(torch.equal(last[name], value) for name, value in same.items())
 
 
-def test_of_two_devices_nobody_can_tell_which_goes_on_to_be_wrong(project: Path, tmp_path: Path) -> None:
+def test_of_two_devices_nobody_can_decide_which_goes_on_to_be_wrong(project: Path, tmp_path: Path) -> None:
     on = ("elastic=true", *DDP)
     run = train(project, tmp_path, "LitDigits", *AUDIT, *on, *flips("gradient", "1", 2, lasting=True), ok=False)
     both = r"step 3, piece 3: rank 0 \(cpu on \S+\) or rank 1 \(cpu on \S+\) computed a wrong gradient"
@@ -164,8 +164,8 @@ def test_of_two_devices_nobody_can_tell_which_goes_on_to_be_wrong(project: Path,
 def test_an_elastic_run_goes_on_without_that_device_to_the_same_bits(project: Path, tmp_path: Path, clean: Run) -> None:
     """From the last checkpoint that it has not spoilt: the third step has the last one's fault in it."""
     on = ("strategy=ddp", "devices=3", "elastic=true")
-    told = flips("gradient", "0,2", 2, lasting=True)
-    run = train(project, tmp_path / "computed", "LitDigits", *AUDIT, *on, *told, "-m")
+    fault = flips("gradient", "0,2", 2, lasting=True)
+    run = train(project, tmp_path / "computed", "LitDigits", *AUDIT, *on, *fault, "-m")
     sent = train(project, tmp_path / "sent", "LitDigits", *AUDIT, *on, *flips("sent", "1", 2, lasting=True))
     assert "step 3, piece" in run.stderr
     assert "step 4, piece" in run.stderr
@@ -198,14 +198,14 @@ def test_verdict(results: list[tuple[int, str]], wrong: list[int], still: bool) 
     assert verdict(results) == (wrong, still)
 
 
-def test_the_share_of_steps_is_kept_and_no_device_is_left_out() -> None:
+def test_the_share_of_steps_stays_and_no_device_is_left_out() -> None:
     for devices in (1, 2, 3, 6):
         on = layout(devices, "ddp" if devices > 1 else "single")
-        found = [choose_piece(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
-        there = [choice for choice in found if choice]
-        assert 900 < len(there) < 1100
-        assert {choice.piece for choice in there} == {0, 1, 3, 4, 5}
-        assert all(choice.piece in on.owned(choice.devices[0]) for choice in there)
-        assert {choice.devices[1] for choice in there} == set(range(devices))
-        assert all(len(set(choice.devices)) == min(devices, 3) for choice in there)
+        actual = [choose_piece(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
+        present = [choice for choice in actual if choice]
+        assert 900 < len(present) < 1100
+        assert {choice.piece for choice in present} == {0, 1, 3, 4, 5}
+        assert all(choice.piece in on.owned(choice.devices[0]) for choice in present)
+        assert {choice.devices[1] for choice in present} == set(range(devices))
+        assert all(len(set(choice.devices)) == min(devices, 3) for choice in present)
     assert not any(choose_piece(0.0, 7, step, [4], layout(1, "single")) for step in range(99))

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("extras=[audit]", "extras.audit.share=0.01 and exact=false .*; exact=true"),
         ("extras.audit.share=1", "extras.audit.share: extras=audit is not chosen: give extras=.audit. too"),
@@ -16,5 +16,5 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
         ("extras=[audit] extras.audit.share=often", "extras.audit.share=often: must be"),
     ],
 )
-def test_refused_in_one_line(overrides: str, says: str) -> None:
-    refused_with(overrides, says)
+def test_refused_in_one_line(overrides: str, message: str) -> None:
+    refused_with(overrides, message)

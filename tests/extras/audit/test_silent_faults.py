@@ -18,7 +18,7 @@ def test_bits_that_flip_in_silence_are_seen() -> None:
     assert "differs from its ledger" in done.stdout
 
 
-def test_bits_that_flip_and_are_not_seen_are_told_apart() -> None:
+def test_bits_that_flip_and_are_not_seen_are_distinguished() -> None:
     """The control: a wrong gradient without an audit, in a run that nobody verifies."""
     done = forked(SILENT, "--faults=1", "--control", "--seed=13", "extras.audit.share=1e-9")
     assert done.returncode == 1, done.stdout + done.stderr

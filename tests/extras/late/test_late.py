@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RANDOM, Program, checkpoint_of, summary_of
-from own_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
+from conftest import Program, checkpoint_of, summary_of
 from plain import QUIET
 from refusals import refused_with
 from step.test_loop import BATCH, Net, splits
+from user_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule
@@ -35,7 +35,7 @@ def late_by(steps: int) -> tuple[str, str]:
 
 
 def by_hand(late: int, left_out: int = 0, steps: int = 8) -> torch.nn.Module:
-    """The loop that a run with late gradients must be; with the last `left_out` not applied."""
+    """Return the loop that a run with late gradients must be; with the last `left_out` not applied."""
     replica, line = Replica(), []
     for x, y in batches(int(DATA["samples"]))[:steps]:
         line.append(replica.gradient(x, y))
@@ -70,18 +70,8 @@ def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path
     assert same_as(run.folder, by_hand(2, steps=4))
     assert same_as(run.folder, by_hand(2, left_out=2, steps=4), "best")
     assert not same_as(run.folder, by_hand(2, left_out=1, steps=4))
-    held = checkpoint_of(run.folder)["state_dict"]
-    assert run.summary["weights_sha256"] == weights_sha256(held)
-
-
-# A tail of one sample, so that ranks have none.
-TASK = (*RANDOM, "model=fast_cnn", "data.samples=55", "data.image_size=19", "batch_size=24", "pieces=6", "exact=true")
-
-
-def test_one_sha256_over_layouts(run_train: Program) -> None:
-    run = run_train(*TASK, *late_by(2), "strategy=ddp,dp", "devices=1,2,3", "-m")
-    found = [summary_of(folder)["weights_sha256"] for folder in run.jobs]
-    assert (len(found), len(set(found))) == (6, 1), found
+    state = checkpoint_of(run.folder)["state_dict"]
+    assert run.summary["weights_sha256"] == weights_sha256(state)
 
 
 @pytest.mark.parametrize("exact", ["true", "false"])
@@ -112,8 +102,8 @@ class Work:
         self.events.append(f"waited for {self.number}")
 
 
-class Tells(Net):
-    """Tells when the passes of a step begin; of one it is told, its loss is not finite."""
+class Reports(Net):
+    """Record when the passes of a step begin; in one step, by its number, the loss is not finite."""
 
     def __init__(self, events: list[str], broken: int = -1) -> None:
         super().__init__()
@@ -126,7 +116,7 @@ class Tells(Net):
 
 
 def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_size: int = 1, **options: Any) -> Any:
-    """Four steps as rank zero of so many makes them: whoever asks for the others' sums gets its own."""
+    """Take four steps as rank zero of so many: each exchange of sums returns its own."""
     on: dict[str, Any] = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1}
     layout = resolve(**on, batch_size=BATCH, pieces=2, exact=kind is ExactGradientSum)
     strategy = Auto().make_lightning_strategy(layout)
@@ -156,7 +146,7 @@ def test_a_sum_is_waited_for_after_the_next_passes(
 
     def happened(late: int) -> list[str]:
         events.clear()
-        fit(tmp_path, Tells(events), kind, late, world_size=2)
+        fit(tmp_path, Reports(events), kind, late, world_size=2)
         return [event for event, before in zip(events, ["", *events], strict=False) if event != before]  # two pieces
 
     monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
@@ -169,18 +159,18 @@ def test_a_sum_is_waited_for_after_the_next_passes(
     assert happened(late=1) == [*first, *middle, "waited for 3"]
 
 
-def test_a_late_gradient_that_is_not_finite_has_its_own_step_and_no_checkpoint(tmp_path: Path) -> None:
+def test_a_late_gradient_that_is_not_finite_has_its_step_and_no_checkpoint(tmp_path: Path) -> None:
     events: list[str] = []
-    said = r"step 2: the gradient is not finite.*, nor is the loss of the step's samples"
-    with pytest.raises(NonFinite, match=said):
-        fit(tmp_path, Tells(events, broken=1), GradientSum, late=2)
+    output = r"step 2: the gradient is not finite.*, nor is the loss of the step's samples"
+    with pytest.raises(NonFinite, match=output):
+        fit(tmp_path, Reports(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 3"
 
-    class Saves(Tells):
+    class Saves(Reports):
         def on_train_batch_end(self, *args: Any) -> None:
             self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")
 
-    with pytest.raises(NonFinite, match=said):
+    with pytest.raises(NonFinite, match=output):
         fit(tmp_path, Saves(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 1"
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
@@ -192,10 +182,10 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
     run = train(project, tmp_path / "whole", "LitDigits", "lr=0.1", *options, "max_steps=5")
     last = run.folder / "checkpoints" / "step_3.ckpt"
     back = Program(run.folder.parent, home=project)(f"resume={last}", "max_steps=3")
-    held = checkpoint_of(run.folder)
-    assert not held["loops"]["fit_loop"]["epoch_loop.state_dict"]["gradients"]["waiting"]
-    plain = {name: held["current_model_state"][name] for name in held["current_model_state"]}
-    assert any(not torch.equal(value, held["state_dict"][name]) for name, value in plain.items()), "not the average"
+    state = checkpoint_of(run.folder)
+    assert not state["loops"]["fit_loop"]["epoch_loop.state_dict"]["gradients"]["waiting"]
+    plain = {name: state["current_model_state"][name] for name in state["current_model_state"]}
+    assert any(not torch.equal(value, state["state_dict"][name]) for name, value in plain.items()), "not the average"
     assert summary_of(run.folder)["steps"] == 3, str(back)
     without = go_on(project, run, "extras=none", "max_steps=4")
     assert without.summary["steps"] == 4
@@ -206,7 +196,7 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
 
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("extras=[late] nonfinite=skip", "extras.late.steps=1 and nonfinite=skip .*later steps depend on"),
         (
@@ -216,11 +206,11 @@ def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project:
         ("extras=[late] extras.late.steps=0", "extras.late.steps=0: must be 1 or more"),
     ],
 )
-def test_refused_in_one_line(overrides: str, says: str) -> None:
-    refused_with(overrides, says)
+def test_refused_in_one_line(overrides: str, message: str) -> None:
+    refused_with(overrides, message)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_loss_scale_is_refused() -> None:
-    says = "late.steps=2 and precision=16-mixed .*all steps share its loss scale; bf16-mixed"
-    refused_with("extras=[late] extras.late.steps=2 precision=16-mixed", says)
+    message = "late.steps=2 and precision=16-mixed .*all steps share its loss scale; bf16-mixed"
+    refused_with("extras=[late] extras.late.steps=2 precision=16-mixed", message)

@@ -28,8 +28,8 @@ def test_tf32_counts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on a CPU has none, so a ledger that was written before there was the key still matches."""
 
     def speed(*overrides: str) -> dict[str, object]:
-        found: dict[str, object] = decisive_config(config.check(composed("extras=[ledger]", *overrides)))["speed"]
-        return found
+        actual: dict[str, object] = decisive_config(config.check(composed("extras=[ledger]", *overrides)))["speed"]
+        return actual
 
     assert speed() == {"memory_format": "auto"} == speed("speed.tf32=false")
     monkeypatch.setattr(config, "gpu_count", lambda: 1)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RANDOM, Program
-from own_runs import DDP, Replica, batches, same_as, train
 from refusals import refused_with
+from user_runs import DDP, Replica, batches, same_as, train
 
 # A tail of one sample, so that ranks have none.
 TASK = (*RANDOM, "model=fast_cnn", "data.samples=55", "data.image_size=19", "batch_size=24", "pieces=6")
@@ -16,7 +16,8 @@ SAMPLES = 107  # 96 are trained on: no tail, else ranks would differ in samples
 
 
 def local_sgd(every: int) -> torch.nn.Module:
-    """Two replicas, each on its half of every step; averaged every so many steps, and before an epoch's validation."""
+    """Train two replicas, each on its half of every step; averaged every so many steps, and before an epoch's
+    validation."""
     replicas = [Replica(), Replica()]
     steps = batches(SAMPLES)
     for number, (x, y) in enumerate(steps, 1):
@@ -65,7 +66,7 @@ def test_an_average_of_each_process_is_refused(run_train: Program) -> None:
 
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("extras=[local_sgd] extras.local_sgd.every=2", "extras.local_sgd.every=2 and strategy=single .*strategy=ddp"),
         ("extras=[local_sgd] devices=2 exact=true", "local_sgd.every=8 and exact=true .*depends on the number of dev"),
@@ -77,11 +78,11 @@ def test_an_average_of_each_process_is_refused(run_train: Program) -> None:
         ("extras=[local_sgd] extras.local_sgd.every=0", "extras.local_sgd.every=0: must be 1 or more"),
     ],
 )
-def test_refused_in_one_line(overrides: str, says: str) -> None:
-    refused_with(overrides, says)
+def test_refused_in_one_line(overrides: str, message: str) -> None:
+    refused_with(overrides, message)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_loss_scale_is_refused() -> None:
-    says = "local_sgd.every=8 and precision=16-mixed .*bf16-mixed"
-    refused_with("devices=2 extras=[local_sgd] precision=16-mixed", says)
+    message = "local_sgd.every=8 and precision=16-mixed .*bf16-mixed"
+    refused_with("devices=2 extras=[local_sgd] precision=16-mixed", message)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RANDOM, Program, forked, summary_of
-from own_runs import go_on, jobs, must_refuse, same_bits, train
 from refusals import refused_with
 from small_models import mnist_cnn
 from torch import nn
+from user_runs import go_on, jobs, must_refuse, same_bits, train
 
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
@@ -22,8 +22,8 @@ ONE = ("strategy=ddp", "devices=1")
 PIPELINE = ("strategy=pipeline", "devices=2")
 
 
-def found(outputs: Path, *overrides: str) -> list[tuple[str, float, int]]:
-    """Of each run of a sweep the weights' hash, and what the test has found."""
+def results_of(outputs: Path, *overrides: str) -> list[tuple[str, float, int]]:
+    """Return the weights' hash and the test's metrics of each run of a sweep."""
     run = Program(outputs)(*overrides, "-m")
     summaries = [summary_of(folder) for folder in run.jobs]
     return [(s["weights_sha256"], s["metrics"]["test/loss"], s["metrics"]["test/correct"]) for s in summaries]
@@ -32,24 +32,24 @@ def found(outputs: Path, *overrides: str) -> list[tuple[str, float, int]]:
 @pytest.mark.usefixtures("processes")
 def test_the_bits_of_one_device(tmp_path: Path) -> None:
     """With exact sums, and without: backward passes come in the order of the pieces."""
-    one = found(tmp_path / "one", *TASK, *ONE, "pieces=8,4", "exact=true,false")
+    one = results_of(tmp_path / "one", *TASK, *ONE, "pieces=8,4", "exact=true,false")
     assert len(set(one)) == 4, "the control: other sums and other pieces are seen"
     cut = ("strategy=pipeline", "devices=2,3")
-    assert found(tmp_path / "exact", *TASK, *cut, "exact=true") == [one[0]] * 2
-    assert found(tmp_path / "plain", *TASK, *cut, "exact=false") == [one[1]] * 2
+    assert results_of(tmp_path / "exact", *TASK, *cut, "exact=true") == [one[0]] * 2
+    assert results_of(tmp_path / "plain", *TASK, *cut, "exact=false") == [one[1]] * 2
 
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.nightly
 def test_the_bits_of_one_device_in_other_precisions(tmp_path: Path) -> None:
     task = (*TASK, "max_epochs=1", "exact=true", "precision=bf16-mixed,64-true")
-    one = found(tmp_path / "one", *task, *ONE)
+    one = results_of(tmp_path / "one", *task, *ONE)
     split = "strategy.split=[relu1,pool]"  # of which the first changes what it is given
-    assert found(tmp_path / "cut", *task, "strategy=pipeline", "devices=3", split) == one
+    assert results_of(tmp_path / "cut", *task, "strategy=pipeline", "devices=3", split) == one
     assert len(set(one)) == 2
 
 
-def test_own_modules_train_and_log_as_on_one_device(project: Path, tmp_path: Path) -> None:
+def test_custom_modules_train_and_log_as_on_one_device(project: Path, tmp_path: Path) -> None:
     """Of two parts that drop, the second one draws on; a gradient that is not finite in one stage is skipped by all;
     each sample is counted once."""
     names, task = ("Drops", "Overflows", "Counts"), ("nonfinite=skip", "max_epochs=1")
@@ -89,12 +89,12 @@ def test_a_network_that_gives_nan_is_cut_too(tmp_path: Path) -> None:
     lost = Program(tmp_path / "lost")(*TASK, "callbacks=default", "lr=1e30", "nonfinite=skip", "max_steps=6")
     assert lost.summary["metrics"]["test/loss"] is None
     test = Program(tmp_path / "tested", "src/evaluate.py")
-    there = test(f"checkpoint={lost.folder}", "strategy=auto,pipeline", "devices=2", "pieces=8", "-m").jobs
-    counts = [summary_of(folder)["metrics"]["test/correct"] for folder in there]
+    evaluated = test(f"checkpoint={lost.folder}", "strategy=auto,pipeline", "devices=2", "pieces=8", "-m").jobs
+    counts = [summary_of(folder)["metrics"]["test/correct"] for folder in evaluated]
     assert counts == [lost.summary["metrics"]["test/correct"]] * 2
 
 
-def test_asked_to_end_it_saves_and_goes_on(project: Path, tmp_path: Path) -> None:
+def test_requested_to_end_it_saves_and_goes_on(project: Path, tmp_path: Path) -> None:
     task = ("checkpoint_every=5", "max_epochs=12")
     whole = train(project, tmp_path / "whole", "Cut", *task)
     cut = train(project, tmp_path / "cut", "Cut", *task, *PIPELINE, cut="SIGTERM", ok=False)
@@ -135,7 +135,7 @@ def test_the_slowest_stage_takes_the_least_time() -> None:
     assert balanced([5, 0, 0], 3) == [1, 2]
 
 
-def test_the_user_says_where_stages_begin() -> None:
+def test_the_user_defines_where_stages_begin() -> None:
     module = mnist_cnn()
     parts = parts_of(module)
     assert stage_starts(module, parts, (2, "pool"), 3) == [2, 4]
@@ -184,14 +184,14 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
 
 
 def test_what_a_step_can_not_do_is_refused(project: Path, tmp_path: Path) -> None:
-    says = {
+    message = {
         "Views": "training_step must call forward() once only",
         "Past": "training_step called no self(x): it must call self(x)",
         "Penalty": "training_step uses net.1.bias, which is on another device: ",
         "Spare": "Spare can't be cut into stages: it needs an nn.Sequential as its only",
         "Disorder": "the parts of Disorder in order don't give the result of its forward()",
     }
-    must_refuse(project, tmp_path, PIPELINE, says)
+    must_refuse(project, tmp_path, PIPELINE, message)
 
 
 def test_an_average_of_weights_needs_the_whole_network(run_train: Program) -> None:
@@ -205,7 +205,7 @@ def test_an_average_of_weights_needs_the_whole_network(run_train: Program) -> No
 
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("strategy=pipeline", "strategy=pipeline and devices=1 don't go together: a stage needs a device.*devices=2"),
         ("strategy=pipeline devices=3 pieces=2", "pieces=2 is fewer than 3 devices: use pieces=3"),
@@ -219,8 +219,8 @@ def test_an_average_of_weights_needs_the_whole_network(run_train: Program) -> No
         ("strategy=pipeline devices=2 strategy.split=3", "strategy.split=3: must be"),
     ],
 )
-def test_refused_in_one_line(overrides: str, says: str) -> None:
-    refused_with(overrides, says)
+def test_refused_in_one_line(overrides: str, message: str) -> None:
+    refused_with(overrides, message)
 
 
 @pytest.mark.usefixtures("two_gpus")

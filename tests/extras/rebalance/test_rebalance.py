@@ -166,7 +166,7 @@ def layout(pieces: int, devices: int) -> Layout:
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=20))
-def test_each_device_has_as_many_pieces_as_the_table_says(counts: list[int]) -> None:
+def test_each_device_has_as_many_pieces_as_the_table_shows(counts: list[int]) -> None:
     assert with_counts(layout(sum(counts), len(counts)), tuple(counts)).counts == counts
 
 
@@ -203,21 +203,21 @@ def test_a_process_that_was_forked_earlier_reads_changes_and_earlier_steps_stay(
 
 @pytest.mark.usefixtures("two_cores_no_gpu")
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         ("devices=2 strategy=dp pieces=8", "rebalance. and strategy=dp .*strategy=ddp"),
         ("devices=2", "rebalance. and pieces=2 .*each of 2 devices has one piece, .*; pieces=16"),
         ("devices=2 pieces=8 extras.rebalance.every=0", "extras.rebalance.every=0: must be 1 or more"),
     ],
 )
-def test_refused_in_one_line(overrides: str, says: str) -> None:
-    refused_with(f"extras=[rebalance] {overrides}", says)
+def test_refused_in_one_line(overrides: str, message: str) -> None:
+    refused_with(f"extras=[rebalance] {overrides}", message)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_batchnorm_over_ranks_is_refused() -> None:
-    says = "rebalance. and strategy.sync_batchnorm=true .*equally many pieces"
-    refused_with("extras=[rebalance] devices=2 pieces=8 strategy.sync_batchnorm=true", says)
+    message = "rebalance. and strategy.sync_batchnorm=true .*equally many pieces"
+    refused_with("extras=[rebalance] devices=2 pieces=8 strategy.sync_batchnorm=true", message)
 
 
 @pytest.mark.usefixtures("two_cores_no_gpu")

@@ -32,7 +32,7 @@ ALL = ("threads=1",)
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The run folders of the pages' commands, by command, in a fresh copy of the template."""
+    """Return the run folders of the pages' commands, by command, in a fresh copy of the template."""
     project = template(tmp_path_factory.mktemp("project"))
     pages = [site_pages.read(f"use/{name}.md") for name in PAGES]
     written = [path for page in pages for path in page.files]
@@ -70,7 +70,7 @@ def test_an_installed_network_learns_its_classes_from_the_data(followed: dict[st
     assert len(state["net.fc.weight"]) == 10
 
 
-def test_an_own_loss_is_used(followed: dict[str, Path]) -> None:
+def test_a_custom_loss_is_used(followed: dict[str, Path]) -> None:
     metrics = summary_of(one(followed, "model=focal"))["metrics"]
     assert metrics["test/acc"] > 0.8
     checkpoint = checkpoint_of(one(followed, "model=focal"), "best")
@@ -107,10 +107,10 @@ def test_the_metric_counts_every_sample_once(followed: dict[str, Path]) -> None:
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
     x = (images.flatten(1) / 255 - splits.spec.mean[0]) / splits.spec.std[0]
-    found = (x @ state["net.1.weight"].T + state["net.1.bias"]).argmax(1)
+    actual = (x @ state["net.1.weight"].T + state["net.1.bias"]).argmax(1)
     logged = summary_of(folder)["metrics"]
-    assert logged["val/f1"] == pytest.approx(f1_score(labels, found, average="macro"), abs=1e-6)
-    halves = [f1_score(labels[part], found[part], average="macro") for part in (slice(90), slice(90, None))]
+    assert logged["val/f1"] == pytest.approx(f1_score(labels, actual, average="macro"), abs=1e-6)
+    halves = [f1_score(labels[part], actual[part], average="macro") for part in (slice(90), slice(90, None))]
     assert abs(logged["val/f1"] - sum(halves) / 2) > 1e-4  # the control: the mean of two halves is another number
     assert (folder / "checkpoints" / "best.ckpt").exists()
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import site_pages
-from conftest import PATIENCE, template
+from conftest import TIMEOUT, template
 
 NAME = "use/test-your-own-code.md"
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the template with the files of the pages, outside of this repository."""
+    """Return a copy of the template with the files of the pages, outside of this repository."""
     folder = template(tmp_path_factory.mktemp("project"))
     for name in ("use/own-model.md", "use/own-data.md", NAME):
         for path, text in site_pages.read(name).files.items():
@@ -34,7 +34,7 @@ def run_tests(project: Path, command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(project / "src"), "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         check=False,
     )
 

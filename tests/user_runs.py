@@ -1,4 +1,4 @@
-"""Runs of a user's own modules (own_modules.py) in a copy of the template; see conftest.py's fixture `project`."""
+"""Runs of a user's own modules (user_modules.py) in a copy of the template; see conftest.py's fixture `project`."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ BOTH = ("strategy=ddp,dp", "devices=2")
 
 
 def train(project: Path, outputs: Path, name: str, *overrides: str, cut: str = "", ok: bool = True) -> Run:
-    """A run of the module `name`; `cut` names the signal that ends one derived from `Cut`."""
+    """Return a run of the module `name`; `cut` names the signal that ends one derived from `Cut`."""
     program = Program(outputs, home=project)
     return program(*TASK, f"model._target_=mine.{name}", *overrides, env={"CUT": cut}, ok=ok)
 
@@ -34,17 +34,17 @@ def go_on(project: Path, run: Run, *overrides: str, ok: bool = True) -> Run:
 
 
 def jobs(project: Path, outputs: Path, names: str, *overrides: str) -> list[Run]:
-    """The runs of a sweep over modules, `One,mine.Other`, or over what is overridden."""
+    """Return the runs of a sweep over modules, `One,mine.Other`, or over what is overridden."""
     return [Run(0, "", "", folder) for folder in train(project, outputs, names, *overrides, "-m").jobs]
 
 
-def must_refuse(project: Path, outputs: Path, options: tuple[str, ...], says: dict[str, str]) -> None:
+def must_refuse(project: Path, outputs: Path, options: tuple[str, ...], message: dict[str, str]) -> None:
     """Train modules in one sweep; each must be refused with its text."""
-    modules = ",mine.".join(says)  # the first one's prefix: see `train`
+    modules = ",mine.".join(message)  # the first one's prefix: see `train`
     run = train(project, outputs, modules, *options, "-m", ok=False)
     assert run.returncode == 1, str(run)
     errors = [summary_of(job)["error"] for job in run.jobs]
-    for error, text in zip(errors, says.values(), strict=True):
+    for error, text in zip(errors, message.values(), strict=True):
         assert text in error
 
 
@@ -74,7 +74,7 @@ class Replica:
 
 
 def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The two epochs of a run with so many samples."""
+    """Return the two epochs of a run with so many samples."""
     data = open_data({"_target_": "project.data.synthetic", **DATA, "samples": samples}, "data")
     on = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=24)
     order = DataOrder(len(data.train), on, 0)
@@ -86,9 +86,9 @@ def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def same_as(folder: Path, net: torch.nn.Module, name: str = "last") -> bool:
-    """Whether a run's checkpoint has these weights."""
-    found = checkpoint_of(folder, name)["state_dict"]
-    pairs = ((found[f"net.{key}"], value) for key, value in net.state_dict().items())
+    """Return whether a run's checkpoint has these weights."""
+    actual = checkpoint_of(folder, name)["state_dict"]
+    pairs = ((actual[f"net.{key}"], value) for key, value in net.state_dict().items())
     return all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)
 
 

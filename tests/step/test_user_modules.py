@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import Program, Run, apart, checkpoint_of, summary_of
-from own_runs import DDP, go_on, jobs, must_refuse, same_bits, train
+from conftest import Run, summary_of
 from plain import scalars
+from user_runs import DDP, go_on, must_refuse, same_bits, train
 
 from lockstep.checkpoint.resume import key
 from lockstep.config.instantiate import instantiate
@@ -19,51 +18,6 @@ SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAvera
 
 
 # --- what a module may do on every layout -----------------------------------------------------------------------------
-
-
-def test_what_a_module_keeps_and_returns_on_scattered_devices(project: Path, tmp_path: Path) -> None:
-    """As on one device: buffers that are changed in place or replaced, outputs in a named tuple."""
-    task = ("max_epochs=1", "pieces=4", "strategy=dp", "devices=1,2")
-    *kept, one_named, dp_named = jobs(project, tmp_path, "Buffers,mine.Named", *task)
-    assert apart(dp_named, one_named) < 1e-10
-    one, dp = (checkpoint_of(run.folder)["state_dict"] for run in kept)
-    assert one["seen"] == dp["seen"] == 21  # of one piece in each step: 6, 6, 6, and the largest of the last
-    assert one["sizes"].tolist() == dp["sizes"].tolist() == [6, 6, 6, 3]
-    assert (kept[1].folder / "train.log").read_text().count("buffer seen of Buffers differs") == 1
-    assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
-    assert one["norm.running_mean"].abs().max() > 1e-3
-    for name in ("norm.running_mean", "norm.running_var"):
-        torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
-
-
-def test_buffers_have_the_same_bits_on_all_layouts_and_after_a_stop(project: Path, tmp_path: Path) -> None:
-    """And what validation scores is what the checkpoint has."""
-    task = ("exact=true", "pieces=4", "callbacks.checkpoint.monitor=val/acc")
-    one, *others = jobs(project, tmp_path / "layouts", "Statistics", *task, "strategy=ddp,dp", "devices=1,3")
-    assert same_bits(one, *others)
-    cut = train(project, tmp_path / "cut", "Statistics", *task, "max_steps=3")
-    assert not same_bits(one, cut), "the control"
-    ended = go_on(project, cut, "max_steps=null", "strategy=ddp", "devices=2")
-    assert same_bits(one, ended)
-    evaluated = Program(tmp_path / "evaluated", "src/evaluate.py", home=project)(
-        f"checkpoint={ended.folder / 'checkpoints/last.ckpt'}", "split=val", "+model._target_=mine.Statistics"
-    )
-    scored = evaluated.summary["metrics"]  # by `test_step`, on the samples of validation
-    assert scored["test/loss"] == pytest.approx(ended.summary["metrics"]["val/loss"], rel=1e-6)
-
-
-def test_a_buffer_without_a_mean_is_refused_on_one_device_too(project: Path, tmp_path: Path) -> None:
-    refused = train(project, tmp_path, "Pointer", "exact=true", ok=False)
-    assert refused.returncode == 2
-    assert "exact=true: the buffer pointer of the module (Pointer) depends on the samples of a piece" in refused.stderr
-
-
-def test_more_ranks_than_validation_samples(project: Path, tmp_path: Path) -> None:
-    """No rank waits for one that has no sample, and what is counted in training meanwhile stays."""
-    few = ("data.val_fraction=0.03", "strategy=ddp", "devices=4", "pieces=8", "val_every=3", "hang_timeout=20")
-    metrics = train(project, tmp_path, "Counts", *few).summary["metrics"]
-    assert metrics["train/seen"] == 87
-    assert 3 * metrics["val/acc"] == pytest.approx(round(3 * metrics["val/acc"])), "of three samples"
 
 
 def test_a_module_without_a_test(project: Path, tmp_path: Path) -> None:
@@ -78,7 +32,7 @@ def train_loss(run: Run) -> list[tuple[int, float]]:
     return scalars(next((run.folder / "tensorboard").iterdir()))["train_loss"]
 
 
-def test_what_an_epoch_began_with_is_there_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
+def test_what_an_epoch_began_with_exists_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
     killed = ("max_epochs=3", "pieces=1", "num_workers=1", "checkpoint_every=5")  # in step 7, of four an epoch
     task = (*killed, "logger=tensorboard", "log_every=1")
     whole = train(project, tmp_path / "whole", "Curriculum", *task)
@@ -136,17 +90,19 @@ def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("optimizer=adamw",), "optimizer has no effect, since mine.LitDigits takes no optimizer"),
         (("scheduler=cosine",), "scheduler has no effect, since mine.LitDigits takes no scheduler"),
         ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging takes over the schedule"),
     ],
 )
-def test_what_would_be_ignored_is_refused(project: Path, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+def test_what_would_be_ignored_is_refused(
+    project: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
     run = train(project, tmp_path, "LitDigits", *options, ok=False)
     assert run.returncode == 2, str(run)
-    assert says in run.stderr
+    assert message in run.stderr
     assert not run.folders
 
 
@@ -156,52 +112,37 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
         ("precision=32-true",),
         {
             "Twice": "configure_optimizers returned several optimizers: return one",
-            "OwnData": "mine.OwnData: its train_dataloader would not be called",
+            "CustomData": "mine.CustomData: its train_dataloader would not be called",
             "AfterBackward": "its on_after_backward would get the gradient of a piece",
             "Moves": "its transfer_batch_to_device would get a whole step",
         },
     ),
-    (
-        (*DDP, "pieces=4"),
-        {
-            "Spare": "no gradient has reached spare.weight, spare.bias",
-            "Sometimes": "no gradient has reached head.weight, head.bias in a step's last piece",
-        },
-    ),
-    ((*DDP, "pieces=3", "hang_timeout=20"), {"Gathers": "training_step can't gather from other ranks"}),
-    ((), {"Gathers": "training_step can't gather from other ranks"}),
 ]
 
 
-def test_a_steps_value_with_sync_dist_is_logged_with_a_line(project: Path, tmp_path: Path) -> None:
-    """Ranks have two pieces and one, so it can't be reduced."""
-    run = train(project, tmp_path, "Shares", *DDP, "pieces=3", "max_epochs=1", "hang_timeout=20")
-    assert run.stderr.count("shared, logged in training_step: sync_dist=True has no effect") == 1
-
-
-@pytest.mark.parametrize(("options", "said"), REFUSED)
+@pytest.mark.parametrize(("options", "output"), REFUSED)
 def test_what_a_step_can_not_do_is_refused(
-    project: Path, tmp_path: Path, options: tuple[str, ...], said: dict[str, str]
+    project: Path, tmp_path: Path, options: tuple[str, ...], output: dict[str, str]
 ) -> None:
-    must_refuse(project, tmp_path, options, said)
+    must_refuse(project, tmp_path, options, output)
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "refused"),
+    ("name", "option", "refused"),
     [
-        ("OwnOptimizer", "scheduler=cosine", True),
+        ("CustomOptimizer", "scheduler=cosine", True),
         ("Helped", "optimizer.weight_decay=0.3", False),
     ],
 )
-def test_what_a_classifiers_own_optimizer_does_not_take_is_not_ignored(
-    project: Path, tmp_path: Path, name: str, given: str, refused: bool
+def test_what_a_classifiers_optimizer_does_not_take_is_not_ignored(
+    project: Path, tmp_path: Path, name: str, option: str, refused: bool
 ) -> None:
-    run = train(project, tmp_path, name, "precision=32-true", "max_steps=1", given, ok=not refused)
+    run = train(project, tmp_path, name, "precision=32-true", "max_steps=1", option, ok=not refused)
     if refused:
         assert run.returncode == 2, str(run)
-        group = key(given).partition(".")[0]
+        group = key(option).partition(".")[0]
         unused = f"the configure_optimizers of mine.{name} does not use self.{group}"
-        assert f"{key(given)} has no effect, since {unused}:" in run.stderr
+        assert f"{key(option)} has no effect, since {unused}:" in run.stderr
 
 
 def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_path: Path) -> None:
@@ -212,7 +153,7 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("program", "target", "error", "says"),
+    ("program", "target", "error", "message"),
     [
         ("import nowhere.at_all", "own.Net", UserError, "own.Net: own imports nowhere, which is not installed"),
         ("import torch; torch.nowhere", "own.Net", AttributeError, ".*'torch' has no attribute 'nowhere'"),
@@ -224,7 +165,7 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
     ],
 )
 def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, target: str, error: type[Exception], says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, target: str, error: type[Exception], message: str
 ) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "own.py").write_text(program + "\n")
@@ -232,7 +173,7 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
-    assert re.search(says, str(caught.value) if error is UserError else cli.error_line(caught.value))
+    assert re.search(message, str(caught.value) if error is UserError else cli.error_line(caught.value))
 
 
 def test_a_mistaken_option_of_a_nested_target_is_refused() -> None:

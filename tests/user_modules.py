@@ -1,6 +1,5 @@
 """Modules as a user writes them. Tests copy this file into a project as `mine`, and name one of them by `_target_`."""
 
-import collections
 import json
 import os
 import signal
@@ -40,7 +39,7 @@ class LitDigits(pl.LightningModule):
         self.extend()
 
     def extend(self):
-        """What others below have beside the network."""
+        """Add what other modules have beside the network."""
 
     def forward(self, x):
         return self.net(x)
@@ -167,58 +166,12 @@ class Holds(pl.Callback):
         tensors = list(pl_module.parameters())
         for state in trainer.optimizers[0].state.values():
             tensors += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
-        held = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 1)
+        size = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 1)
         with open(os.path.join(trainer.default_root_dir, f"held_{trainer.global_rank}"), "w") as file:
-            file.write(str(held))
+            file.write(str(size))
 
 
 # --- what a step does -------------------------------------------------------------------------------------------------
-
-
-class Buffers(LitDigits):
-    def extend(self):
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("sizes", torch.zeros(0, dtype=torch.int64))
-        self.register_buffer("constant", torch.ones(()))
-        self.norm = nn.BatchNorm1d(CLASSES, momentum=None)
-
-    def forward(self, x):
-        if self.training:
-            self.seen += len(x)
-            self.sizes = torch.cat([self.sizes, torch.tensor([len(x)])])
-        return self.norm(self.net(x)) * self.constant
-
-
-class Statistics(LitDigits):
-    """Buffers that no layer of torch has: a centre that is replaced, a norm of its own, power iterations, a flag."""
-
-    def extend(self):
-        self.net[1] = nn.utils.parametrizations.spectral_norm(self.net[1])
-        self.register_buffer("center", torch.zeros(CLASSES))
-        self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("ready", torch.tensor(False))
-
-    def forward(self, x):
-        out = self.net(x)
-        if self.training:
-            center, self.center = self.center, 0.9 * self.center + 0.1 * out.mean(0)
-            self.scale.data.lerp_(out.detach().std(), 0.1)
-            self.ready.fill_(True)
-            return out - center
-        return (out - self.center) / self.scale
-
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-
-class Pointer(LitDigits):
-    def extend(self):
-        self.register_buffer("pointer", torch.tensor(0))
-
-    def training_step(self, batch, batch_idx):
-        self.pointer += len(batch[0])
-        return super().training_step(batch, batch_idx)
 
 
 class Penalty(LitDigits):
@@ -287,22 +240,6 @@ class Counts(LitDigits):
         self.seen.reset()
 
 
-Output = collections.namedtuple("Output", "logits more")
-
-
-class Named(LitDigits):
-    def forward(self, x):
-        return Output(self.net(x), x.mean(dim=(1, 2, 3)))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]).logits, batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/acc", (self(batch[0]).logits.argmax(1) == batch[1]).double().mean())
-
-    test_step = validation_step
-
-
 class Lazy(LitDigits):
     def extend(self):
         del self.net
@@ -340,10 +277,10 @@ class Flips(pl.Callback):
         self.what, self.device, self.step, self.lasting = what, device, step, lasting
 
     def strikes(self, trainer, what):
-        there = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
         now, again = trainer.global_step, trainer.strategy.substitute is not None
         due = now >= self.step if self.lasting else now == self.step and not again
-        return what == self.what and due and int(there[trainer.global_rank]) == self.device
+        return what == self.what and due and int(visible[trainer.global_rank]) == self.device
 
     def on_fit_start(self, trainer, pl_module):
         plain, to_one, self.calls = torch.distributed.all_reduce, torch.distributed.P2POp, 0
@@ -569,12 +506,12 @@ class MovedData(TemplatedData):
 # --- of the project's classifier --------------------------------------------------------------------------------------
 
 
-class OwnOptimizer(MnistCNN):
+class CustomOptimizer(MnistCNN):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Helped(OwnOptimizer):
+class Helped(CustomOptimizer):
     def configure_optimizers(self):
         return self.made()
 
@@ -621,31 +558,6 @@ class Spare(LitDigits):
         self.spare = nn.Linear(CLASSES, CLASSES)
 
 
-class Sometimes(LitDigits):
-    def extend(self):
-        self.head = nn.Linear(CLASSES, CLASSES)
-        self.micro_batches = 0
-
-    def forward(self, x):
-        self.micro_batches += self.training
-        return self.head(self.net(x)) if self.micro_batches % 2 else self.net(x)
-
-
-class Gathers(LitDigits):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        logits = self(x)
-        self.all_gather(logits.detach())
-        return F.cross_entropy(logits, y)
-
-
-class Shares(LitDigits):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("shared", loss, sync_dist=True)
-        return loss
-
-
 class Past(LitDigits):
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch[0]), batch[1])
@@ -667,7 +579,7 @@ class AfterBackward(LitDigits):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
-class OwnData(LitDigits):
+class CustomData(LitDigits):
     def train_dataloader(self):
         return []
 

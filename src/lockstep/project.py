@@ -1,0 +1,71 @@
+"""The project whose programs run: the folder that a user owns, with `conf/`, `src/` and `outputs/`."""
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+VARIABLE = "LOCKSTEP_PROJECT"  # tells the processes that a command starts
+
+
+@dataclass(frozen=True)
+class Project:
+    """A project's folders.
+
+    Attributes:
+        root: the folder of the project.
+    """
+
+    root: Path
+
+    @property
+    def conf(self) -> Path:
+        """The config files."""
+        return self.root / "conf"
+
+    @property
+    def source(self) -> Path:
+        """The user's code and programs."""
+        return self.root / "src"
+
+    @property
+    def train_program(self) -> Path:
+        """The program that trains."""
+        return self.source / "train.py"
+
+
+def use_project_of(path: Path | str) -> None:
+    """Make the project of a file or folder the one of this process and of the processes that it starts.
+
+    Raises:
+        UserError: neither the path nor a folder above it is a project.
+    """
+    os.environ[VARIABLE] = str(_find(Path(path).resolve()))
+    project.cache_clear()
+
+
+@cache
+def project() -> Project:
+    """Return the project of this process.
+
+    It is that of the command, else the nearest one above the working folder, else the one that is installed in this
+    environment by `pip install -e`, whose `src/` is then in Python's import path.
+
+    Raises:
+        UserError: there is none.
+    """
+    if root := os.environ.get(VARIABLE):
+        return Project(Path(root))
+    installed = [Path(folder).parent for folder in sys.path if Path(folder).name == "src"]
+    return Project(_find(Path.cwd(), installed))
+
+
+def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
+    for folder in (path, *path.parents, *installed):
+        if (folder / "conf" / "train.yaml").is_file():
+            return folder
+    raise UserError(f"{path} is in no project: the project's folder has conf/train.yaml")

@@ -1,0 +1,40 @@
+"""What tests of generated inputs share: how many are tried, and what counts as a refusal."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+from lockstep.errors import UserError
+from lockstep.run import cli
+
+NIGHTLY = settings.get_current_profile_name() == "nightly"
+SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+
+
+def often(examples: int) -> settings:
+    """Return settings with so many examples, each day the same; at night fifty times as many others."""
+    count = examples * 50 if NIGHTLY else examples
+    return settings(max_examples=count, deadline=None, derandomize=not NIGHTLY, suppress_health_check=SLOW_IS_FINE)
+
+
+def result_or_line(call: Callable[[], Any]) -> tuple[Any, str]:
+    """Return two things: what a call returns, and the line that refuses it; one of them is empty.
+
+    Other exceptions go through: a user would see a traceback.
+    """
+    try:
+        return call(), ""
+    except UserError as refusal:
+        line = cli.error_line(refusal)
+        assert len(line) > 10, line
+        assert line.isprintable(), line
+        assert ":" in line, line
+        return None, line
+
+
+def refused_line(call: Callable[[], Any]) -> str:
+    """Return the line that refuses a call."""
+    result, line = result_or_line(call)
+    assert line, f"not refused: {result}"
+    return line

@@ -1,0 +1,180 @@
+"""Fits of a small module by our Trainer, on one device or as one rank of a group whose ranks are threads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from plain import QUIET
+from thread_ranks import Ranks, one_at_a_time
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.data import DataModule, Spec, Splits
+from lockstep.step.batch import MicroBatch
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.step.strategy import SingleDevice, torch_devices
+from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.dp import DataParallel
+
+FEATURES, CLASSES, SAMPLES = 4, 3, 30
+
+
+class Net(pl.LightningModule):
+    """What differs between layouts unless it is taken care of: BatchNorm and dropout."""
+
+    def __init__(self, norm: bool = True, dropout: float = 0.3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        middle = [nn.BatchNorm1d(5)] if norm else []
+        self.net = nn.Sequential(nn.Linear(FEATURES, 5), *middle, nn.Dropout(dropout), nn.Linear(5, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ThreadPlace(LightningEnvironment):
+    """Gives Lightning the place of a rank, which it would read from the environment variables of the process."""
+
+    creates_processes_externally = True
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.rank, self.world = rank, world
+
+    def world_size(self) -> int:
+        return self.world
+
+    def global_rank(self) -> int:
+        return self.rank
+
+    local_rank = global_rank
+
+    def node_rank(self) -> int:
+        return 0
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+
+class ThreadDDP(DistributedDataParallel):
+    """Our strategy. One rank at a time computes a forward pass, since all of them draw from one random state."""
+
+    @contextmanager
+    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
+        with one_at_a_time, super().micro_batch(micro_batch, seed):
+            yield
+
+
+class Numbers(TensorDataset):
+    """Samples that are always the same. Else each fetch would seed the random state that all ranks share."""
+
+    uses_random_numbers = False
+
+
+def splits(train: int = SAMPLES, evaluated: int = SAMPLES) -> Splits:
+    """Return data whose samples are the first ones of the same set."""
+    numbers = torch.Generator().manual_seed(0)
+    dataset = Numbers(torch.randn(SAMPLES, FEATURES, generator=numbers), torch.arange(SAMPLES) % CLASSES)
+    validation_part = Subset(dataset, range(evaluated))
+    return Splits(Subset(dataset, range(train)), validation_part, validation_part, Spec(1, 2, tuple("abc")), "")
+
+
+def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int = 6, **options: Any) -> Layout:
+    """Return the layout of some ranks, of a single device, or with `strategy="dp"` of a process with some devices."""
+    strategy = options.pop("strategy", "ddp" if world > 1 else "single")
+    return resolve(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        num_nodes=1,
+        batch_size=batch_size,
+        pieces=pieces,
+        exact=exact,
+        **options,
+    )
+
+
+def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) -> tuple[Any, DataModule]:
+    """Return the Trainer and the data of a rank. Options beside the Trainer's:
+
+    sum_of: makes the gradient sum; hooks: the step's hooks; hooks_of: makes hooks of this rank from the gradient sum;
+    plugins_of: makes plugins of this rank.
+    """
+    world = layout.world_size
+    kinds: dict[str, Any] = {"ddp": ThreadDDP, "dp": partial(DataParallel, torch_devices(layout))}
+    strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
+    gradients = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum)(strategy, world)
+    hooks = [*options.pop("hooks", []), *options.pop("hooks_of", lambda gradients: [])(gradients)]
+    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
+    plugins = [
+        *options.pop("plugins", []),
+        *options.pop("plugins_of", list)(),
+        *([ThreadPlace(rank, world)] if world > 1 else []),
+    ]
+    options = QUIET | {"devices": world, "callbacks": callbacks, "plugins": plugins, "max_epochs": 1} | options
+    return StepTrainer(gradients, hooks, 0, **options), DataModule(data, layout, 0, rank, num_workers=0)
+
+
+@dataclass(eq=False)
+class Fit:
+    """What a rank has after a fit.
+
+    Attributes:
+        state: the module's weights and buffers.
+        metrics: what it has logged.
+        trainer: its Trainer.
+    """
+
+    state: dict[str, Tensor]
+    metrics: dict[str, float]
+    trainer: Any
+
+
+def fit(rank: int, net: pl.LightningModule, layout: Layout, train: int = 24, ckpt: Any = None, **options: Any) -> Fit:
+    """Fit a copy of a module as a rank. By default an epoch has two steps.
+
+    The module is made before, since all ranks share the random state that initialises it.
+    """
+    module = deepcopy(net)
+    trainer, data = trainer_and_data(rank, layout, splits(train, options.pop("evaluated", SAMPLES)), **options)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Fit({name: value.clone() for name, value in module.state_dict().items()}, metrics, trainer)
+
+
+def same_bits(one: dict[str, Tensor], *others: dict[str, Tensor]) -> bool:
+    """Check whether weights and buffers have the same bits."""
+    return all(
+        one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+        for other in others
+    )
+
+
+def fits(ranks: Ranks, net: pl.LightningModule, world: int, exact: bool = True, **options: Any) -> list[Fit]:
+    """Return the fit of each process of a layout. `batch_size`, `pieces`, `shares` and `strategy` are the layout's."""
+    names = ("batch_size", "pieces", "shares", "strategy")
+    layout = layout_of(world, exact, **{name: options.pop(name) for name in names if name in options})
+    if layout.strategy != "ddp":
+        return [fit(0, net, layout, **options)]
+    results: list[Fit] = ranks(world, lambda rank: fit(rank, net, layout, **options))
+    return results

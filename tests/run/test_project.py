@@ -1,0 +1,55 @@
+"""Which project a process belongs to."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.project import VARIABLE, Project, project, use_project_of
+
+
+@pytest.fixture(autouse=True)
+def no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Return a process outside of any project, where none is installed."""
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [])
+    project.cache_clear()
+    yield
+    project.cache_clear()
+
+
+def made(folder: Path) -> Path:
+    """Return a project with nothing but its first page, and a program."""
+    for name in ("conf/train.yaml", "src/train.py"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_a_programs_project_is_the_one_above_its_file(tmp_path: Path) -> None:
+    other, here = made(tmp_path / "other"), made(tmp_path / "here")
+    use_project_of(other / "src" / "train.py")
+    assert project() == Project(other)
+    use_project_of(here / "src" / "train.py")
+    assert (project().conf, project().train_program) == (here / "conf", here / "src" / "train.py")
+
+
+def test_without_a_program_it_is_the_one_above_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, installed = made(tmp_path / "home"), made(tmp_path / "installed")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "src"), str(installed / "src")])
+    assert project() == Project(installed)
+    (home / "notes" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(home / "notes" / "deep")
+    project.cache_clear()
+    assert project() == Project(home)
+
+
+def test_no_project_is_reported_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is in no project: the project's folder has conf/train\.yaml"):
+        project()
+    with pytest.raises(UserError, match="is in no project"):
+        use_project_of(tmp_path / "train.py")

@@ -1,0 +1,451 @@
+"""What an evaluation logs and counts on several ranks: every sample once, also on ranks with unequal parts."""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from rank_fits import CLASSES, Net, layout_of, splits, trainer_and_data
+from thread_ranks import Ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import CatMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from lockstep.errors import UserError
+from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.step.collectives import MetricStates, StateGather, gather_tensors
+from lockstep.step.evaluation_logs import EvaluationLogs
+from lockstep.step.metrics import Count, ExactMean
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+# --- EvaluationLogs.reduce --------------------------------------------------------------------------------------------
+
+VALUES = torch.tensor([0.5, 3.0, -1.0, 2.0, 8.0, 0.25, 1.0])
+PARTS = [[[0, 1, 2, 3, 4, 5, 6]], [[0, 1, 2], [3, 4, 5, 6]], [[0, 1, 2, 3], [4], [5, 6]], [[0, 1, 2, 3, 4], [], [5, 6]]]
+
+
+def batches(samples: Sequence[int], size: int = 2) -> list[Tensor]:
+    """Return a rank's batches. A rank without a sample evaluates one that does not count."""
+    return [VALUES[samples[at : at + size]] for at in range(0, len(samples), size)] if samples else []
+
+
+def reduced_logs(
+    log: Callable[[EvaluationLogs, Tensor], None], parts: Sequence[Sequence[int]], rank: int
+) -> dict[str, float]:
+    """Return what a rank has after its batches and the reduction, by the names of the logged values."""
+    logs, samples = EvaluationLogs(), parts[rank]
+    for batch in batches(samples):
+        logs.batch_size = len(batch)
+        log(logs, batch)
+    logs.reduce(gather_objects, len(samples), lambda tensor, **options: tensor)
+    return {key.partition(".")[2]: float(item.compute()) for key, item in logs.items()}
+
+
+def log_value(reduction: Any, value: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    def log(logs: EvaluationLogs, batch: Tensor) -> None:
+        meta = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "reduce_fx": reduction}
+        meta |= {"enable_graph": False, "sync_dist": False, "batch_size": len(batch)}
+        logs.log("validation_step", "value", value(batch), **(meta | options))
+
+    return log
+
+
+KINDS: dict[str, tuple[Any, Tensor]] = {
+    "mean": (Tensor.mean, VALUES.mean()),
+    "sum": (Tensor.sum, VALUES.sum()),
+    "min": (Tensor.min, VALUES.min()),
+}
+KINDS |= {"max": (Tensor.max, VALUES.max())}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("reduction", [*KINDS])
+def test_a_logged_value_is_that_of_all_samples_on_every_rank(ranks: Ranks, parts: Any, reduction: str) -> None:
+    value, expected = KINDS[reduction]
+    log = log_value(reduction, value)
+    for result in ranks(len(parts), lambda rank: reduced_logs(log, parts, rank)):
+        assert result == {"value": pytest.approx(float(expected), rel=1e-6)}
+
+
+def test_a_mean_of_the_ranks_means_would_be_another(ranks: Ranks) -> None:
+    """The control: the parts are so unequal that this shows."""
+    means = [VALUES[part].mean() for part in PARTS[2]]
+    assert float(torch.stack(means).mean()) != pytest.approx(float(VALUES.mean()), rel=1e-2)
+
+
+def test_a_name_that_one_rank_logs_reaches_the_others(ranks: Ranks) -> None:
+    """For example the mean over the samples of a class."""
+
+    def log(logs: EvaluationLogs, batch: Tensor) -> None:
+        large = batch[batch > 5]
+        if len(large):
+            log_value("mean", Tensor.mean)(logs, large)
+
+    for parts in PARTS[1:]:
+        for result in ranks(len(parts), partial(reduced_logs, log, parts)):
+            assert result == {"value": 8.0}
+
+
+def end_logs(value: Any, parts: Any, rank: int, **options: Any) -> Any:
+    """Return what is left of a value that each rank logs once, at the end of the evaluation."""
+    logs, samples = EvaluationLogs(), len(parts[rank])
+    meta = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "reduce_fx": "mean"}
+    meta |= {"enable_graph": False, "sync_dist": False}
+    logs.batch_size = 1
+    logs.log("on_validation_epoch_end", "value", torch.tensor(float(value(rank))), **(meta | options))
+    logs.reduce(gather_objects, samples, lambda tensor, **options: tensor)
+    return float(logs["on_validation_epoch_end.value"].compute())
+
+
+def test_a_value_of_the_epochs_end(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """The same on all ranks: taken as it is. Else the mean by samples, with a line; a rank without a sample is out."""
+    parts = PARTS[3]  # 5, 0 and 2 samples
+    assert ranks(3, lambda rank: end_logs(lambda r: 4.0, parts, rank)) == [4.0] * 3
+    assert not caplog.records
+    assert ranks(3, lambda rank: end_logs(lambda r: 4.0 if r != 1 else 99.0, parts, rank)) == [4.0] * 3
+    assert not caplog.records, "the rank without a sample has no part in it"
+    mean = pytest.approx((5 * 1.0 + 2 * 3.0) / 7)
+    assert ranks(3, lambda rank: end_logs(lambda r: r + 1, parts, rank)) == [mean] * 3
+    assert "value, logged in on_validation_epoch_end, differs between ranks" in caplog.text
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("sum", 1.0 + 3.0), ("max", 3.0), ("min", 1.0)])
+def test_a_value_of_the_epochs_end_that_asks_for_a_reduction(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, reduction: str, expected: float
+) -> None:
+    of_rank: Any = lambda rank: end_logs(lambda r: r + 1, PARTS[3], rank, reduce_fx=reduction, sync_dist=True)  # noqa: E731
+    assert ranks(3, of_rank) == [expected] * 3
+    assert not caplog.records
+
+
+def test_nan_of_one_rank_is_nan_on_all(ranks: Ranks) -> None:
+    def log(logs: EvaluationLogs, batch: Tensor) -> None:
+        log_value("mean", lambda each: each.mean() / (0.0 if 8.0 in each else 1.0) * 0 + 1)(logs, batch)
+
+    for result in ranks(3, lambda rank: reduced_logs(log, PARTS[2], rank)):
+        assert result["value"] != result["value"]
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", PARTS[1:])
+def test_our_metrics_count_each_sample_once(ranks: Ranks, parts: Any) -> None:
+    def of_rank(rank: int) -> tuple[float, int]:
+        mean, count = ExactMean(), Count()
+        for batch in batches(parts[rank], 3):
+            mean.update(batch)
+            count.update(batch > 0.3)
+        return float(mean.compute()), int(count.compute())
+
+    assert ranks(len(parts), of_rank) == [(float(VALUES.double().mean()), int((VALUES > 0.3).sum()))] * len(parts)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (0, 3, 1), (2, 0, 0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
+def test_tensors_of_any_size_are_gathered(ranks: Ranks, sizes: Sequence[int], dtype: torch.dtype) -> None:
+    """The shapes first, then the contents; an empty state gets the dtype and the dimensions of the others."""
+
+    def of_rank(rank: int) -> list[Tensor]:
+        state = torch.full((sizes[rank], 2), rank + 1).to(dtype) if sizes[rank] else torch.tensor([])
+        return gather_tensors(state, "a state")
+
+    for parts in ranks(len(sizes), of_rank):
+        for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            assert (part.dtype, part.shape) == (dtype, (size, 2))
+            assert torch.equal(part, torch.full((size, 2), rank + 1).to(dtype))
+
+
+def test_a_gathered_tensor_keeps_its_gradient(ranks: Ranks) -> None:
+    def of_rank(rank: int) -> list[bool]:
+        mine = torch.ones(rank + 1, requires_grad=True)
+        return [part is mine for part in gather_tensors(mine, "a tensor")]
+
+    assert ranks(3, of_rank) == [[rank == other for other in range(3)] for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda rank: torch.zeros(2, dtype=torch.float64 if rank else torch.float32), "[2] of torch.float32, [2] of"),
+        (lambda rank: torch.zeros((1,) * (rank + 1)), "[1], [1, 1], [1, 1, 1]: they must have the same dtype"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_on_all_ranks(ranks: Ranks, make: Any, message: str) -> None:
+    errors = ranks(3, lambda rank: gather_tensors(make(rank), "a state"), errors=UserError)
+    assert len({str(error) for error in errors}) == 1
+    assert message in str(errors[0])
+
+
+def test_ranks_that_gather_different_things_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    def of_rank(rank: int) -> Any:
+        return gather_objects(TensorHeader("x", (), torch.float32) if rank == 2 else None)
+
+    errors = ranks(4, of_rank, errors=UserError)
+    assert {str(error).partition(":")[0] for error in errors} == {"rank 2 is in x, and rank 0 is not"}
+
+
+@pytest.mark.parametrize("make", [CatMetric, MeanMetric, lambda: MulticlassAUROC(CLASSES)])
+def test_a_metric_of_torchmetrics_on_ranks_without_a_sample(ranks: Ranks, make: Any) -> None:
+    """Its empty list of states would be sent as float32 of no dimension, and the group would abort."""
+    numbers = torch.Generator().manual_seed(0)
+    p, y = torch.rand(9, CLASSES, generator=numbers), torch.arange(9) % CLASSES
+
+    def value(metric: Any, samples: Any) -> Any:
+        if len(samples):
+            metric.update(*((p[samples], y[samples]) if isinstance(metric, MulticlassAUROC) else (p[samples, 0],)))
+        return sorted(torch.as_tensor(metric.compute()).flatten().tolist())
+
+    expected = value(make(), list(range(9)))
+    parts: list[list[int]] = [[0, 1, 2, 3, 4], [], [5, 6, 7, 8], []]
+
+    def of_rank(rank: int) -> Any:
+        metric = make()
+        metric.dist_sync_fn = StateGather("metric")
+        return value(metric, parts[rank])
+
+    for result in ranks(4, of_rank):
+        assert result == pytest.approx(expected)
+
+
+def test_a_batch_that_does_not_count_leaves_no_trace_in_a_metric() -> None:
+    """But its lists then have the dtype and the dimensions of the others."""
+    module: Any = Net()
+    module.auroc, module.mean = MulticlassAUROC(CLASSES), MeanMetric()
+    module.mean.update(torch.tensor(3.0))
+    trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[])
+    states = MetricStates(trainer)
+    module.auroc.update(torch.rand(1, CLASSES).softmax(1), torch.tensor([0]))
+    module.mean.update(torch.tensor(99.0))
+    states.restore(trainer)
+    assert float(module.mean.compute()) == 3.0
+    assert [(part.shape, part.dtype) for part in module.auroc.preds] == [((0, CLASSES), torch.float32)]
+    assert [(part.shape, part.dtype) for part in module.auroc.target] == [((0,), torch.int64)]
+
+
+# --- whole evaluations by our Trainer ---------------------------------------------------------------------------------
+
+
+class Scores(Net):
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.accuracy, self.auroc = MulticlassAccuracy(CLASSES), MulticlassAUROC(CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        p = self(x).softmax(1)
+        self.accuracy(p, y)
+        self.auroc(p, y)
+        self.log("acc", self.accuracy)
+        self.log("auroc", self.auroc)
+        self.log("loss", F.cross_entropy(p, y))
+        self.log("largest", p.max(), reduce_fx="max")
+        if (p.argmax(1) == 2).any():
+            self.log("sometimes", p[:, 2].mean(), batch_size=len(x))
+
+    test_step = validation_step
+
+
+def evaluate(rank: int, module: pl.LightningModule, world: int, samples: int, stage: str = "validate") -> Any:
+    trainer, data = trainer_and_data(rank, layout_of(world), splits(evaluated=samples))
+    [numbers] = getattr(trainer, stage)(deepcopy(module), datamodule=data, verbose=False)
+    return numbers
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize(("world", "samples"), [(2, 9), (3, 10), (4, 9), (4, 1), (2, 30)])
+def test_an_evaluation_has_the_numbers_of_one_device(ranks: Ranks, stage: str, world: int, samples: int) -> None:
+    """Nine samples leave one of four ranks without a batch, one sample three of them."""
+    module = Scores()
+    expected = evaluate(0, module, 1, samples, stage)
+    for numbers in ranks(world, lambda rank: evaluate(rank, module, world, samples, stage)):
+        assert numbers == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert expected != pytest.approx(evaluate(0, module, 1, samples % 30 + 3, stage), rel=1e-5), "the control"
+
+
+class Collects(Net):
+    """Does what ranks with unequal numbers of batches can't."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.collect(self(batch[0]))
+
+    def collect(self, y: Tensor) -> None:
+        self.all_gather(y.sum())
+
+
+class Waits(Collects):
+    def collect(self, y: Tensor) -> None:
+        self.trainer.strategy.barrier()
+
+
+class Reduces(Collects):
+    def collect(self, y: Tensor) -> None:
+        self.log("y", y.sum(), on_step=True, on_epoch=False, sync_dist=True)
+
+
+class SyncsMetric(Collects):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, dist_sync_on_step=True)
+
+    def collect(self, y: Tensor) -> None:
+        self.accuracy(y, torch.zeros(len(y), dtype=torch.int64))
+
+
+class ComputesMetric(SyncsMetric):
+    def collect(self, y: Tensor) -> None:
+        self.accuracy.update(y, torch.zeros(len(y), dtype=torch.int64))
+        self.accuracy.compute()
+
+
+class Decides(Collects):
+    def collect(self, y: Tensor) -> None:
+        self.trainer.strategy.reduce_boolean_decision(True)
+
+
+class Broadcasts(Collects):
+    def collect(self, y: Tensor) -> None:
+        self.trainer.strategy.broadcast(1)
+
+
+class PassesBy(Collects):
+    def collect(self, y: Tensor) -> None:
+        torch.distributed.all_reduce(y.sum())
+
+
+SAYS = {
+    Collects: "gather from other ranks",
+    Waits: "wait for other ranks",
+    Reduces: "log with sync_dist=True",
+    SyncsMetric: "gather the metric accuracy",
+    ComputesMetric: "gather the metric accuracy",
+    Decides: "reduce a decision",
+    Broadcasts: "broadcast",
+    PassesBy: "communicate with other ranks",
+}
+
+
+@pytest.mark.parametrize("kind", [*SAYS])
+def test_a_collective_in_a_batch_is_refused_on_all_ranks_where_some_have_more(ranks: Ranks, kind: Any) -> None:
+    module = kind()
+    errors = ranks(2, lambda rank: evaluate(rank, module, 2, 9), errors=UserError)
+    for error in errors:
+        assert str(error).startswith(f"strategy=ddp: validation_step can't {SAYS[kind]}, since the ranks have 2 and 3 ")
+    even = ranks(2, lambda rank: evaluate(rank, module, 2, 8), errors=UserError)
+    assert not any(isinstance(result, UserError) for result in even), "the control"
+
+
+class GathersAtEnd(Net):
+    def on_validation_epoch_start(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.all_gather(torch.cat(self.seen))
+
+
+class GathersMeans(GathersAtEnd):
+    def on_validation_epoch_end(self) -> None:
+        self.all_gather(torch.cat(self.seen).mean())
+
+
+class GathersBatches(GathersAtEnd):
+    def on_validation_epoch_end(self) -> None:
+        self.all_gather(self.seen)
+
+
+class ReducesSum(GathersAtEnd):
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.strategy.reduce(torch.cat(self.seen).sum(), reduce_op="sum")
+
+
+class ComputesOnZero(GathersAtEnd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = MulticlassAUROC(CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.auroc.update(self(batch[0]).softmax(1), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.auroc.compute()
+
+
+class GathersOnZero(GathersAtEnd):
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.all_gather(torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples", "message"),
+    [
+        (GathersAtEnd, 9, "all_gather in on_validation_epoch_end: the ranks have tensors of different sizes, "),
+        (GathersMeans, 1, "all_gather in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one: "),
+        (GathersOnZero, 8, "rank 0 is in all_gather in on_validation_epoch_end, and rank 1 is not: all ranks must "),
+        (GathersBatches, 9, "rank 1 is in all_gather in on_validation_epoch_end, and rank 0 is not: all ranks must "),
+        (ComputesOnZero, 8, "rank 0 is in the gathering of the metric auroc, and rank 1 is not: all ranks must gather"),
+        (ReducesSum, 1, "strategy.reduce in on_validation_epoch_end: 1 sample on 2 ranks leave a rank without one"),
+        (GathersAtEnd, 8, ""),
+        (GathersMeans, 9, ""),
+    ],
+)
+def test_what_a_hook_gathers_fits_or_is_refused_on_all_ranks(
+    ranks: Ranks, kind: Any, samples: int, message: str
+) -> None:
+    module = kind()
+    for result in ranks(2, lambda rank: evaluate(rank, module, 2, samples), errors=UserError):
+        assert isinstance(result, UserError) == bool(message)
+        assert not message or message in str(result)
+
+
+def test_a_mean_of_unequal_parts_is_named_once(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    module = GathersMeans()
+    ranks(2, lambda rank: evaluate(rank, module, 2, 9))
+    assert caplog.text.count("the ranks have 4 and 5 samples, so the mean of their means is not the mean") == 2
+
+
+class LogsMetric(Net):
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.accuracy = MulticlassAccuracy(CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        p = self(batch[0])
+        self.accuracy(p, batch[1])
+        self.log("train/acc", self.accuracy, on_step=False, on_epoch=True)
+        return nn.functional.cross_entropy(p, batch[1])
+
+
+def test_a_rank_without_a_sample_in_training_joins_the_metric_of_the_epoch(ranks: Ranks) -> None:
+    module = LogsMetric()
+
+    def of_rank(rank: int, world: int = 4) -> float:
+        trainer, data = trainer_and_data(rank, layout_of(world), splits(2, 1), limit_val_batches=0)
+        trainer.fit(deepcopy(module), datamodule=data)
+        return float(trainer.callback_metrics["train/acc"])
+
+    assert ranks(4, of_rank) == [pytest.approx(of_rank(0, 1))] * 4
+
+
+class Predicts(Net):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.all_gather(self(batch[0]))
+
+
+def test_predicting_refuses_a_collective_where_a_rank_has_no_batch(ranks: Ranks) -> None:
+    def of_rank(rank: int) -> Any:
+        trainer, data = trainer_and_data(rank, layout_of(2), splits(evaluated=1))
+        return trainer.predict(Predicts(), datamodule=data)
+
+    results = ranks(2, of_rank, errors=UserError)
+    assert any("predict_step can't gather from other ranks, since the ranks have 0 and 1 b" in str(r) for r in results)

@@ -1,0 +1,271 @@
+"""The gradient of a step on several ranks: that of the mean loss over all samples, whichever rank has which pieces."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from thread_ranks import Ranks
+from torch import Tensor, nn
+
+from lockstep.arithmetic.exact_sum import CorruptMessage
+from lockstep.errors import UserError
+from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = (3, 1, 2, 4, 2)  # samples of each piece
+Gradients = list[Tensor | None]
+
+
+class Net(nn.Module):
+    """Has a layer that each piece uses, one that the pieces of `rare` use, and one that no piece uses."""
+
+    def __init__(self, rare: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.rare = rare
+
+    def loss(self, piece: int) -> Tensor:
+        x = samples(piece)
+        y = self.always(x) + (self.sometimes(x) if piece in self.rare else 0)
+        return y.square().sum(1).mean()
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net(rare=[3])
+
+
+def samples(piece: int) -> Tensor:
+    return torch.randn(SIZES[piece], 4, generator=torch.Generator().manual_seed(piece))
+
+
+def make_sum(module: Any, kind: Any, world: int, check_messages: bool = False) -> Any:
+    strategy = SimpleNamespace(
+        lightning_module=module, holds=lambda thing: True, use_reducer=lambda wanted: False, gather_dicts=dict
+    )
+    return kind(strategy, world, check_messages)
+
+
+def step_batch(pieces: Sequence[int], number: int = 0) -> StepBatch:
+    epochs = np.zeros(9, np.int64)
+    micro_batches = [MicroBatch(np.arange(SIZES[piece]), 0, piece, epochs[: SIZES[piece]]) for piece in pieces]
+    return StepBatch(micro_batches, sum(SIZES), len(SIZES), 0, number, True)
+
+
+def take_step(gradients: Any, pieces: Sequence[int], number: int = 0) -> Any:
+    """Compute this rank's pieces of a step. Return the gradient over all ranks."""
+    module, batch = gradients.strategy.lightning_module, step_batch(pieces, number)
+    for parameter in module.parameters():
+        parameter.grad = None
+    gradients.begin(batch)
+    for micro_batch in batch.micro_batches:
+        (module.loss(micro_batch.piece) * gradients.weight(micro_batch, batch)).backward()
+        gradients.collect()
+    gradients.reduce(SimpleNamespace(batch=batch))
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def steps(net: Net, kind: Any, owners: Sequence[Sequence[int]], rank: int, count: int = 2, **options: Any) -> Any:
+    gradients = make_sum(deepcopy(net), kind, len(owners), **options)
+    return [take_step(gradients, owners[rank], number) for number in range(count)]
+
+
+def by_hand(net: Net) -> Gradients:
+    """Return the gradient of the mean loss over all samples, by one backward pass of autograd."""
+    module = deepcopy(net).double()
+
+    def loss(piece: int) -> Tensor:
+        x = samples(piece).double()
+        y = module.always(x) + (module.sometimes(x) if piece in net.rare else 0)
+        return y.square().sum()
+
+    total = torch.stack([loss(piece) for piece in range(len(SIZES))]).sum() / sum(SIZES)
+    total.backward()
+    return [None if p.grad is None else p.grad.float() for p in module.parameters()]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        for step, other_step in zip(one, other, strict=True)
+        for a, b in zip(step, other_step, strict=True)
+    )
+
+
+LAYOUTS = [[[0, 1, 2], [3, 4]], [[4, 0], [1, 3], [2]], [[], [0, 1, 2, 3], [4]], [[0], [1], [2], [3], [4]]]
+
+
+@pytest.mark.parametrize("kind", [GradientSum, ExactGradientSum])
+@pytest.mark.parametrize("owners", [[range(5)], *LAYOUTS])
+def test_the_gradient_of_the_mean_over_all_samples(ranks: Ranks, net: Net, kind: Any, owners: Any) -> None:
+    """Pieces have unequal sizes, and ranks unequal numbers of pieces, maybe none."""
+    expected = by_hand(net)
+    for result in ranks(len(owners), lambda rank: steps(net, kind, owners, rank)):
+        for step in result:
+            for gradient, wanted in zip(step, expected, strict=True):
+                assert (gradient is None) == (wanted is None), "a parameter without a gradient has none on any layout"
+                if gradient is not None and wanted is not None:
+                    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("owners", LAYOUTS)
+def test_an_exact_gradient_has_the_bits_of_one_rank(ranks: Ranks, net: Net, owners: Any) -> None:
+    expected = steps(net, ExactGradientSum, [range(5)], 0, 3)
+    for result in ranks(len(owners), lambda rank: steps(net, ExactGradientSum, owners, rank, 3)):
+        assert same(result, expected)
+
+
+def test_a_plain_gradient_has_not(ranks: Ranks, net: Net) -> None:
+    """The control: the order shows in these numbers."""
+    expected = steps(net, GradientSum, [range(5)], 0)
+    results = [ranks(len(owners), partial(steps, net, GradientSum, owners))[0] for owners in LAYOUTS]
+    assert not all(same(result, expected) for result in results)
+
+
+class ForgetsSize(ExactGradientSum):
+    def weight(self, micro_batch: Any, step_batch: Any) -> float:
+        return 1.0
+
+
+class CollectsTwice(ExactGradientSum):
+    def collect(self) -> None:
+        self.sum.add([parameter.grad for parameter in self.trained.values()])
+        super().collect()
+
+
+class KeepsGradients(ExactGradientSum):
+    def _reset(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [ForgetsSize, CollectsTwice, KeepsGradients])
+def test_a_planted_fault_is_detected(ranks: Ranks, net: Net, kind: Any) -> None:
+    expected = steps(net, ExactGradientSum, [range(5)], 0)
+    for result in ranks(2, lambda rank: steps(net, kind, LAYOUTS[0], rank)):
+        assert not same(result, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 3), (3, 2)])
+def test_the_state_of_a_sum_continues_on_another_layout(ranks: Ranks, net: Net, before: int, after: int) -> None:
+    expected = steps(net, ExactGradientSum, [range(5)], 0, 3)
+
+    def first(rank: int) -> Any:
+        gradients = make_sum(deepcopy(net), ExactGradientSum, len(LAYOUTS[before]))
+        for number in range(2):
+            take_step(gradients, LAYOUTS[before][rank], number)
+        return gradients.state_dict()
+
+    states = ranks(len(LAYOUTS[before]), first)
+    assert all(state == states[0] for state in states)
+    assert all(isinstance(exponent, int) for exponent in states[0]["exponents"])
+
+    def second(rank: int) -> Any:
+        gradients = make_sum(deepcopy(net), ExactGradientSum, len(LAYOUTS[after]))
+        gradients.load_state_dict(states[0])
+        return [take_step(gradients, LAYOUTS[after][rank], 2)]
+
+    for result in ranks(len(LAYOUTS[after]), second):
+        assert same(result, expected[2:])
+
+
+def test_what_is_frozen_and_unfrozen_on_all_ranks(ranks: Ranks, net: Net) -> None:
+    def of_rank(rank: int, owners: Any) -> Any:
+        gradients = make_sum(deepcopy(net), ExactGradientSum, len(owners))
+        results = []
+        for number, trains in enumerate((True, False, True)):
+            gradients.strategy.lightning_module.always.weight.requires_grad_(trains)
+            results.append(take_step(gradients, owners[rank], number))
+        return results
+
+    expected = of_rank(0, [range(5)])
+    for result in ranks(3, lambda rank: of_rank(rank, LAYOUTS[1])):
+        assert same(result, expected)
+    assert [step[0] is None for step in expected] == [False, True, False]
+
+
+def test_two_sums_may_run_at_once(ranks: Ranks, net: Net) -> None:
+    """As an extra lets them: a sum is applied after the next one has begun, to the same bits."""
+
+    def of_rank(rank: int, owners: Any) -> Any:
+        gradients = make_sum(deepcopy(net), ExactGradientSum, len(owners))
+        gradients.sums_at_once = 2
+        started = []
+        for number in range(3):
+            batch = step_batch(owners[rank], number)
+            gradients.begin(batch)
+            for micro_batch in batch.micro_batches:
+                (gradients.strategy.lightning_module.loss(micro_batch.piece) * micro_batch.size).backward()
+                gradients.collect()
+            started.append(gradients.start(batch))
+        results = []
+        for each in started:
+            gradients.apply(each)
+            results.append([parameter.grad for parameter in each.parameters])
+        return results
+
+    expected = of_rank(0, [range(5)])
+    assert same(expected, steps(net, ExactGradientSum, [range(5)], 0, 3))
+    for result in ranks(3, lambda rank: of_rank(rank, LAYOUTS[1])):
+        assert same(result, expected)
+
+
+def test_a_result_is_computed_once(ranks: Ranks, net: Net) -> None:
+    """A second wait would start another collective."""
+
+    def of_rank(rank: int) -> bool:
+        gradients = make_sum(deepcopy(net), GradientSum, 2)
+        gradients.strategy.lightning_module.loss(rank).backward()
+        started = gradients.start(step_batch([rank]))
+        return started.result is started.result
+
+    assert ranks(2, of_rank) == [True, True]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", [GradientSum, ExactGradientSum])
+def test_a_value_that_is_not_finite_reaches_all_ranks(ranks: Ranks, net: Net, kind: Any, value: float) -> None:
+    def of_rank(rank: int) -> Any:
+        module = deepcopy(net)
+        if rank == 1:
+            module.always.weight.register_hook(lambda gradient: gradient * value)
+        gradients = make_sum(module, kind, 3)
+        weight, bias, *_ = take_step(gradients, LAYOUTS[1][rank])
+        return bool(weight.isfinite().any()), bool(bias.isfinite().all())
+
+    assert ranks(3, of_rank) == [(False, True)] * 3
+
+
+def test_a_damaged_message_is_not_applied_where_it_arrives(
+    ranks: Ranks, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the rank that gets it damaged can see it."""
+
+    class Damaged(ExactGradientSum):
+        def start(self, batch: Any) -> Any:
+            started = super().start(batch)
+            if cast(Any, self.strategy).rank == 1 and batch.step == 1:
+                self.sum.message[7] += 1 << 30
+            return started
+
+    def of_rank(rank: int, kind: Any) -> Any:
+        gradients = make_sum(deepcopy(net), kind, 3, check_messages=True)
+        gradients.strategy.rank = rank
+        return [take_step(gradients, LAYOUTS[1][rank], number) for number in range(2)]
+
+    zero, one, two = ranks(3, lambda rank: of_rank(rank, Damaged), errors=CorruptMessage)
+    assert str(one).startswith("step 2: the sums of always.weight to never.bias do not match what the ranks sent")
+    assert same(zero, two)
+    assert same(zero, steps(net, ExactGradientSum, [range(5)], 0)), "checksums change no bit"
+
+
+def test_gradients_that_wait_in_a_checkpoint_need_their_extra(net: Net) -> None:
+    for kind in (GradientSum, ExactGradientSum):
+        with pytest.raises(UserError, match="the checkpoint has 2 gradients that its run had not applied yet"):
+            make_sum(net, kind, 2).load_state_dict({"waiting": [1, 2]})
