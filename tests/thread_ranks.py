@@ -260,5 +260,5 @@ def place_of(rank: int, world: int, machines: int = 1, **changes: Any) -> Enviro
 
 @pytest.fixture
 def ranks() -> Ranks:
-    """Return a function: `ranks(4, function)` calls `function(rank)` on 4 ranks that are threads, and returns the results."""
+    """Return a function: `ranks(4, function)` calls `function(rank)` on 4 threads as ranks, and returns the results."""
     return Ranks()

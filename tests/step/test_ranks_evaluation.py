@@ -336,7 +336,8 @@ def test_a_collective_in_a_batch_is_refused_on_all_ranks_where_some_have_more(ra
     module = kind()
     errors = ranks(2, lambda rank: evaluate(rank, module, 2, 9), errors=UserError)
     for error in errors:
-        assert str(error).startswith(f"strategy=ddp: validation_step can't {MESSAGES[kind]}, since the ranks have 2 and 3 ")
+        start = f"strategy=ddp: validation_step can't {MESSAGES[kind]}, since the ranks have 2 and 3 "
+        assert str(error).startswith(start)
     even = ranks(2, lambda rank: evaluate(rank, module, 2, 8), errors=UserError)
     assert not any(isinstance(result, UserError) for result in even), "the control"
 
