@@ -116,12 +116,12 @@ def no_process(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def processes() -> None:
-    """Makes a test one of kind `run`: it may start processes."""
+    """Make a test one of kind `run`: it may start processes."""
 
 
 @pytest.fixture(scope="session")
 def whole_run() -> None:
-    """Makes a test one of kind `run`: it takes seconds, though it starts no process."""
+    """Make a test one of kind `run`: it takes seconds, though it starts no process."""
 
 
 # --- what a test changes of this process is put back ---

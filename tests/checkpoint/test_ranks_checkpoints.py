@@ -22,6 +22,17 @@ from lockstep.launch.process_group import broadcast_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+TARGET = {"_target_": "somewhere.Something"}
+SPEC = {"channels": 1, "image_size": 8, "classes": ["a", "b"], "mean": [0.0], "std": [1.0]}
+RECORD = {
+    "config": {"model": TARGET, "data": TARGET, "optimizer": TARGET, "batch_size": 4},
+    "spec": SPEC,
+    "fingerprint": "1",
+    "samples": 16,
+    "precision": "32-true",
+}
+CONTINUATION: dict[str, Any] = {"stopped": False, "length": {}, "trained": {}, "settings": {}}
+
 
 def write(folder: Path, step: int, best: int | None = None, **more: Any) -> Path:
     """Write checkpoints as a run does. Return the folder of the run."""
@@ -32,7 +43,7 @@ def write(folder: Path, step: int, best: int | None = None, **more: Any) -> Path
                 "state_dict": {"w": torch.full((3,), of_step)},
                 "pytorch-lightning_version": "2.6",
             }
-            content |= {"global_step": of_step, "lockstep": {}, "continuation": {}, **more}
+            content |= {"global_step": of_step, "lockstep": RECORD, "continuation": CONTINUATION, **more}
             checkpoint_io.save(content, path)
     return folder
 

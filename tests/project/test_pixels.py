@@ -274,10 +274,10 @@ def test_a_file_without_rights_reports_it(tmp_path: Path, monkeypatch: pytest.Mo
     root = write_images(tmp_path, (".",))
     plain = open
 
-    def failing(source: Any, *mode: str) -> Any:
+    def failing(source: Any, mode: str) -> Any:
         if str(source).endswith("cat/3.png"):
             raise PermissionError(13, "Permission denied", str(source))
-        return plain(source, *mode)
+        return plain(source, mode)
 
     monkeypatch.setattr("project.data.pixels.open", failing, raising=False)
     assert "cat/3.png (Permission denied): repair or remove it" in refusal_of(image_folder, str(root))
