@@ -24,9 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
@@ -84,7 +82,6 @@ def _spawn(*arguments: Any) -> int:
 sys.addaudithook(_audit)
 SPAWN = multiprocessing.util.spawnv_passfds
 multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment] # it raises no event
-torch.set_num_threads(1)  # tests share the cores, and small tensors gain nothing from threads
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,6 +124,14 @@ def whole_run() -> None:
 # --- what a test changes of this process is put back ---
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Compute with one thread: tests share the cores, and small tensors gain nothing from threads."""
+    import torch  # here: the process that only distributes the tests needs no torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def custom_process_state() -> Iterator[None]:
     """Put back what a test changes of this process: environment, folder, threads, numbers, random state, messages."""
@@ -140,6 +145,9 @@ def custom_process_state() -> Iterator[None]:
 
 def _states() -> Iterator[Callable[[], object]]:
     """Yield functions, each of which puts one thing back to what it is now."""
+    import numpy as np
+    import torch
+
     variables, folder, arguments, path = dict(os.environ), os.getcwd(), sys.argv, list(sys.path)
 
     def restore_environment() -> None:

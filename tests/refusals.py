@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import composed
 
-from lockstep import compose
+from lockstep.checkpoint.resume import expand_resume
 from lockstep.config import check as config_check
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import Config, check
@@ -89,7 +89,7 @@ def refused_command(program: str, overrides: Sequence[str]) -> str:
 
 def _check_command(program: str, overrides: Sequence[str]) -> None:
     if program == "train":
-        check(dict(compose(*overrides)))
+        check(composed(*expand_resume(check_arguments(list(overrides)), "train")))
     else:
         find_checkpoint(composed(*check_arguments(list(overrides)), page=program))
 

@@ -19,8 +19,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-import pytest
-
 from lockstep.launch.environment import Environment, environment
 
 T = TypeVar("T")
@@ -256,9 +254,3 @@ def place_of(rank: int, world: int, machines: int = 1, **changes: Any) -> Enviro
         local_world_size=local,
     )
     return replace(place, **changes)
-
-
-@pytest.fixture
-def ranks() -> Ranks:
-    """Return a function: `ranks(4, function)` calls `function(rank)` on 4 threads as ranks, and returns the results."""
-    return Ranks()

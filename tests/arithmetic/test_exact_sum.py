@@ -330,7 +330,7 @@ def test_a_gpu_starts_as_many_kernels_for_many_tensors_as_for_few() -> None:
             exact.begin()
             with Kernels() as kernels:
                 for _ in range(2):
-                    exact.add([torch.ones(20_000)] * tensors)
+                    exact.add([torch.ones(20_000)] * tensors, unchanged=True)
                 exact.total()
         return kernels.kernels
 

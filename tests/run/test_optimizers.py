@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Program, Run, apart, summary_of
+from conftest import ROOT, TINY, Program, Run, apart, composed, summary_of
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -21,7 +21,6 @@ from lockstep.config.arguments import experiment_keys
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate, parameters
 from lockstep.errors import UserError
-from lockstep.run.api import compose
 from lockstep.run.optimizers import training_arguments, without_defaulted
 from project import optimizers, schedules
 
@@ -30,7 +29,7 @@ SAMPLES = 640  # ten steps an epoch
 
 def offered(*overrides: str) -> dict[str, Any]:
     """Return what a module gets to train with."""
-    return training_arguments(check(dict(compose("max_epochs=2", *overrides))), SAMPLES)
+    return training_arguments(check(dict(composed("max_epochs=2", *overrides))), SAMPLES)
 
 
 def rates(made: dict[str, Any], steps: int) -> list[float]:
@@ -128,7 +127,7 @@ def test_any_optimizer_by_hydras_convention(
     ],
 )
 def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[str], lr: float) -> None:
-    config = check(dict(compose("max_epochs=2", *overrides)))
+    config = check(dict(composed("max_epochs=2", *overrides)))
     optimizer = training_arguments(config, SAMPLES)["optimizer"]([nn.Parameter(torch.zeros(1))])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
     ratio = config.layout.batch_size / config.reference_batch_size if config.lr_scaling == "linear" else 1
@@ -137,9 +136,9 @@ def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[st
 
 
 def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
-    deleted = dict(compose("~optimizer.lr"))
+    deleted = dict(composed("~optimizer.lr"))
     assert check(deleted, overridden=["optimizer.lr"]).lr == 0.001
-    both = dict(compose("optimizer.lr=0.1", "lr=0.2"))
+    both = dict(composed("optimizer.lr=0.1", "lr=0.2"))
     with pytest.raises(
         UserError, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too and overrides it: give lr=\.\.\. alone$"
     ):
@@ -376,7 +375,7 @@ class ReplaceableOptimizer:
 def test_a_constructors_default_yields_to_what_the_user_gives_only(
     target: type, overrides: list[str], passed: set[str]
 ) -> None:
-    raw = dict(compose("max_epochs=2", *overrides))
+    raw = dict(composed("max_epochs=2", *overrides))
     requested = {override.partition("=")[0] for override in overrides}
     requested |= {"lr", "optimizer"} if "experiment" in requested else set()  # see test_the_keys_of_an_experiment
     config = replace(check(raw), requested=frozenset(requested))
@@ -396,7 +395,7 @@ def test_the_keys_of_an_experiment_count_as_set() -> None:
 
 
 def test_an_lr_of_train_yaml_counts_as_set_and_that_of_an_optimizers_page_does_not() -> None:
-    raw = dict(compose("max_epochs=2"))
+    raw = dict(composed("max_epochs=2"))
     assert check(raw).requested == set()
     assert check({**raw, "lr": 0.5}).requested == {"lr"}
 

@@ -10,21 +10,16 @@ from unittest.mock import Mock
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch._dynamo
-import torch._inductor.config
-from conftest import Run, apart
+from conftest import Run, apart, composed
 from refusals import refused_with
 from step.test_loop import Net, fit
 from torch import nn
-from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
-from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 from user_runs import DDP, go_on, same_bits, train
 
 from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import StepRefused, UserError
 from lockstep.run import build
-from lockstep.run.api import compose
 from lockstep.step.compile import CudaGraphs, EagerEvaluation, compile_networks
 from lockstep.step.network_parts import networks
 
@@ -35,6 +30,8 @@ compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Compile kernels once for this file, and here: nothing is left behind. They are plain loops, since to find
     out which vectors the compiler knows takes longer than all else; so would headers that few share."""
+    import torch._inductor.config
+
     with (
         pytest.MonkeyPatch.context() as patch,
         torch._inductor.config.patch(
@@ -110,14 +107,14 @@ def test_the_key_chooses_graphs(chosen: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_are_refused_where_they_can_not_work(overrides: str, message: str) -> None:
     refused_with(f"compile=true {GRAPHS} {overrides}", f"{GRAPHS} {message}")
     devices = ("strategy=ddp", "devices=2", "pieces=2", "batch_size=48")
-    assert check(compose("compile=true", GRAPHS, *devices)).speed.cuda_graphs  # the control: one piece on each device
+    assert check(composed("compile=true", GRAPHS, *devices)).speed.cuda_graphs  # the control: one piece on each device
 
 
 @pytest.mark.parametrize("chosen", [False, True])
 def test_each_step_of_a_run_with_graphs_frees_the_memory_of_the_last_one(
     chosen: bool, tmp_path: Path, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = check(compose("compile=true", *[GRAPHS] * chosen, "logger=none"))
+    config = check(composed("compile=true", *[GRAPHS] * chosen, "logger=none"))
     monkeypatch.setattr(build, "StepTrainer", lambda gradients, hooks, seed, **options: hooks)
     hooks: Any = build.make_trainer(config, tmp_path, [])
     marked = Mock()
@@ -128,7 +125,12 @@ def test_each_step_of_a_run_with_graphs_frees_the_memory_of_the_last_one(
     assert (len(graphs), marked.call_count) == (chosen, chosen)
 
 
+@pytest.mark.usefixtures("whole_run")  # importing torch's compiler takes seconds
 def test_what_torch_can_not_record_is_refused_in_a_line(tmp_path: Path) -> None:
+    import torch._inductor.config
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
     with torch._inductor.config.patch({"triton.cudagraph_or_error": True}), pytest.raises(RuntimeError) as raised:
         log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device (cpu:0). Found from:\n  x = y.cpu()")
     overwritten = RuntimeError(CUDAGraphTreeManager.format_dealloc_msg("File 'x.py'"))
@@ -193,10 +195,10 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         UserError, match=r"compile=true needs a C compiler.*the PATH has no ccache-without: .*set CC to"
     ):
-        check(dict(compose(*["compile=true"])))
+        check(dict(composed(*["compile=true"])))
     monkeypatch.setattr("lockstep.launch.machine.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"compile=true needs triton, which is not installed"):
-        check(dict(compose(*["compile=true"])))
+        check(dict(composed(*["compile=true"])))
 
 
 def test_a_machine_without_a_compiler_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +206,8 @@ def test_a_machine_without_a_compiler_is_reported_before_anything_starts(monkeyp
     with pytest.raises(
         UserError, match=r"compile=true needs a C\+\+ compiler.*the PATH has no no-such-compiler: .*set CXX to"
     ):
-        check(dict(compose(*["compile=true", "accelerator=cpu"])))
+        check(dict(composed(*["compile=true", "accelerator=cpu"])))
     monkeypatch.setenv("CXX", f"{sys.executable} -I")
     monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)
     with pytest.raises(UserError, match=r"compile=true needs Python's headers"):
-        check(dict(compose(*["compile=true", "accelerator=cpu"])))
+        check(dict(composed(*["compile=true", "accelerator=cpu"])))

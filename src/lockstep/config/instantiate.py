@@ -9,7 +9,7 @@ import inspect
 import traceback
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -258,13 +258,16 @@ def _config_folders() -> list[Path]:
 
 def _part(file: Path, folder: Path, group: str) -> Any:
     """Return a config file's value of a group: its whole content if the file is in the group's folder."""
-    text = file.read_text()
-    if "_target_" not in text:
-        return None
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError:  # composing with this file raises its own error
-        return None
+    content = _content_with_targets(file.read_text())
     if file.relative_to(folder).parts[0] == group:
         return content
     return content.get(group) if isinstance(content, dict) else None
+
+
+@cache  # each group of a checkpoint is compared with all files
+def _content_with_targets(text: str) -> Any:
+    """Return the content of a config file; None if it names no target, or can't be read."""
+    try:
+        return yaml.safe_load(text) if "_target_" in text else None
+    except yaml.YAMLError:  # composing with this file raises its own error
+        return None
