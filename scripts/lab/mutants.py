@@ -3,50 +3,140 @@
     python scripts/lab/mutants.py
     python scripts/lab/mutants.py --number 50 --seed 7 --rooms step
 
-mutmut writes the changed code (mutants) into mutants/, and runs for each the unit tests and those of ranks that call
-the changed function. Functions with a decorator are not changed. The page has the figures and what survived.
+mutmut writes the changed functions (mutants) into mutants/. For each, a fork of this process runs those tests of its
+room that call the function and start no process. Functions with a decorator are not changed. The page has the figures
+and what survived.
 """
 
 import argparse
 import json
+import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 
+import pytest
+from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants
+from mutmut.mutation.trampoline import set_mutant_under_test
+from mutmut.state import state
+from mutmut.utils.file_utils import setup_source_paths
 from nightly import ROOT, commit_of
 
 PAGE = ROOT / "docs" / "results" / "mutants.md"
 FOLDER = ROOT / "mutants"
 ROOMS = ("arithmetic", "step", "checkpoint")
-FIRST = "lockstep.arithmetic.order.*mutmut_1"  # tried first: mutmut writes all mutants and finds the tests of each
-OUTCOMES = {0: "survived", 1: "killed", 3: "killed", 5: "no test", 33: "no test"}  # mutmut's, and else: out of time
+OUTCOMES = {0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed"}  # pytest's codes; else: out of time
+SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightnings_loop"  # counts calls, mutmut's too
+ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", "unit or ranks", f"--deselect={SLOWED}"]
+SECONDS, TIMES = 30, 5  # a mutant's tests may take so many seconds, and so many times what they take without it
 COLUMNS = ("killed", "out of time", "survived", "no test")
 EQUIVALENT: dict[str, str] = {}  # a change as `change` returns it, and why no test can tell
 
 
-def mutmut(*arguments: str, quiet: bool = False) -> str:
-    """Run mutmut in the checkout, and return what it prints if it is quiet."""
-    command = ["nice", str(Path(sys.executable).parent / "mutmut"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, check=True, text=True, env=environment, stdout=subprocess.PIPE if quiet else None
-    ).stdout
+def write_mutants() -> None:
+    """Write the changed code into mutants/, or only that of files that were edited since the last time."""
+    set_mutant_under_test("mutant_generation")
+    FOLDER.mkdir(exist_ok=True)
+    copy_src_dir()
+    copy_also_copy_files()
+    create_mutants(os.cpu_count() or 1)
+    setup_source_paths()
 
 
-def results(room: str) -> dict[str, int | None]:
-    """Return the mutants of a room with the exit codes of their tests, None where they were not run."""
+def names(room: str) -> list[str]:
+    """Return the names of a room's mutants."""
     files = sorted((FOLDER / "src" / "lockstep" / room).glob("*.meta"))
-    return {name: code for file in files for name, code in json.loads(file.read_text())["exit_code_by_key"].items()}
+    return [name for file in files for name in json.loads(file.read_text())["exit_code_by_key"]]
 
 
-def outcome(code: int | None) -> str:
-    """Return the column of the page for an exit code."""
-    return "no test" if code is None else OUTCOMES.get(code, "out of time")
+def forked(work: Callable[[], int], seconds: float) -> int:
+    """Return the exit code of some work in a fork of this process, or -9 if it takes longer."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            os.chdir(FOLDER)
+            with Path(os.devnull).open("w") as nothing:
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(nothing.fileno(), 2)
+                code = work()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Calls:
+    """A plug-in of pytest that notes the tests of each function, and how long each test takes."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, float]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the functions that a test called: mutmut puts their names into a set."""
+        if report.when == "call":
+            for function in state()._stats:
+                self.tests.setdefault(function, {})[report.nodeid] = report.duration
+            state()._stats.clear()
+
+
+def tests_of_functions(room: str) -> dict[str, dict[str, float]]:
+    """Return the tests that call each function of a room, and their seconds, the fastest first; all must pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tests.json"
+
+        def work() -> int:
+            set_mutant_under_test("stats")
+            calls = Calls()
+            code = int(pytest.main([*ARGUMENTS, f"tests/{room}"], plugins=[calls]))
+            file.write_text(json.dumps(calls.tests))
+            return code
+
+        if forked(work, math.inf):
+            raise SystemExit(f"tests/{room} must pass before anything is changed: make quick ARGS=tests/{room}")
+        found: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return {name: dict(sorted(tests.items(), key=lambda test: test[1])) for name, tests in found.items()}
+
+
+def tried(name: str, tests: Mapping[str, float]) -> str:
+    """Return how a mutant fares with the tests of its function."""
+
+    def work() -> int:
+        set_mutant_under_test(name)
+        return int(pytest.main([*ARGUMENTS, "-x", *tests]))
+
+    seconds = SECONDS + TIMES * sum(tests.values())
+    return OUTCOMES.get(forked(work, seconds), "out of time") if tests else "no test"
+
+
+def try_room(room: str, drawn: Sequence[str]) -> dict[str, str]:
+    """Return how each of some mutants of a room fares; a line of mutants/ROOM.txt says so at once."""
+    os.nice(10)
+    os.chdir(FOLDER)
+    with Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        pytest.main([*ARGUMENTS, "--collect-only", f"tests/{room}"])  # the forks need not import torch
+        tests, outcomes = tests_of_functions(room), {}
+        with (FOLDER / f"{room}.txt").open("w", buffering=1) as lines:
+            for name in drawn:
+                outcomes[name] = tried(name, tests.get(function_of(name), {}))
+                lines.write(f"{outcomes[name]}: {name}\n")
+    return outcomes
 
 
 def function_of(name: str) -> str:
@@ -98,9 +188,15 @@ def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str]
     return "\n".join([*lines, ""])
 
 
-def draw(names: Sequence[str], number: int, seed: int) -> list[str]:
+def shown(name: str) -> str:
+    """Return the difference that a mutant makes."""
+    mutmut = Path(sys.executable).parent / "mutmut"
+    return subprocess.run([mutmut, "show", name], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def draw(mutants: Sequence[str], number: int, seed: int) -> list[str]:
     """Return some of the names, the same for the same names, number and seed."""
-    return random.Random(seed).sample(sorted(names), min(number, len(names)))
+    return random.Random(seed).sample(sorted(mutants), min(number, len(mutants)))
 
 
 def main() -> None:
@@ -109,17 +205,16 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100, help="mutants of each room, %(default)s if not given")
     parser.add_argument("--seed", type=int, default=45, help="%(default)s if not given")
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=[*ROOMS])
-    parser.add_argument("--processes", type=int, default=2, help="%(default)s if not given")
     options = parser.parse_args()
-    commit, run = commit_of(ROOT), ("run", "--max-children", str(options.processes))
-    mutmut(*run, FIRST)
-    drawn = {room: draw([*results(room)], options.number, options.seed) for room in options.rooms}
-    tests = json.loads((FOLDER / "mutmut-stats.json").read_text())["tests_by_mangled_function_name"]
-    mutmut(*run, *(name for names in drawn.values() for name in names if tests.get(function_of(name))))
-    codes = {room: results(room) for room in drawn}
-    outcomes = {room: {name: outcome(codes[room][name]) for name in names} for room, names in drawn.items()}
+    os.chdir(ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    commit = commit_of(ROOT)
+    write_mutants()
+    rooms = [(room, draw(names(room), options.number, options.seed)) for room in options.rooms]
+    with get_context("fork").Pool(2) as pool:
+        outcomes = dict(zip(options.rooms, pool.starmap(try_room, rooms, chunksize=1), strict=True))
     survivors = [name for found in outcomes.values() for name, how in found.items() if how == "survived"]
-    changes = {name: change(mutmut("show", name, quiet=True)) for name in survivors}
+    changes = {name: change(shown(name)) for name in survivors}
     PAGE.write_text(page(outcomes, changes, options.seed, commit))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
