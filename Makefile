@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python s
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lowest train sweep dashboard quick coverage test engines lab pages nightly lint docs docs-serve schema project lock clean
+.PHONY: help setup lowest train sweep dashboard quick coverage test engines lab pages nightly mutants lint docs docs-serve schema project lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,8 +65,12 @@ pages: setup ## build the documentation, and run the commands on its pages
 	@$(MAKE) --no-print-directory docs
 	@$(TEST) tests/docs tests/test_repo.py $(ARGS)
 
-nightly: setup ## run what takes longer than CI may, and write docs/results/nightly.md
+nightly: setup ## run what takes longer than CI may, and `mutants`, and write docs/results/nightly.md
 	@$(BIN)/python scripts/lab/nightly.py $(ARGS)
+	@$(BIN)/python scripts/lab/mutation.py
+
+mutants: setup ## change arithmetic, step and checkpoint at random places, and write docs/results/mutants.md: what tests notice
+	@$(BIN)/python scripts/lab/mutation.py $(ARGS)
 
 lint: setup ## run ruff (rules and format) and mypy, and check the order of the rooms
 	@$(BIN)/ruff check

@@ -1,7 +1,7 @@
 """Draw small changes of arithmetic, step and checkpoint by a seed, test each, and write docs/results/mutants.md.
 
-    python scripts/lab/mutants.py
-    python scripts/lab/mutants.py --number 50 --seed 7 --rooms step
+    python scripts/lab/mutation.py
+    python scripts/lab/mutation.py --number 50 --seed 7 --rooms step
 
 mutmut writes the changed functions (mutants) into mutants/. For each, a fork of this process runs those tests of its
 room that call the function and start no process. Functions with a decorator are not changed. The page has the figures

@@ -1,0 +1,41 @@
+"""The program that changes the code at random places, and its page."""
+
+import time
+from pathlib import Path
+
+import mutation
+import pytest
+
+NAMES = [f"lockstep.step.loop.xǁStepLoopǁadvance__mutmut_{number}" for number in range(1, 9)]
+DIFF = """# lockstep.step.loop.x_next__mutmut_1: survived
+--- src/lockstep/step/loop.py
++++ src/lockstep/step/loop.py
+@@ -1,2 +1,2 @@
+ def next(one: int) -> int:
+-    return one + 1
++    return one - 1
+"""
+
+
+def test_the_same_seed_draws_the_same_changes_and_another_one_others() -> None:
+    assert mutation.draw(NAMES, 4, seed=1) == mutation.draw(NAMES[::-1], 4, seed=1) != mutation.draw(NAMES, 4, seed=2)
+    assert sorted(mutation.draw(NAMES, 100, seed=1)) == NAMES
+
+
+def test_the_page_has_the_figures_of_each_room_and_what_survived() -> None:
+    outcomes = dict(zip(NAMES, ["killed"] * 5 + ["out of time", "survived", "no test"], strict=True))
+    text = mutation.page({"step": outcomes}, {NAMES[6]: mutation.change(DIFF)}, 45, "0123456789ab and changes")
+    assert "| step | 8 | 5 | 1 | 1 | 1 | 75% |" in text
+    assert "- `lockstep.step.loop.StepLoop.advance`: `return one + 1` becomes `return one - 1`" in text
+    assert "seed 45" in text
+    assert "0123456789ab and changes" in text
+    assert text.partition("Not called")[2].count("lockstep.step.loop.StepLoop.advance") == 1
+
+
+def test_a_fork_that_takes_too_long_ends_and_so_does_one_that_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutation, "FOLDER", tmp_path)
+    assert mutation.forked(lambda: 0, 60) == 0
+    assert mutation.forked(lambda: time.sleep(60) or 0, 0.2) < 0
+    assert mutation.forked(lambda: 1 // 0, 60) == 1
