@@ -76,3 +76,16 @@ def test_shares_are_whole_near_and_leave_nobody_out(total: int, shares: list[flo
     assert min(parts) >= 1
     order = sorted(range(len(shares)), key=lambda i: shares[i])
     assert all(parts[a] <= parts[b] + 1 for a, b in itertools.pairwise(order))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "advice"), [(24, "use batch_size=96 or 120, or pieces=25"), (51, ", or pieces=100")]
+)
+def test_a_refusal_names_the_next_number_of_pieces_that_fits(pieces: int, advice: str) -> None:
+    with pytest.raises(UserError, match=f"{advice}$"):
+        make(batch_size=100, pieces=pieces)
+
+
+def test_a_description_has_the_number_of_pieces_of_each_device() -> None:
+    assert make(devices=3, batch_size=8, pieces=4).describe() == "step 8 samples = 4 pieces x 2 on 3 devices, 2 + 1 + 1"
+    assert make(devices=2, batch_size=8, pieces=4).describe() == "step 8 samples = 4 pieces x 2 on 2 devices, 2 each"

@@ -50,7 +50,7 @@ class FirstStepCheck(StepHook):
         done: whether the check has been made, or is left out.
     """
 
-    def __init__(self, compiled: bool = False) -> None:
+    def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
         self.done = False
 
