@@ -63,6 +63,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+def pytest_collection_finish() -> None:
+    """Let tests compute with one thread: they share the cores, and small tensors gain nothing from threads.
+
+    The process that only distributes tests does not get here, so it need not import torch. Importing it in a test would
+    look like a process that the test starts: it asks the system for its libraries.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+
 # --- no unit starts a process ---
 
 _refused: list[str] | None = None  # what the unit that runs now tried to start; None: processes are allowed
@@ -122,14 +133,6 @@ def whole_run() -> None:
 
 
 # --- what a test changes of this process is put back ---
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Compute with one thread: tests share the cores, and small tensors gain nothing from threads."""
-    import torch  # here: the process that only distributes the tests needs no torch
-
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
