@@ -16,6 +16,7 @@ from plain import PATHS
 
 from lockstep import files as atomic
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.start import load_start
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
@@ -146,6 +147,16 @@ def test_the_best_stays_what_it_was_where_the_new_one_cannot_be_saved(saved: Pat
     writer.then(atomic.link_file, saved, best)
     writer.teardown()
     assert best.samefile(saved)
+
+
+@pytest.mark.parametrize(("number", "kept"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6]), (-1, [2, 4, 6])])
+def test_step_checkpoints_are_the_latest_up_to_this_one(saved: Path, number: int, kept: list[int]) -> None:
+    """Also in a run that went back from step 8: that file is of steps which no longer count."""
+    for step in (2, 4, 8):
+        paths.step_path(saved.parent, step).write_bytes(b"")
+    checkpoint_io.keep_step_checkpoint(saved, 6, number)
+    assert list(paths.step_checkpoints(saved.parent)) == kept
+    assert paths.step_path(saved.parent, 6).samefile(saved)
 
 
 KILLS = """

@@ -23,6 +23,7 @@ from lockstep.config import instantiate
 from lockstep.config.check import Config, check
 from lockstep.data import Splits
 from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.run.build import make_module
 from lockstep.run.evaluation import check_same_images, config_of, find_checkpoint_and_record
 from lockstep.run.prediction import load_module
@@ -103,6 +104,15 @@ def initial(saved: Saved) -> dict[str, Any]:
 
 def same(actual: dict[str, Any], right: dict[str, Any]) -> bool:
     return actual.keys() == right.keys() and all(torch.equal(actual[name], right[name]) for name in right)
+
+
+def test_a_run_that_has_ended_continues_to_the_same_end(saved: Saved) -> None:
+    """It is then evaluated again. Of a run that would end earlier, the checkpoint has steps that do not count."""
+    checkpoint_io.save({**saved.content, "global_step": STEPS}, saved.path)
+    assert resumed(saved)["global_step"] == STEPS
+    checkpoint_io.save({**saved.content, "global_step": STEPS + 1}, saved.path)
+    with pytest.raises(UserError, match=f"ends the run after step {STEPS}, but .* was saved after step {STEPS + 1}: "):
+        resumed(saved)
 
 
 def test_a_whole_checkpoint_is_read(saved: Saved) -> None:

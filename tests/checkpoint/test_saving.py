@@ -54,6 +54,18 @@ def test_every_so_many_steps_and_validation_inside_an_epoch(tmp_path: Path) -> N
     assert step_of(callback.best_path) == 12
 
 
+def test_the_sanity_check_saves_nothing(tmp_path: Path) -> None:
+    """Its score is of a part of the samples, and no step has been made."""
+
+    class BestAtFirst(Plain):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/acc", 1.0 if self.trainer.sanity_checking else 0.5, batch_size=1)
+
+    callback = Checkpoint(tmp_path)
+    trainer_with(tmp_path, callback, num_sanity_val_steps=1).fit(BestAtFirst(), **loaders())
+    assert (callback.best_score, step_of(callback.best_path)) == (0.5, STEPS)
+
+
 def test_the_best_are_weights_that_were_validated(tmp_path: Path) -> None:
     """Not those of the epoch's end that came after it, under the score that Lightning still shows."""
     callback = Checkpoint(tmp_path)

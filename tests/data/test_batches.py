@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays, layout, module, splits, step_batches
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision.datasets import FakeData
 
 from lockstep.arithmetic.layout import Layout
@@ -108,6 +108,17 @@ def test_worker_processes_change_no_bit(dataset: Any) -> None:
     assert not same(inline, step_batches(module(splits(dataset), on, seed=4)))
 
 
+def test_an_iterator_of_torch_draws_from_no_global_generator() -> None:
+    """It is used with loader processes and with pinned memory."""
+    data = module(splits(arrays(30), evaluated=arrays(30)), layout(batch_size=8))
+    state = torch.get_rng_state()
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        assert list(DataLoader.__iter__(loader))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert list(DataLoader(range(3), batch_size=2))  # the control
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_transforms_in_a_validation_set_are_the_same_in_each_evaluation(workers: int) -> None:
@@ -158,6 +169,17 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     batches = [len(y) for _, y in data.test_dataloader()]
     assert sum(batches) == 700
     assert max(batches) == size
+
+
+def test_a_limit_of_batches_limits_what_each_rank_evaluates() -> None:
+    data: Any = module(splits(arrays(9), evaluated=arrays(40)), layout(2, 8, 2))
+    whole = data.evaluation_shares("val")
+    assert (sum(share.batches for share in whole), sum(share.samples for share in whole)) == (5, 40)
+    for limit in (1, 0.5):
+        data.trainer.limit_val_batches = limit
+        assert data.evaluation_shares("val") == ((1, 8), (1, 8))
+    assert data.num_local_samples("val") == 8
+    assert data.evaluation_shares("test") == whole
 
 
 class Quick(Noisy):

@@ -1,7 +1,9 @@
 """What the loaders of all ranks read: the pieces of the one order, each at the device that owns it."""
 
 from dataclasses import replace
+from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays
@@ -9,7 +11,7 @@ from small_data import arrays
 from lockstep.arithmetic.layout import Assignment, Layout, resolve
 from lockstep.arithmetic.order import DataOrder
 from lockstep.data.augment import Augment
-from lockstep.data.loaders import StepDataset
+from lockstep.data.loaders import StepDataset, StepSampler
 
 
 def layout(batch_size: int, pieces: int, devices: int = 1, strategy: str = "ddp") -> Layout:
@@ -52,3 +54,28 @@ def test_what_the_ranks_load_is_the_order_on_every_layout(
                 assert micro_batch.piece not in actual
                 actual[micro_batch.piece] = labels.tolist()
         assert actual == pieces
+
+
+@pytest.mark.parametrize(("taken", "epoch", "first"), [(0, 0, 0), (3, 0, 3), (5, 1, 0), (14, 2, 4)])
+def test_an_epoch_continues_at_the_step_of_the_run(taken: int, epoch: int, first: int) -> None:
+    order = DataOrder(40, layout(8, 2), 3)
+    assert list(StepSampler(order, partial(int, taken))) == [(epoch, index) for index in range(first, 5)]
+
+
+def test_new_shares_hold_from_their_step_on() -> None:
+    """Also for steps that were fetched before, with those that came first."""
+
+    class Moving(Assignment):
+        first_step = 99
+
+        def layout_at(self, step: int) -> Layout:
+            return self.layout if step < self.first_step else later
+
+    on = layout(8, 4, 2)
+    later = replace(on, shares=(3.0, 1.0))
+    moving = Moving(on)
+    loaded = StepDataset(arrays(80, size=2), DataOrder(80, on, 3), 0, Augment(), moving)
+    counts = [len(loaded.__getitems__((0, index)).micro_batches) for index in range(3)]
+    moving.first_step = 4
+    counts += [len(loaded.__getitems__((0, index)).micro_batches) for index in range(3, 7)]
+    assert counts == [2, 2, 2, 2, 3, 3, 3]

@@ -219,13 +219,17 @@ def test_overfitting_takes_the_batch_that_the_run_begins_with(balanced: bool, co
 def test_a_repeated_sample_is_augmented_anew() -> None:
     dataset = arrays(40, size=6)
     dataset.labels = torch.tensor([0] * 39 + [1])
-    actual = module(splits(dataset, Augment(crop=2)), layout(1, 40, 1))
+    actual: Any = module(splits(dataset, Augment(crop=2)), layout(1, 40, 1))
     actual.order = DataOrder(40, actual.layout, 3, dataset.labels.numpy())
     (micro_batch,) = step_batches(actual)[0].micro_batches
     repeated = micro_batch.ids == 39
     assert repeated.sum() == 20
     images = actual.prepare(micro_batch)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 8
+    actual.trainer.global_step = 1
+    (of_next_epoch,) = step_batches(actual)[0].micro_batches
+    used = micro_batch.epochs_and_repeats[repeated], of_next_epoch.epochs_and_repeats[of_next_epoch.ids == 39]
+    assert len(np.unique(used)) == 40, "no use has the random numbers of another one"
     erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
     images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs_and_repeats)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 15

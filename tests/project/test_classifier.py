@@ -77,15 +77,20 @@ def by_epoch(optimizer: Any) -> dict[str, Any]:
     return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), "interval": "epoch"}
 
 
+def every_second(optimizer: Any) -> dict[str, Any]:
+    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), "interval": "step", "frequency": 2}
+
+
 @pytest.mark.parametrize(
     ("scheduler", "fraction"),
     [
         (lambda made: {"scheduler": cosine(made, 16), "interval": "step"}, (1 + math.cos(math.pi * 6 / 16)) / 2),
         (by_step, 0.1**3),
         (by_epoch, 0.1**2),
+        (every_second, 0.1**3),
         (None, 1.0),
     ],
-    ids=["longer", "by step", "by epoch", "none"],
+    ids=["longer", "by step", "by epoch", "every second step", "none"],
 )
 def test_a_resumed_run_follows_its_differing_settings(tmp_path: Path, scheduler: Any, fraction: float) -> None:
     """The optimizer keeps what it has gathered, and the new schedule stands where it would after as many steps."""

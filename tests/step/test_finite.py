@@ -3,7 +3,9 @@
 import re
 from cmath import isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -21,6 +23,7 @@ from lockstep.errors import NonFinite
 from lockstep.step.finite import FiniteGradientCheck, finite_if_all_are
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepTrainer
+from lockstep.step.passes import StepHook, StepPasses
 from lockstep.strategies import Auto
 
 BROKEN = 7  # id of a sample
@@ -189,3 +192,17 @@ def test_a_classifier_at_a_learning_rate_of_1e10(tmp_path: Path) -> None:
             self.net = nn.Sequential(nn.Flatten(), *[nn.Linear(16, 16) for _ in range(6)], nn.Linear(16, 3))
 
     assert message(tmp_path, Deep(), *samples()).endswith(": use a smaller learning rate")
+
+
+def test_no_checkpoint_is_written_before_the_last_steps_check_is_read() -> None:
+    class Pending(StepHook):
+        def flush(self) -> None:
+            raise NonFinite("step 3")
+
+    gradients, buffers = (SimpleNamespace(state_dict=dict, flush=lambda: None) for _ in range(2))
+    passes: Any = StepPasses(None, gradients, [], 0, Mock(), Mock())  # type: ignore[arg-type]
+    vars(passes)["buffers"] = buffers
+    assert passes.state_dict() == {}
+    passes.hooks = [Pending()]
+    with pytest.raises(NonFinite, match="step 3"):
+        passes.state_dict()

@@ -26,6 +26,7 @@ from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
+from lockstep.step.strategy import SingleDevice
 from lockstep.strategies import Auto
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
@@ -530,3 +531,20 @@ def test_a_custom_precision_is_used(tmp_path: Path) -> None:
 
     assert torch.equal(trained(Doubles, True), trained(Doubles, False))
     assert not torch.equal(trained(Doubles, True), trained(MixedPrecision, True))
+
+
+def test_an_optimizers_state_gets_the_memory_format_of_its_parameters() -> None:
+    def optimizer(memory_format: torch.memory_format) -> torch.optim.Optimizer:
+        layer = nn.Conv2d(3, 4, 2).to(memory_format=memory_format)  # type: ignore[call-overload]
+        made = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(1, 3, 4, 4)).sum().backward()
+        made.step()
+        return made
+
+    saved, strategy = optimizer(torch.contiguous_format), SingleDevice(torch.device("cpu"))
+    strategy.optimizers = [optimizer(torch.channels_last)]
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
+    (weight, state), (before, *_) = next(iter(strategy.optimizers[0].state.items())), saved.state.values()
+    assert not before["momentum_buffer"].is_contiguous(memory_format=torch.channels_last), "the control"
+    assert state["momentum_buffer"].stride() == weight.stride()
+    assert torch.equal(state["momentum_buffer"], before["momentum_buffer"])

@@ -73,6 +73,16 @@ def test_a_logged_value_is_that_of_all_samples_on_every_rank(ranks: Ranks, parts
         assert result == {"value": pytest.approx(float(expected), rel=1e-6)}
 
 
+def test_values_are_summed_in_float64() -> None:
+    """In float32, ones would be lost beside 2**24."""
+    logs, log = EvaluationLogs(), log_value("sum", Tensor.sum)
+    for value in (2.0**24, 1.0, 1.0, 1.0, 1.0):
+        logs.batch_size = 1
+        log(logs, torch.tensor([value]))
+    logs.reduce(lambda local: [local], 5, lambda tensor, **options: tensor)
+    assert float(logs["validation_step.value"].compute()) == 2**24 + 4
+
+
 def test_a_mean_of_the_ranks_means_would_be_another(ranks: Ranks) -> None:
     """The control: the parts are so unequal that this shows."""
     means = [VALUES[part].mean() for part in PARTS[2]]
@@ -219,11 +229,13 @@ def test_a_batch_that_does_not_count_leaves_no_trace_in_a_metric() -> None:
     module: Any = Net()
     module.auroc, module.mean = MulticlassAUROC(CLASSES), MeanMetric()
     module.mean.update(torch.tensor(3.0))
+    assert float(module.mean.compute()) == 3.0
     trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[])
     states = MetricStates(trainer)
     module.auroc.update(torch.rand(1, CLASSES).softmax(1), torch.tensor([0]))
     module.mean.update(torch.tensor(99.0))
     states.restore(trainer)
+    assert module.mean._computed is None, "with it, compute() would take no part in the collective of the others"
     assert float(module.mean.compute()) == 3.0
     assert [(part.shape, part.dtype) for part in module.auroc.preds] == [((0, CLASSES), torch.float32)]
     assert [(part.shape, part.dtype) for part in module.auroc.target] == [((0,), torch.int64)]

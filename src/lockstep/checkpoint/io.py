@@ -46,7 +46,6 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             torch.save(checkpoint, file)
         except RuntimeError as error:  # torch's zip writer hides the OSError in an assertion
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-        file.flush()
         if code := _code(file.name):
             raise CheckpointError(
                 f"{path}: not saved, because loading it would run code ({code}): save plain data and tensors only"
