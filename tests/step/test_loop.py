@@ -535,7 +535,7 @@ def test_a_custom_precision_is_used(tmp_path: Path) -> None:
 
 def test_an_optimizers_state_gets_the_memory_format_of_its_parameters() -> None:
     def optimizer(memory_format: torch.memory_format) -> torch.optim.Optimizer:
-        layer = nn.Conv2d(3, 4, 2).to(memory_format=memory_format)  # type: ignore[call-overload]
+        layer = nn.Conv2d(3, 4, 2).to(memory_format=memory_format)
         made = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
         layer(torch.ones(1, 3, 4, 4)).sum().backward()
         made.step()
