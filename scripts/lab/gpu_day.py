@@ -57,6 +57,7 @@ TOGETHER = ("bits", "layouts", "kills")  # parts that measure no time: their tri
 TASK = ["data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128"]
 TASK += ["max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60"]
 EXACT = ["exact=true", "pieces=4", "model.dropout=0.3"]
+FEW_STEPS = ["batch_size=8", "max_epochs=1", "max_steps=30"]  # of a recipe, in a rehearsal: its data may be large
 LAYOUTS = {
     "one device": "devices=1",
     "4 pieces, exact": "devices=1 pieces=4 exact=true",
@@ -186,14 +187,14 @@ def trials(day: Day) -> Iterator[Trial]:
 
     for seed, (name, (accuracy, expected)) in product(range(1 if short else 3), RECIPES.items()):
         command = ("src/train.py", f"experiment={name}", on, f"seed={seed}", f"data_dir={day.data_dir}")
-        command = (*command, f"outputs={OUTPUTS}", *["max_epochs=1", "batch_size=8"] * short)
+        command = (*command, f"outputs={OUTPUTS}", *FEW_STEPS * short)
         if short and name != "mnist_fast":
             continue
         limits: Row = {"accuracy": 0 if short else accuracy, "needs": "MNIST/raw", "expected": expected}
         yield Trial("mnist", f"{name}, seed {seed}", [[command]], 120, watched=True, **limits)
 
     photos = ("src/train.py", "experiment=photos", on, f"data_dir={day.data_dir}/cifar10_images", f"outputs={OUTPUTS}")
-    few = ("max_epochs=1", "batch_size=8", "model=mnist_cnn") if short else ("max_epochs=3",)
+    few = (*FEW_STEPS, "model=mnist_cnn") if short else ("max_epochs=3",)
     of_photos: Row = {"needs": "cifar10_images", "watched": True}
     yield Trial("cifar", "from JPEG, few epochs", [[(*photos, *few)]], 120, expected="10 to 25 s", **of_photos)
     if not short:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from lockstep.errors import StepRefused, UserError
+from lockstep.launch.torch_versions import compile_network
 from lockstep.step.network_parts import networks
 from lockstep.step.passes import Step, StepHook
 
@@ -51,7 +52,7 @@ def compile_networks(module: pl.LightningModule, exact: bool, cuda_graphs: bool 
             raise UserError(f"compile=true exact=true: torch {torch.__version__} chooses kernels by timing: {remedy}")
         options["deterministic"] = True
     for network in nets:
-        network.compile(options=options, dynamic=False)
+        compile_network(network, options=options, dynamic=False)
 
 
 class CudaGraphs(StepHook):
