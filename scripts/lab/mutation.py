@@ -114,8 +114,8 @@ def tests_of_functions(room: str) -> dict[str, dict[str, float]]:
 
         if forked(work, math.inf):
             raise SystemExit(f"tests/{room} must pass before anything is changed: make quick ARGS=tests/{room}")
-        found: dict[str, dict[str, float]] = json.loads(file.read_text())
-    return {name: dict(sorted(tests.items(), key=lambda test: test[1])) for name, tests in found.items()}
+        seconds_of: dict[str, dict[str, float]] = json.loads(file.read_text())
+    return {name: dict(sorted(tests.items(), key=lambda test: test[1])) for name, tests in seconds_of.items()}
 
 
 def tried(name: str, tests: Mapping[str, float]) -> str:
@@ -165,12 +165,12 @@ def change(diff: str) -> str:
 def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str], seed: int, commit: str) -> str:
     """Return the page about one run: per room the outcome of each mutant, and the changes that survived."""
     rows = []
-    for room, found in outcomes.items():
-        count = Counter(found.values())
-        share = 100 * (count["killed"] + count["out of time"]) / max(len(found), 1)
+    for room, of_room in outcomes.items():
+        count = Counter(of_room.values())
+        share = 100 * (count["killed"] + count["out of time"]) / max(len(of_room), 1)
         counts = " | ".join(str(count[column]) for column in COLUMNS)
-        rows.append(f"| {room} | {len(found)} | {counts} | {share:.0f}% |")
-    untested = sorted({plain(name) for found in outcomes.values() for name, how in found.items() if how == "no test"})
+        rows.append(f"| {room} | {len(of_room)} | {counts} | {share:.0f}% |")
+    untested = {plain(name) for of_room in outcomes.values() for name, how in of_room.items() if how == "no test"}
     lines = [
         "# Changes of the code that the tests notice",
         "",
@@ -189,7 +189,7 @@ def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str]
         for name, text in sorted(survivors.items()):
             lines.append(f"- `{plain(name)}`: {text}" + (f". {EQUIVALENT[text]}" if text in EQUIVALENT else ""))
     if untested:
-        lines += ["", "Not called by such a test:", "", *(f"- `{name}`" for name in untested)]
+        lines += ["", "Not called by such a test:", "", *(f"- `{name}`" for name in sorted(untested))]
     return "\n".join([*lines, ""])
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     rooms = [(room, draw(names(room), options.number, options.seed)) for room in options.rooms]
     with get_context("fork").Pool(2) as pool:
         outcomes = dict(zip(options.rooms, pool.starmap(try_room, rooms, chunksize=1), strict=True))
-    survivors = [name for found in outcomes.values() for name, how in found.items() if how == "survived"]
+    survivors = [name for of_room in outcomes.values() for name, how in of_room.items() if how == "survived"]
     changes = {name: change(shown(name)) for name in survivors}
     PAGE.write_text(page(outcomes, changes, options.seed, commit))
     print(f"wrote {PAGE.relative_to(ROOT)}")
