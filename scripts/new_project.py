@@ -45,12 +45,9 @@ if __name__ == "__main__":
 
     standard_streams.protect()
 
-import pytest
-
 from lockstep.testing import DataTests, ModuleTests
 
 
-@pytest.mark.slow
 class TestMnistCNN(ModuleTests):
     overrides = ["model=mnist_cnn", "data=synthetic", "data.samples=200", "data.image_size=12"]
 

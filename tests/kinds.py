@@ -57,10 +57,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(kind_of(item))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with whole runs first: at the end, no worker waits for another's."""
-    long = {item.path for item in items if kind_of(item) not in QUICK}
-    items.sort(key=lambda item: item.path not in long)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Put files with whole runs first, so that at the end no worker waits for another's.
+
+    They keep the order of their files, since tests of one file share runs. Only units are put in a random order.
+    """
+    runs = [item for item in items if kind_of(item) not in QUICK]
+    yield
+    units = [item for item in items if kind_of(item) in QUICK]
+    left = {*items}
+    items[:] = [*(item for item in runs if item in left), *units]
 
 
 def pytest_collection_finish() -> None:

@@ -34,12 +34,18 @@ def killed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return program.finish(process)
 
 
+@pytest.fixture(scope="module")
+def summaries(killed: Run) -> list[dict[str, Any]]:
+    """Return what its jobs say of themselves, before a test resumes the sweep."""
+    return [summary_of(job) for job in killed.jobs]
+
+
 @pytest.mark.usefixtures("processes")
-def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
+def test_a_killed_job_leaves_the_others_alone(killed: Run, summaries: list[dict[str, Any]]) -> None:
     assert killed.returncode == 1, str(killed)
     assert "Traceback" not in killed.stderr
-    assert [summary_of(job)["status"] for job in killed.jobs] == ["completed", "failed", "completed"]
-    assert summary_of(killed.jobs[1])["error"] == "the job was killed by SIGKILL"
+    assert [summary["status"] for summary in summaries] == ["completed", "failed", "completed"]
+    assert summaries[1]["error"] == "the job was killed by SIGKILL"
     lines = [line for line in killed.stderr.splitlines() if line.startswith("[")]
     assert [line.split(" in ")[0] for line in lines] == [
         "[1 of 3] job 0 completed",
@@ -67,7 +73,7 @@ def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> No
     assert all(f"threads={max(1, available_cores() // 2)}" in each for each in words) or available_cores() == 1
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("processes", "summaries")
 def test_what_is_missing_is_run(killed: Run) -> None:
     """The killed job goes on from its checkpoint, to the bits of the job that was not killed."""
     before = {job: (job / "summary.json").stat().st_mtime_ns for job in killed.jobs}

@@ -32,6 +32,7 @@ class Ledger(History):
         super().__init__()
         self.ledger = self.folder / "ledger.jsonl"
         self.has_lost_a_line = False
+        self.changed_line, self.changed_key = 0, "step"
 
     @initialize(
         fault=st.sampled_from(FAULTS),
@@ -51,7 +52,7 @@ class Ledger(History):
     @precondition(lambda self: not self.has_lost_a_line and self._last_line_is_of_the_checkpoint())
     @rule(whole=st.booleans())
     def lose_the_last_line(self, whole: bool) -> None:
-        """Return a kill comes before the line of the last checkpoint is written, or while it is."""
+        """Do what a kill does before the line of the last checkpoint is written, or while it is."""
         self.has_lost_a_line = True
         self.shell(f"truncate -s -{len(self._lines()[-1]) if whole else 9} {self.ledger}")
 
