@@ -65,9 +65,8 @@ pages: setup ## build the documentation, and run the commands on its pages
 	@$(MAKE) --no-print-directory docs
 	@$(TEST) tests/docs tests/test_repo.py $(ARGS)
 
-nightly: setup ## run what takes longer than CI may, and `mutants`, and write docs/results/nightly.md
+nightly: setup ## run what takes longer than CI may, and write docs/results/nightly.md
 	@$(BIN)/python scripts/lab/nightly.py $(ARGS)
-	@$(BIN)/python scripts/lab/mutation.py
 
 mutants: setup ## change arithmetic, step and checkpoint at random places, and write docs/results/mutants.md: what tests notice
 	@$(BIN)/python scripts/lab/mutation.py $(ARGS)

@@ -114,9 +114,9 @@ def test_a_run_that_goes_on_wrongly_is_detected(tmp_path: Path) -> None:
     class Short(Ledger):
         begin = resume = lose_the_last_line = None  # type: ignore[assignment]
 
-        @precondition(lambda self: not self.commands)
         @rule()
         def killed(self) -> None:
-            self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@step:3")
+            if not self.commands:  # once; a machine must have a rule for each step
+                self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@step:3")
 
     assert failure(Short, tmp_path, "skip@resumed").startswith("another ledger")
