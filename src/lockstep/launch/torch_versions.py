@@ -21,8 +21,8 @@ def compile_network(network: nn.Module, **options: Any) -> None:
     word: it does not look into calls of its own code. A function of ours is looked into.
     """
     network.compile(**options)
-    torch_s_own = type(network).forward.__module__.startswith("torch.")
-    if torch_s_own and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
+    of_torch = type(network).forward.__module__.startswith("torch.")
+    if of_torch and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return network._call_impl(*args, **kwargs)
