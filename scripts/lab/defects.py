@@ -40,8 +40,8 @@ def read_defects(path: Path = LIST) -> list[dict[str, str]]:
 
 def changed(text: str, defect: dict[str, str]) -> str:
     """Return the text of a file with a defect."""
-    if (found := text.count(defect["old"])) != 1:
-        raise SystemExit(f"{defect['file']}: {defect['old']!r} occurs {found} times: it must occur once")
+    if (count := text.count(defect["old"])) != 1:
+        raise SystemExit(f"{defect['file']}: {defect['old']!r} occurs {count} times: it must occur once")
     return text.replace(defect["old"], defect["new"])
 
 
@@ -97,23 +97,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", type=Path, default=LIST, help="another list of defects")
     parser.add_argument("--only", default="", help="parts of file names or of what breaks, with commas between them")
-    options, given = parser.parse_known_args()
+    options, chosen = parser.parse_known_args()
     import lightning.pytorch  # noqa: F401 # now, so that each child has it already
 
     wanted: Any = [part.strip() for part in options.only.split(",")]
     listed = read_defects(options.list)
     defects = [each for each in listed if any(part in f"{each['file']}: {each['breaks']}" for part in wanted)]
-    tests = given or [*ROOMS, "-m", "unit or ranks"]
+    tests = chosen or [*ROOMS, "-m", "unit or ranks"]
     print("| file | what breaks | found by |\n| --- | --- | --- |", flush=True)
-    found = 0
+    detected = 0
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
         for defect in defects:
             test = finding_test(Path(folder), defect, [defect["test"], *tests])
-            found += bool(test)
+            detected += bool(test)
             print(f"| {defect['file']} | {defect['breaks']} | {test or 'not found'} |", flush=True)
-    print(f"\n{found} of {len(defects)} found")
-    return int(found < len(defects))
+    print(f"\n{detected} of {len(defects)} found")
+    return int(detected < len(defects))
 
 
 if __name__ == "__main__":

@@ -151,13 +151,13 @@ def test_the_best_stays_what_it_was_where_the_new_one_cannot_be_saved(saved: Pat
     assert best.samefile(saved)
 
 
-@pytest.mark.parametrize(("number", "kept"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6]), (-1, [2, 4, 6])])
-def test_step_checkpoints_are_the_latest_up_to_this_one(saved: Path, number: int, kept: list[int]) -> None:
+@pytest.mark.parametrize(("number", "remaining"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6]), (-1, [2, 4, 6])])
+def test_step_checkpoints_are_the_latest_up_to_this_one(saved: Path, number: int, remaining: list[int]) -> None:
     """Also in a run that went back from step 8: that file is of steps which no longer count."""
     for step in (2, 4, 8):
         paths.step_path(saved.parent, step).write_bytes(b"")
     checkpoint_io.keep_step_checkpoint(saved, 6, number)
-    assert list(paths.step_checkpoints(saved.parent)) == kept
+    assert list(paths.step_checkpoints(saved.parent)) == remaining
     assert paths.step_path(saved.parent, 6).samefile(saved)
 
 

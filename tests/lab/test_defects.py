@@ -21,7 +21,7 @@ def test_each_text_occurs_once() -> None:
         assert (ROOT / each["test"]).is_file(), each["test"]
 
 
-def test_a_mistake_is_found_and_a_change_of_nothing_is_not(tmp_path: Path) -> None:
+def test_a_mistake_is_detected_and_a_change_of_nothing_is_not(tmp_path: Path) -> None:
     mistake = {"old": "(y >= self.num_classes)", "new": "(y > self.num_classes)", "breaks": "the last class"}
     nothing = {"old": "(torch.int64, torch.uint8)", "new": "(torch.uint8, torch.int64)", "breaks": "nothing"}
     (tmp_path / "list.yaml").write_text(yaml.safe_dump([LABELS | nothing, LABELS | mistake]))

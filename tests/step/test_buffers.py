@@ -108,7 +108,7 @@ class Infinite(Layer):
             self.mask = torch.triu(torch.full((3, 3), -torch.inf), 1)
 
 
-class Alike(Layer):
+class EqualNumbers(Layer):
     """Numbers that a sum of several pieces would round: of an inexact sum the first, of an exact one the second."""
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ def test_a_mean_is_that_over_the_pieces_and_what_does_not_change_keeps_its_bits(
 def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None:
     values = trained(CustomNorm)
     assert (int(values["steps"]), bool(values["ready"])) == (8, True)
-    assert [trained(Alike, exact=exact)["scale"].tolist() for exact in (True, False)] == [[0.1, 1e-30]] * 2
+    assert [trained(EqualNumbers, exact=exact)["scale"].tolist() for exact in (True, False)] == [[0.1, 1e-30]] * 2
     infinite = trained(Infinite)
     assert infinite["mask"].isinf().sum() == 3
     assert infinite["least"].isfinite().tolist()[0]
