@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Program
-from histories import SHORT, History, budget, failure, step_in, tried
+from histories import SHORT, History, budget, step_in, tried
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -106,17 +106,3 @@ def test_a_disturbed_run_has_the_ledger_of_an_undisturbed_one(tmp_path: Path) ->
     seen = tried(Ledger, tmp_path, budget(2, 50, steps=2))
     assert seen["completed"] >= seen["histories"], seen
     assert seen["changed"], seen
-
-
-def test_a_run_that_goes_on_wrongly_is_detected(tmp_path: Path) -> None:
-    """The control: the first step of a start that resumes is taken back."""
-
-    class Short(Ledger):
-        begin = resume = lose_the_last_line = None  # type: ignore[assignment]
-
-        @rule()
-        def killed(self) -> None:
-            if not self.commands:  # once; a machine must have a rule for each step
-                self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@step:3")
-
-    assert failure(Short, tmp_path, "skip@resumed").startswith("another ledger")
