@@ -353,11 +353,13 @@ class ExactSum:
     def _together(self, groups: Iterable[int]) -> Iterator[list[int]]:
         """Yield some groups in lists of at most TOGETHER elements, or of one group."""
         batch: list[int] = []
+        elements = 0
         for g in groups:
-            if batch and sum(self.sizes[each] for each in (*batch, g)) > TOGETHER:
+            if batch and elements + self.sizes[g] > TOGETHER:
                 yield batch
-                batch = []
+                batch, elements = [], 0
             batch.append(g)
+            elements += self.sizes[g]
         if batch:
             yield batch
 
