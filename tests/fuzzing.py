@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from lockstep.errors import UserError
 from lockstep.run import cli
 
 NIGHTLY = settings.get_current_profile_name() == "nightly"
+# what is done, where and from where as parts of the length, and the bytes of it
+Edit = tuple[str, float, float, bytes]
 SLOW_IS_FINE = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
 
@@ -38,3 +41,33 @@ def refused_line(call: Callable[[], Any]) -> str:
     result, line = result_or_line(call)
     assert line, f"not refused: {result}"
     return line
+
+
+def edits(most: int, longest: int) -> st.SearchStrategy[list[Edit]]:
+    """Generate at most so many edits of a file, each of at most so many bytes."""
+    edit = st.tuples(
+        st.sampled_from(["cut", "change", "remove", "insert", "copy"]),
+        st.floats(0, 1),
+        st.floats(0, 1),
+        st.binary(min_size=1, max_size=longest),
+    )
+    return st.lists(edit, min_size=1, max_size=most)
+
+
+def damaged(content: bytes, edits: list[Edit]) -> bytes:
+    """Return a file with edits."""
+    actual = bytearray(content)
+    for what, where, elsewhere, text in edits:
+        at, other = int(where * len(actual)), int(elsewhere * len(actual))
+        match what:
+            case "cut":
+                del actual[at:]
+            case "change":
+                actual[at : at + len(text)] = text
+            case "remove":
+                del actual[at : at + len(text)]
+            case "insert":
+                actual[at:at] = text
+            case "copy":
+                actual[at : at + len(text)] = actual[other : other + len(text)]
+    return bytes(actual)

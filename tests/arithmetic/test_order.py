@@ -1,25 +1,11 @@
 """The order of the samples, a pure function of (seed, epoch, step)."""
 
 import numpy as np
+from data_orders import layout, orders
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder, hash64
-
-sizes = st.integers(1, 200)
-
-
-def layout(batch_size: int, pieces: int, devices: int = 1, strategy: str = "ddp") -> Layout:
-    return resolve(
-        strategy=strategy, accelerator="cpu", devices=devices, num_nodes=1, batch_size=batch_size, pieces=pieces
-    )
-
-
-@st.composite
-def orders(draw: st.DrawFn) -> DataOrder:
-    pieces = draw(st.integers(1, 9))
-    return DataOrder(draw(sizes), layout(pieces * draw(st.integers(1, 12)), pieces), draw(st.integers(0, 2**63)))
 
 
 @given(orders(), st.integers(0, 5))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import composed
-from fuzzing import often, refused_line, result_or_line
+from fuzzing import Edit, damaged, edits, often, refused_line, result_or_line
 from hypothesis import event, given
 from hypothesis import strategies as st
 
@@ -125,39 +125,10 @@ def test_a_whole_checkpoint_is_read(saved: Saved) -> None:
 
 # --- damaged bytes ----------------------------------------------------------------------------------------------------
 
-edits = st.lists(
-    st.tuples(
-        st.sampled_from(["cut", "change", "remove", "insert", "copy"]),
-        st.floats(0, 1),
-        st.floats(0, 1),
-        st.binary(min_size=1, max_size=64),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-def damaged(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> bytes:
-    actual = bytearray(content)
-    for what, where, elsewhere, text in edits:
-        at, other = int(where * len(actual)), int(elsewhere * len(actual))
-        match what:
-            case "cut":
-                del actual[at:]
-            case "change":
-                actual[at : at + len(text)] = text
-            case "remove":
-                del actual[at : at + len(text)]
-            case "insert":
-                actual[at:at] = text
-            case "copy":
-                actual[at : at + len(text)] = actual[other : other + len(text)]
-    return bytes(actual)
-
 
 @often(40)
-@given(edits=edits)
-def test_damaged_bytes(saved: Saved, edits: list[tuple[str, float, float, bytes]]) -> None:
+@given(edits=edits(8, 64))
+def test_damaged_bytes(saved: Saved, edits: list[Edit]) -> None:
     """A file whose checksums are right may still be read: a zip has bytes that nobody reads."""
     file = io.BytesIO()
     torch.save(saved.content, file)

@@ -4,28 +4,15 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from data_orders import layout, orders
 from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays
 
-from lockstep.arithmetic.layout import Assignment, Layout, resolve
+from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.data.augment import Augment
 from lockstep.data.loaders import StepDataset, StepSampler
-
-
-def layout(batch_size: int, pieces: int, devices: int = 1, strategy: str = "ddp") -> Layout:
-    return resolve(
-        strategy=strategy, accelerator="cpu", devices=devices, num_nodes=1, batch_size=batch_size, pieces=pieces
-    )
-
-
-@st.composite
-def orders(draw: st.DrawFn) -> DataOrder:
-    pieces = draw(st.integers(1, 9))
-    return DataOrder(
-        draw(st.integers(1, 200)), layout(pieces * draw(st.integers(1, 12)), pieces), draw(st.integers(0, 2**63))
-    )
 
 
 @given(orders(), st.integers(0, 3), st.integers(1, 6), st.sampled_from(["ddp", "dp"]))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import often, result_or_line
+from fuzzing import Edit, damaged, edits, often, result_or_line
 from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 from PIL import Image
@@ -294,33 +294,6 @@ def test_shards(home: Path, what: Members) -> None:
             assert splits.spec.classes[label] == what.meant.get(number, splits.spec.classes[label])
 
 
-@st.composite
-def damage(draw: st.DrawFn) -> list[tuple[str, int, bytes]]:
-    """Generate edits of a file: where, as a part of its length, and what."""
-    edits = st.tuples(
-        st.sampled_from(["cut", "change", "remove", "insert"]),
-        st.integers(0, 10**6),
-        st.binary(min_size=1, max_size=16),
-    )
-    return draw(st.lists(edits, min_size=1, max_size=4))
-
-
-def damaged(content: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
-    actual = bytearray(content)
-    for what, where, text in edits:
-        at = where * len(actual) // 10**6
-        match what:
-            case "cut":
-                del actual[at:]
-            case "change":
-                actual[at : at + len(text)] = text
-            case "remove":
-                del actual[at : at + len(text)]
-            case "insert":
-                actual[at:at] = text
-    return bytes(actual)
-
-
 TAR = [
     (f"{number}.{ending}", content)
     for number in range(4)
@@ -330,8 +303,8 @@ TAR = [
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 @often(30)
-@given(edits=damage())
-def test_damaged_shards(home: Path, kind: str, edits: list[tuple[str, int, bytes]]) -> None:
+@given(edits=edits(4, 16))
+def test_damaged_shards(home: Path, kind: str, edits: list[Edit]) -> None:
     """Each image that is read has the pixels that were written, or is refused: PNG files have checksums."""
     shutil.rmtree(home / "index", ignore_errors=True)
     root = emptied(home / "damaged")
