@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from conftest import MARK, ROOT, Run, wait_for
-from engines.sites import JOB, SLOW, Site, ended_well, everything
+from engines.sites import JOB, SECONDS, SLOW, Site, ended_well, everything
 
 # Ray and what it needs have a folder of their own, so that all other tests run without them: see install.sh.
 FOLDER = Path(sys.prefix) / "engines"
 pytestmark = [
+    pytest.mark.nightly,  # Ray has time limits of its own for its start, which other tests beside it exceed
     pytest.mark.skipif(not (FOLDER / "ray").is_dir(), reason="Ray is not installed (tests/engines/install.sh)"),
 ]
 
@@ -20,6 +21,7 @@ pytestmark = [
 def start(site: Site, *overrides: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(site.home / "src"), str(FOLDER)])
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "HOME": str(site.home)}  # Ray keeps a token there
+    quiet |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(SECONDS)}  # 60, too few on a busy machine
     program = ROOT / "tests" / "engines" / "ray_program.py"
     return site.start("python", str(program), *overrides, env={"PYTHONPATH": path, **quiet})
 
