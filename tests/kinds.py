@@ -11,6 +11,7 @@
 Whoever starts a process asks for the fixture `processes`, by way of `run_train` say. A unit that starts one fails.
 """
 
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -79,6 +80,8 @@ def pytest_collection_finish() -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what has been imported stays: it need not be searched for garbage again and again
 
 
 # --- no unit starts a process ---

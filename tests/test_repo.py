@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 
 import lockstep
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 ROOT = Path(__file__).resolve().parent.parent
 HOST = re.compile(
     r"pypi\.(?:org|python)|pythonhosted\.|download\.pytorch\.org|(?:ana)?conda\.(?:org|com)|index-url[= ]\S*//"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 ROOT = Path(__file__).resolve().parent.parent
 BANNED = {
     *("told", "held", "given", "found", "kept", "own", "said", "there", "asked"),

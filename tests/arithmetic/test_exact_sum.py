@@ -131,6 +131,7 @@ def test_zeros_stay_zero_and_what_comes_after_is_summed_as_before() -> None:
     assert same(actual[1], actual[-1])
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("value", [0.99, 1.0 - 2.0**-24, -1.0 + 2.0**-24])
 def test_as_many_addends_as_a_layout_may_have_do_not_overflow(value: float) -> None:
     """On the first step's grid, and on the one known from it, of which they use all of the head room."""

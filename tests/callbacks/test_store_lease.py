@@ -73,6 +73,7 @@ def test_with_answers_the_run_goes_on(tmp_path: Path, server: Any, monkeypatch: 
     assert trainer.global_step == 6
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_store_that_is_missing_is_lost_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="has not answered for 1 s"):
         trainer_with(tmp_path, StoreLease("127.0.0.1:1", 1.0)).fit(Plain(), **loaders())

@@ -29,6 +29,8 @@ from lockstep.run.evaluation import check_same_images, config_of, find_checkpoin
 from lockstep.run.prediction import load_module
 from lockstep.run.provenance import checkpoint_record
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12", "data.num_classes=3", "logger=none")
 STEPS = 8  # of the run
 

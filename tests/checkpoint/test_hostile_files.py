@@ -49,6 +49,7 @@ def refused(path: Path, why: str) -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < CLAIM // 4
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_zip_bombs_pipes_and_devices(plain: tuple[Path, dict[str, bytes]]) -> None:
     path, parts = plain
     (data,) = (name for name in parts if name.endswith("data/0"))

@@ -87,6 +87,7 @@ def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_agai
     assert start() == older, "the user has typed it once more"
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_the_last_run_is_the_newest_of_those_that_are_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
 ) -> None:

@@ -19,6 +19,7 @@ def test_names_of_groups_are_taken_in_any_form() -> None:
     check_arguments(["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"])
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_every_number_of_the_front_page_is_checked() -> None:
     """Not only those above: a word, a NaN or a list in place of any number is refused, and named."""
     raw = composed()

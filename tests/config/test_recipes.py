@@ -8,6 +8,8 @@ from conftest import Program, composed
 from lockstep.config.check import Config, check
 from lockstep.config.value_checks import options
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 EXPERIMENTS = options("experiment")
 DEBUGS = options("debug")
 LAYOUT = ("accelerator=cpu", "strategy=ddp", "devices=2", "pieces=4", "threads=1")

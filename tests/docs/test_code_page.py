@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 PAGE = ROOT / "docs" / "reference" / "code.md"
 FILE = re.compile(r"`((?:src/)?[a-z_/]+\.py)`")
 NAME = re.compile(r"`([A-Za-z_]\w+)`")

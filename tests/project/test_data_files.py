@@ -64,6 +64,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_absent_files_are_downloaded(mnist_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torchvision
 

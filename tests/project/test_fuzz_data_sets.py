@@ -25,6 +25,8 @@ from small_data import config
 
 from lockstep.data.build import open_data
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 SMALL = {"image_size": 2, "augment": {"crop": 0, "flip": False}}
 # Names of classes: plain ones, and those that look alike, are numbers, missing values, or can hardly be seen.
 PLAIN = ("cat", "dog", "eel", "7", "10", "9")

@@ -15,6 +15,8 @@ from written_shards import CLASSES, write_folder, write_shards
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 WHY = "pip install -e .[huggingface] brings it"
 
 

@@ -85,6 +85,7 @@ def test_what_does_not_fit_is_refused(build: Any, options: dict[str, Any], messa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchvision = pytest.importorskip("torchvision")
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
@@ -104,6 +105,7 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
     assert not (net.conv1.weight == 2).any(), "the small stem has no pretrained weights"
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_pretrained_weights_are_not_requested_where_a_checkpoint_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
     calls = []

@@ -13,6 +13,8 @@ from lockstep.errors import UserError
 from project.models import Timm, Torchvision
 from project.models.published import segmentation_net
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 
 def torchvision(**changes: Any) -> Any:
     return Torchvision(**task(**{"arch": "mobilenet_v3_small", "image_size": 33, **changes}))

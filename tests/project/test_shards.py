@@ -87,6 +87,7 @@ def test_a_folder_and_its_shards_train_the_same_weights(run_train: Program, tmp_
     assert on_shards("exchanged", "max_steps=8").summary["weights_sha256"] != weights
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("form", FORMS)
 def test_the_order_is_that_of_the_folder_however_shards_are_cut(tmp_path: Path, form: str) -> None:
     folder = write_folder(tmp_path / "folder")

@@ -26,6 +26,7 @@ def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, mon
     assert config_of(Path("best.ckpt"), record, raw | {"data_dir": "/moved"}).data_dir == "/moved"
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Path) -> None:
     record = {"config": composed("data=synthetic", "data.num_classes=3")}
 

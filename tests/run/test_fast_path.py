@@ -69,6 +69,7 @@ def test_tf32_is_set_whatever_was_set_before(choice: bool | str, convolutions: i
         choose_tf32("auto")
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen: list[bool | str] = []
     monkeypatch.setattr(worker_setup, "choose_tf32", chosen.append)

@@ -216,6 +216,7 @@ def test_every_schedule_moves_each_group_by_its_factor(schedule: tuple[str, ...]
     assert len(seen) > 1
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_factors_that_name_nothing_are_refused() -> None:
     with pytest.raises(UserError, match=r"^optimizer.lr_scale: net.fc.\* matches no parameter's name; there is net"):
         offered("optimizer.lr_scale={net.fc.*: 0.1}").configure_optimizers()

@@ -30,6 +30,7 @@ def put(config: dict[str, Any], keys: str, value: Any) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_nothing_that_a_checkpoint_names_is_imported_or_called(monkeypatch: pytest.MonkeyPatch) -> None:
     trained, raw = composed(), composed("checkpoint=evil.ckpt", page="evaluate")
 

@@ -11,6 +11,8 @@ from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.ignored_arguments import argument_notes, refuse_loader_keys
 
+pytestmark = pytest.mark.usefixtures("whole_run")
+
 
 class Images(pl.LightningDataModule):
     def __init__(

@@ -96,6 +96,7 @@ def test_the_command_ends_with_the_process_that_called_it() -> None:
     assert python(calls).returncode == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_config_changed_behind_its_back_is_refused() -> None:
     config = lockstep.compose(*TINY)
     with pytest.raises(UserError, match=r'config.lr: .* after compose\(\): use compose\("lr=0.1"\)'):

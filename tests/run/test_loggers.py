@@ -96,6 +96,7 @@ def test_a_title_reports_what_differs_from_other_jobs(tmp_path: Path) -> None:
     assert title(tmp_path / "0") == "compile=false"
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real_find_spec = importlib.util.find_spec
     check(composed("logger=[wandb,mlflow]"))  # the control

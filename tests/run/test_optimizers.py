@@ -69,6 +69,7 @@ def test_on_a_gpu_an_optimizer_is_one_kernel(name: str, monkeypatch: pytest.Monk
     assert not step("+optimizer.fused=false")[1].param_groups[0]["fused"]
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_only_what_torch_can_fuse_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
     sgd, rmsprop = (offered(f"optimizer={name}")["optimizer"] for name in ("sgd", "rmsprop"))
@@ -180,6 +181,7 @@ def test_what_does_not_fit_is_refused(overrides: list[str], message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_schedule_of_a_metric_names_it() -> None:
     with pytest.raises(UserError, match=r"ReduceLROnPlateau needs a metric: give \+scheduler.monitor="):
         offered("scheduler=plateau", "~scheduler.monitor")

@@ -160,6 +160,7 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
     assert lines[-1] == "folder outputs"
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
     monkeypatch.setattr(config_check, "compiler_lacking", lambda accelerator: None)

@@ -11,6 +11,7 @@ from lockstep.run import supervisor as runs
 from lockstep.run.training import fit_and_test
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_emulated_bf16_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_quantiles_are_those_of_the_tables(probability: float, degrees: float, q
     assert student_quantile(probability, degrees) == pytest.approx(quantile, abs=6e-4)
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_how_often_a_difference_is_seen() -> None:
     """No difference in 1 of 20 cases, paired or not; a real one 4 times in 5 with as many seeds as it needs."""
     draw = random.Random(0).gauss

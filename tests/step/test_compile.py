@@ -92,6 +92,7 @@ def test_the_key_chooses_graphs(chosen: bool, monkeypatch: pytest.MonkeyPatch) -
     assert all(options.get("triton.cudagraph_or_error", False) == chosen for options in request)
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("overrides", "message"),

@@ -480,6 +480,7 @@ def test_a_step_calls_only_hooks_that_somebody_has(tmp_path: Path, profiled: boo
     assert clips == 0
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_step_calls_fewer_functions_than_lightnings_loop(tmp_path: Path) -> None:
     """Python functions called in a step of a linear network, with ten callbacks that have no hook of a step."""
 

@@ -141,6 +141,7 @@ def test_a_rank_that_has_ended_or_calls_something_else_is_named(ranks: Ranks) ->
         ranks(2, lambda rank: dist.all_reduce(torch.zeros(2 + rank)))
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_ranks_that_take_too_long_are_named_with_their_lines(ranks: Ranks) -> None:
     release = threading.Event()
     with pytest.raises(RanksHang, match=r"after 0.2 s: rank 0 in .*, rank 1 in .*test_ranks_group.py"):

@@ -12,7 +12,7 @@ from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.extras.late.sum import LateSteps, LateSum
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("whole_run")]
 LAYOUTS = [{"world": 2}, {"world": 3}, {"world": 4}, {"world": 2, "strategy": "dp"}, {"world": 3, "strategy": "dp"}]
 
 

@@ -14,6 +14,7 @@ def test_a_ledger_without_checkpoints_is_refused() -> None:
     refused_with("extras=[ledger] callbacks=none", "ledger.* and no callbacks.checkpoint don't go together")
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_callback_counts_unless_its_class_changes_no_weights() -> None:
     """Whatever package it comes from."""
 

@@ -10,7 +10,7 @@ from thread_ranks import Ranks
 from lockstep.callbacks.ranks import Diverged, ReplicaConsistencyCheck
 from lockstep.extras.local_sgd.average import AverageWeights, LocalGradients
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("whole_run")]
 
 
 def every(steps: int, **options: Any) -> dict[str, Any]:
