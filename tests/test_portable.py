@@ -155,6 +155,7 @@ def test_golden_fails_on_other_weights(run_train: Program) -> None:
     assert run.summary["status"] == "failed"
 
 
+@pytest.mark.nightly
 @recorded
 @here
 def test_golden_resnet18_has_the_recorded_weights(run_train: Program) -> None:
@@ -171,6 +172,7 @@ def test_a_killed_and_resumed_run_has_the_recorded_weights(run_train: Program) -
     assert summary_of(folder)["weights_sha256"] == SHA256
 
 
+@pytest.mark.nightly
 @recorded
 @pytest.mark.usefixtures("processes")
 @here

@@ -5,6 +5,7 @@ A user's own LightningModule, written as in Lightning's tutorial, is compared wi
 
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import Program, apart, checkpoint_of, summary_of
 from user_runs import BOTH, DATA, DP, Replica, batches, jobs, same_as, same_bits, train
@@ -84,6 +85,7 @@ def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: P
     assert len({summary["weights_sha256"] for summary in summaries[4:]}) == 1
 
 
+@pytest.mark.nightly
 def test_powersgd_sends_a_network_of_several_buckets_and_reports_what_no_checkpoint_holds(run_train: Program) -> None:
     """Its hook sends more of a bucket later on: several met in another order on each rank, and gloo aborted."""
     task = ("model=resnet18", "data=synthetic", "data.samples=64", "data.image_size=16", "batch_size=4", "threads=1")

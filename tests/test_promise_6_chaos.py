@@ -29,12 +29,14 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_exact_survives_faults_on_changing_layouts() -> None:
     done = forked(CHAOS, "--exact", "--faults=4", SEED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 faults" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_otherwise_is_distinguished() -> None:
     """The control: another seed after each fault, of which all four end a life. It trains for most of a life: a fault
     may strike when nothing is left to do, four won't."""

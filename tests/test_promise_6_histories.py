@@ -131,6 +131,7 @@ def test_a_disturbed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     assert seen["completed"] >= seen["histories"], seen
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("planted", ["skip@resumed", "forget@resumed"])
 def test_a_resume_that_goes_on_wrongly_is_detected(tmp_path: Path, planted: str) -> None:
     """The controls: a step that is taken back, and an optimizer that begins anew."""

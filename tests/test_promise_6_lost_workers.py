@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 from conftest import SAVES_OFTEN as JOB
 from conftest import Process, Program, Run, wait_for, workers_of
 
@@ -20,6 +21,7 @@ def strike(program: Program, process: Process, rank: int, signum: int, workers: 
     wait_for(lambda: not set(pids) & set(workers_of(process)), process)
 
 
+@pytest.mark.nightly
 def test_restarts_in_a_row_after_silence_and_kills(run_train: Program, undisturbed: Run) -> None:
     exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
     process = run_train.start(*JOB, *exact, "max_restarts=3", "checkpoint_every=1", "hang_timeout=6")

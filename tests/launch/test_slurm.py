@@ -70,6 +70,7 @@ def test_a_job_that_must_end_queues_itself_again_and_goes_on(run_train: Program,
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_too(run_train: Program, cluster: Path) -> None:
     sweep = (*LONG, "-m", "seed=1,1")  # the first is told to end, the second is not
     terminated(run_train, cluster, *sweep)

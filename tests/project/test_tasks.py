@@ -93,7 +93,9 @@ def train(outputs: Path, file: Path, task: str, *more: str, ok: bool = True) -> 
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", ["multi_label", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("regression", "segmentation"))]
+)
 def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, listed: Path, tmp_path: Path) -> None:
     run = train(tmp_path / "outputs", listed, task)
     monitor = composed(f"model={task}")["callbacks"]["checkpoint"]["monitor"]

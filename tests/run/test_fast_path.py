@@ -104,6 +104,7 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == actual
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
 def test_threads_wait_shortly_for_each_other_by_default(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def points(path: Path, tag: str) -> list[int]:
     return actual
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_train: Program) -> None:
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -68,6 +68,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert not list(run.folder.rglob("*.npz"))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_a_comparison_that_sees_nothing_reports_it(run_parity: Program) -> None:
     run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
@@ -104,6 +105,7 @@ def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Progra
     assert actual.with_suffix(".md").read_text() in run.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program) -> None:
     both = "+rows.both=['callbacks=ema','callbacks.ema.decay=0.6','model.class_weights=balanced']"

@@ -73,6 +73,7 @@ def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tm
     assert weights[0] == weights[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_a_second_process_joins(tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)

@@ -31,6 +31,7 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     assert f"error: {run.summary['error']}\n" in run.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_a_script_finds_how_many_micro_batches_fit(tmp_path: Path) -> None:
     """Pieces of 12 samples, and of 6, take too much; those of 3 fit."""

@@ -68,6 +68,7 @@ def test_a_clean_run_reports_it_and_keeps_its_bits_and_metrics(project: Path, tm
 RANDOM_TWICE = (*TINY, "data.mix=mixup", "model.dropout=0.3", "exact=true", "pieces=4", "max_epochs=1")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "task",
     [*(pytest.param(featured(names), marks=pytest.mark.nightly) for names in TOGETHER), RANDOM_TWICE],
@@ -82,6 +83,7 @@ def test_whatever_a_run_is_configured_to_do_pieces_come_to_the_same_bits(task: l
         assert summary["metrics"]["audit/pieces"] == summary["steps"]
 
 
+@pytest.mark.nightly
 def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Path, tmp_path: Path) -> None:
     on = (*AUDIT, "strategy=ddp", "devices=3", "-m")
     fault = flips("gradient", "0,1,2", 2, lasting=True)
@@ -161,6 +163,7 @@ def test_of_two_devices_nobody_can_decide_which_goes_on_to_be_wrong(project: Pat
     assert run.summary["restarts"] == 0, "one of them would go on"
 
 
+@pytest.mark.nightly
 def test_an_elastic_run_goes_on_without_that_device_to_the_same_bits(project: Path, tmp_path: Path, clean: Run) -> None:
     """From the last checkpoint that it has not spoilt: the third step has the last one's fault in it."""
     on = ("strategy=ddp", "devices=3", "elastic=true")

@@ -49,6 +49,7 @@ def test_the_bits_of_one_device_in_other_precisions(tmp_path: Path) -> None:
     assert len(set(one)) == 2
 
 
+@pytest.mark.nightly
 def test_custom_modules_train_and_log_as_on_one_device(project: Path, tmp_path: Path) -> None:
     """Of two parts that drop, the second one draws on; a gradient that is not finite in one stage is skipped by all;
     each sample is counted once."""
@@ -94,6 +95,7 @@ def test_a_network_that_gives_nan_is_cut_too(tmp_path: Path) -> None:
     assert counts == [lost.summary["metrics"]["test/correct"]] * 2
 
 
+@pytest.mark.nightly
 def test_requested_to_end_it_saves_and_goes_on(project: Path, tmp_path: Path) -> None:
     task = ("checkpoint_every=5", "max_epochs=12")
     whole = train(project, tmp_path / "whole", "Cut", *task)

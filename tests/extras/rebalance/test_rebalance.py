@@ -84,6 +84,7 @@ def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(uneven: Path, tm
     assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_while_shares_are_uneven_ends_with_the_same_bits(
     single: Run, uneven: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_run_that_is_killed_while_shares_are_uneven_ends_with_the_same_bits(
     assert sha(resumed) == sha(single)
 
 
+@pytest.mark.nightly
 def test_without_exact_weights_agree_to_rounding_and_the_loggers_get_idle_shares(uneven: Path, tmp_path: Path) -> None:
     """DDP waits for the slowest rank inside the last backward pass. With that wait, all ranks would seem equal."""
     task = (*TASK, "optimizer=sgd", "lr=0.05", "precision=64-true", "callbacks=default")
@@ -124,6 +126,7 @@ def test_a_run_begins_with_the_shares_of_the_command_line(single: Run, uneven: P
     assert sha(moved) == sha(single)
 
 
+@pytest.mark.nightly
 def test_the_audit_follows_pieces_that_move(single: Run, uneven: Path, tmp_path: Path) -> None:
     pytest.importorskip("lockstep.extras.audit")
     options = ("exact=true", "devices=3", BACK_AND_FORTH, "extras=[rebalance,audit]", "extras.audit.share=1")
