@@ -51,7 +51,8 @@ from lockstep.arithmetic.layout import Layout, split
 from lockstep.checkpoint.resume import LENGTH
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
-from lockstep.config.value_checks import Flag, checker, group_file, options, unknown_name_message, whole_number
+from lockstep.config.pages import group_file, options
+from lockstep.config.value_checks import Flag, checker, unknown_name_message, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed

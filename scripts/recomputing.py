@@ -14,8 +14,8 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import check_targets_named
+from lockstep.config.pages import group_file
 from lockstep.config.portable import choose_kernels
-from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, STATE, config_sha256, decisive_config, parse_line, read

@@ -42,8 +42,8 @@ except ImportError:
 from common.repository import ROOT
 
 from lockstep import compose
-from lockstep.config.arguments import quote_path
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
+from lockstep.config.pages import quote_path
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process

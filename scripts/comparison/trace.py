@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import locate
+from lockstep.config.pages import group_file
 from lockstep.config.portable import choose_kernels
-from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError
 

@@ -31,7 +31,8 @@ from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
-from lockstep.config.value_checks import PositiveFloat, checker, group_file
+from lockstep.config.pages import group_file
+from lockstep.config.value_checks import PositiveFloat, checker
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.machine import available_cores, gpu_count

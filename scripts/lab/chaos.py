@@ -44,7 +44,7 @@ from campaigns.runs import FAULTS, Runs
 from campaigns.storm import STEP, Plan, Storm
 from network.machines import Machines, NoMachines
 
-from lockstep.config.value_checks import options
+from lockstep.config.pages import options
 
 JOB = [
     *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),

@@ -37,7 +37,8 @@ from torch.utils.data import default_collate
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config, check
-from lockstep.config.value_checks import group_file, whole_number
+from lockstep.config.pages import group_file
+from lockstep.config.value_checks import whole_number
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run import cli

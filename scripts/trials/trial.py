@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 from trials.record import FILE, KILLED
 
 from lockstep.config.check import Config, check
-from lockstep.config.value_checks import group_file
+from lockstep.config.pages import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import export

@@ -21,8 +21,8 @@ from written_shards import write_tar
 
 from lockstep.config.check import Config, check
 from lockstep.config.instantiate import instantiate
+from lockstep.config.pages import options
 from lockstep.config.schema import Keys, RunKeys
-from lockstep.config.value_checks import options
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError

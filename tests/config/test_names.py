@@ -3,7 +3,8 @@
 import pytest
 
 from lockstep.config.arguments import check_arguments, no_option_message
-from lockstep.config.value_checks import near_names, no_such_key_message, options
+from lockstep.config.pages import options
+from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 
 KNOWN = ["cifar10", "cosine", "image_folder", "image_list", "onecycle", "resnet18", "resnet9", "tensorboard", "wandb"]

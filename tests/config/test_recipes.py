@@ -6,7 +6,7 @@ import pytest
 from conftest import Program, composed
 
 from lockstep.config.check import Config, check
-from lockstep.config.value_checks import options
+from lockstep.config.pages import options
 
 pytestmark = pytest.mark.usefixtures("whole_run")
 

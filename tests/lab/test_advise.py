@@ -9,7 +9,7 @@ from advise import Choice, conclusion
 from conftest import ROOT, Program, forked
 
 from lockstep.config.check import check
-from lockstep.config.value_checks import group_file
+from lockstep.config.pages import group_file
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 

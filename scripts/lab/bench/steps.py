@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
-from lockstep.config.value_checks import options
+from lockstep.config.pages import options
 from lockstep.launch.machine import computes_bf16
 
 LR = 0.01

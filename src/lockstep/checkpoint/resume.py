@@ -21,18 +21,15 @@ from lockstep.config.arguments import (
     is_sweep,
     key,
     parse_arguments,
-    quote_path,
-    search_path_override,
     split_flags,
 )
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.value_checks import options
+from lockstep.config.pages import options, primary, quote_path
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import decide_on_rank_zero, gather_objects
-from lockstep.project import project
 from lockstep.text import shell_override
 
 MULTIRUN_FLAGS = {"-m", "--multirun"}
@@ -257,10 +254,10 @@ def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
 
     command_line = parse_arguments(arguments)
     single = [argument for argument in command_line.overrides if not is_sweep(argument)]
-    if command_line.config_dir:
-        single += search_path_override([os.path.abspath(command_line.config_dir)])
-    with initialize_config_dir(str(project().conf), **VERSION_BASE):
-        return compose(config_name, overrides=single)
+    first = [os.path.abspath(command_line.config_dir)] if command_line.config_dir else []
+    page = primary(config_name, first=first)
+    with initialize_config_dir(str(page.folder), **VERSION_BASE):
+        return compose(page.name, overrides=[*page.overrides, *single])
 
 
 # --- files in a run's folder ---

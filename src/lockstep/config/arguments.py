@@ -9,18 +9,12 @@ from typing import Any
 from hydra._internal.utils import get_args_parser  # the parser of Hydra's flags; Hydra has no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.config.value_checks import (
-    RENAMED,
-    group_file,
-    no_such_key_message,
-    options,
-    unknown_name_message,
-)
+from lockstep.config import pages
+from lockstep.config.pages import group_file, options, quote_path
+from lockstep.config.value_checks import RENAMED, no_such_key_message, unknown_name_message
 from lockstep.errors import UserError
-from lockstep.project import project
 
 MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that names a file's schema to editors
 LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
@@ -34,7 +28,7 @@ def check_arguments(arguments: list[str]) -> list[str]:
             chooses several files of a group that takes one.
     """
     for argument in arguments:
-        if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (project().conf / match[1]).is_dir():
+        if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and pages.is_group(match[1]):
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             lists_names = isinstance(value, list) and match[1] in LIST_GROUPS
             if isinstance(value, int | float | dict | list | None) and not lists_names:
@@ -72,23 +66,15 @@ def config_dir_override(record: Any, arguments: Sequence[str]) -> list[str]:
     if parse_arguments(arguments).config_dir:
         return []
     sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
-    return search_path_override(source.path for source in sources if source.provider.endswith("command-line"))
+    folders = [
+        source.path for source in sources if source.provider.endswith("command-line") and source.schema == "file"
+    ]
+    return [pages.search_path_override(folders)] if folders else []
 
 
 def parse_arguments(arguments: Sequence[str]) -> Any:
     """Parse a command line as Hydra does."""
     return get_args_parser().parse_known_intermixed_args(arguments)[0]
-
-
-def search_path_override(folders: Iterable[str]) -> list[str]:
-    """Return a list with the override that adds config folders; empty if there are none."""
-    paths = ",".join(quote_path(f"file://{folder}") for folder in folders)
-    return [f"hydra.searchpath=[{paths}]"] if paths else []
-
-
-def quote_path(path: Path | str) -> str:
-    """Return a path in quotes, as the value of an override. The path may have any characters."""
-    return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def key(override: str) -> str:
@@ -105,12 +91,12 @@ def experiment_keys() -> set[str]:
     """Return the top-level keys and the groups that the chosen files of conf/experiment/ set."""
     config = HydraConfig.get() if HydraConfig.initialized() else None
     chosen = str(config.runtime.choices.get("experiment") or "") if config else ""
-    folders = [project().conf, *(Path(source.path) for source in config.runtime.config_sources)] if config else []
+    folders = [Path(source.path) for source in config.runtime.config_sources] if config else []
     keys: set[str] = set()
     names = re.findall(r"[^\s,'\[\]]+", chosen)
     for name in names:  # the files that a file names in its `defaults` are appended
-        files = [file for folder in folders if (file := folder / "experiment" / f"{name}.yaml").is_file()]
-        content: Any = OmegaConf.to_container(OmegaConf.load(files[0]), resolve=False) if files else {}
+        file = pages.find(f"experiment/{name}", folders)
+        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file else {}
         for default in content.pop("defaults", []):
             if isinstance(default, str):
                 names += [default] * (default not in names)
@@ -136,36 +122,67 @@ def help_page(config_name: str, arguments: Sequence[str], config_folder: Path | 
     Args:
         config_name: the program's config, such as `train`.
         arguments: the command line.
-        config_folder: the folder of the front page; None: the project's.
+        config_folder: a folder in which the program's page is looked for first.
     """
     command_line, chosen = parse_arguments(arguments), []
-    conf = project().conf
-    folders = [conf, *([Path(command_line.config_dir)] if command_line.config_dir else [])]
+    further = [Path(command_line.config_dir)] if command_line.config_dir else []
     for override in command_line.overrides:
         group, _, names = override.partition("=")
-        for name in names.strip("[]").split(",") if (conf / group).is_dir() else ():
-            files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
-            if not files:
+        for name in names.strip("[]").split(",") if pages.is_group(group) else ():
+            file = pages.find(f"{group}/{name}") or next(iter(_existing(further, group, name)), None)
+            if file is None:
                 raise UserError(no_option_message(group, name))
-            chosen.append(f"{group}={name}\n\n{_text(files[0]).strip()}")
-    return "\n\n".join(chosen) or front_page((config_folder or conf) / f"{config_name}.yaml")
+            chosen.append(f"{group}={name}\n\n{_text(file).strip()}")
+    if chosen:
+        return "\n\n".join(chosen)
+    more = [config_folder] if config_folder else []
+    names = (f"program/{config_name}", config_name, f"primary/{config_name}")
+    page = next((file for name in names if (file := pages.find(name, more))), None)
+    if page is None:
+        raise UserError(f"{config_name}.yaml: no such page in conf/")
+    return front_page(page)
 
 
-def front_page(file: Path) -> str:
-    """Return a program's usage, the files of each group, and the keys of its config with their comments."""
-    text = _text(file)
+def _existing(folders: Iterable[Path], group: str, name: str) -> list[Path]:
+    return [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
+
+
+def front_page(page: Path) -> str:
+    """Return a program's usage, the files of each group, and the keys of its config with their comments.
+
+    The keys are those of its page, then those that it inherits.
+    """
+    text = _text(page)
     usage, _, keys = text.partition("defaults:\n")
     keys = keys[keys.index("\n\n") :].strip()
+    inherited = _text(pages.INHERITED / "base.yaml") if "- base" in text else ""
     groups = []
-    for folder in sorted(path for path in project().conf.iterdir() if path.is_dir() and path.name != "hydra"):
-        if f"- {folder.name}:" in text:
-            groups.append(f"{folder.name}=")
-            groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("[!_]*.yaml"))]
+    for group in sorted({path.name for folder in pages.folders() for path in folder.iterdir() if path.is_dir()}):
+        if group != "hydra" and f"- {group}:" in text + inherited:
+            groups.append(f"{group}=")
+            files = [file for name in pages.options(group) if (file := pages.find(f"{group}/{name}"))]
+            groups += [f"  {file.stem:<16} {_purpose(file)}" for file in files]
+    if inherited:
+        keys += f"\n\n# --- what {page.name} inherits: give it there, or on the command line ---\n"
+        keys += _without(inherited[inherited.index("\n\n") :], re.findall(r"^(\w+):", keys, re.MULTILINE)).strip()
     notes = (
         "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints "
         "the config, --hydra-help lists Hydra's flags."
     )
     return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
+
+
+def _without(page: str, keys: Sequence[str]) -> str:
+    """Return a page without the lines of some of its keys, each of which has a value of one line."""
+    lines: list[str] = []
+    for line in page.splitlines():
+        if (match := re.match(r"(\w+): \S", line)) and match[1] in keys:
+            while lines and lines[-1].startswith("# ") and not lines[-1].startswith("# ---"):
+                lines.pop()
+        else:
+            lines.append(line)
+    sections = re.split(r"\n\n+", "\n".join(lines))
+    return "\n\n".join(each for each in sections if not re.fullmatch(r"# --- [^\n]*", each.strip()))
 
 
 def no_option_message(group: str, name: str) -> str:

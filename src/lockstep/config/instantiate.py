@@ -17,10 +17,10 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from pydantic.errors import PydanticUserError
 
+from lockstep.config import pages
 from lockstep.config.value_checks import checker, show, unknown_name_message
 from lockstep.errors import UserError
 from lockstep.launch.failures import user_code_location
-from lockstep.project import project
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
 HYDRA_KEYS = {"_target_", "_partial_"}
@@ -254,7 +254,7 @@ def check_targets_named(path: Path, group: str, saved: Any, requested: Any = Non
 
 def _config_folders() -> list[Path]:
     sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
-    return [project().conf, *(Path(source.path) for source in sources if source.schema == "file")]
+    return [*pages.folders(), *(Path(source.path) for source in sources if source.schema == "file")]
 
 
 def _part(file: Path, folder: Path, group: str) -> Any:

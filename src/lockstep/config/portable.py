@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from lockstep.config import pages
 from lockstep.errors import UserError
 from lockstep.launch.environment import export
-from lockstep.project import project
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,8 @@ def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
 def is_requested(arguments: Sequence[str]) -> bool:
     """Check whether a command line sets `exact=portable`, itself or by its experiment, before Hydra composes it."""
     chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
-    recipe = project().conf / "experiment" / f"{chosen.get('experiment')}.yaml"
-    if "exact" not in chosen and recipe.is_file():
+    recipe = pages.find(f"experiment/{chosen.get('experiment')}")
+    if "exact" not in chosen and recipe:
         chosen = yaml.safe_load(recipe.read_text())
     return chosen.get("exact") == PORTABLE
 

@@ -13,17 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12
 
-from lockstep.config.value_checks import (
-    Flag,
-    Folder,
-    Fraction,
-    Name,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-    options,
-)
+from lockstep.config.pages import options
+from lockstep.config.value_checks import Flag, Folder, Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Text
 from lockstep.errors import UserError
 
 # `forbid`: keys that a class does not list are refused. `defer_build`: pydantic builds the checks when they are first

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeAlias
 
-import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lockstep.errors import UserError
-from lockstep.project import project
 
 Check = Callable[[str, Any], Any]
 
@@ -276,18 +274,3 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, s
             raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
         pattern_of |= dict.fromkeys(matching, pattern)
     return pattern_of
-
-
-# --- the files of conf/ ---
-
-
-def options(group: str) -> list[str]:
-    """Return the names of the files of a config group, without those whose names begin with an underscore."""
-    return sorted(path.stem for path in (project().conf / group).glob("[!_]*.yaml"))
-
-
-def group_file(group: str, name: str) -> dict[str, Any]:
-    """Return the content of a file of a config group, merged with the files in its `defaults`."""
-    content: dict[str, Any] = yaml.safe_load((project().conf / group / f"{name}.yaml").read_text()) or {}
-    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
-    return {key: value for part in (*bases, content) for key, value in part.items()}

@@ -19,9 +19,10 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from lockstep.checkpoint import resume
-from lockstep.config.arguments import check_arguments, quote_path
+from lockstep.config.arguments import check_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.pages import quote_path
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers

@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, portable
+from lockstep.config import arguments, pages, portable
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
@@ -65,8 +65,8 @@ def command(program: Program, config_name: str, file: str | None = None, config_
         config_name: the program's config, such as `train`.
         file: the program's own file, `__file__`. The project is the folder above it that has `conf/train.yaml`. None:
             see `project`.
-        config_folder: the folder in which `--help` finds the config's yaml file, to print its text. Hydra does not get
-            this argument. None: `conf/`. For another folder, the caller must also add it to `hydra.searchpath`.
+        config_folder: a further folder with pages, in which the program's is looked for first. The caller must also
+            add it to Hydra's search path.
     """
     if parent := os.environ.pop(PARENT, None):
         set_parent_death_signal(int(parent))
@@ -110,8 +110,10 @@ def run_command(program: Program, config_name: str, config_folder: Path | None =
         if portable.is_requested(sys.argv[1:]):
             portable.choose_kernels(portable.PORTABLE)
         join_external()
+        primary = pages.primary(config_name, [config_folder] if config_folder else [])
         sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        hydra.main(**VERSION_BASE, config_path=str(project().conf), config_name=config_name)(run)()
+        sys.argv[1:1] = primary.overrides
+        hydra.main(**VERSION_BASE, config_path=str(primary.folder), config_name=primary.name)(run)()
         return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)

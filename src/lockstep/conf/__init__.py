@@ -1,0 +1,1 @@
+"""The pages of the config that a project inherits: `hydra.searchpath: [pkg://lockstep.conf]`."""

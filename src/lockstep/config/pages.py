@@ -1,0 +1,98 @@
+"""The pages of the config: the project's in its conf/, and those that it inherits from the package lockstep.conf.
+
+A page of the project comes before the package's of the same name. conf/train.yaml names the package in
+`hydra.searchpath`; for programs whose page does not, an override does.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from lockstep.project import project
+
+INHERITED = Path(__file__).parents[1] / "conf"
+SEARCHED = "pkg://lockstep.conf"  # Hydra's name of it
+
+
+def folders() -> list[Path]:
+    """Return the folders that have pages, in the order in which a page is looked for."""
+    return [project().conf, INHERITED]
+
+
+def find(name: str, more: Sequence[Path] = ()) -> Path | None:
+    """Return the file of a page such as `model/resnet18`; None if there is none.
+
+    Args:
+        name: the page, with its group.
+        more: folders in which it is looked for first.
+    """
+    files = (folder / f"{name}.yaml" for folder in (*more, *folders()))
+    return next((file for file in files if file.is_file()), None)
+
+
+def is_group(name: str) -> bool:
+    """Return whether there are pages of a group."""
+    return bool(name) and any((folder / name).is_dir() for folder in folders())
+
+
+def options(group: str) -> list[str]:
+    """Return the names of the pages of a group, without those whose names begin with an underscore."""
+    return sorted({file.stem for folder in folders() for file in (folder / group).glob("[!_]*.yaml")})
+
+
+def group_file(group: str, name: str) -> dict[str, Any]:
+    """Return the content of a page, merged with the pages in its `defaults`."""
+    file = find(f"{group}/{name}")
+    if file is None:
+        raise FileNotFoundError(f"{group}/{name}.yaml")
+    page: dict[str, Any] = yaml.safe_load(file.read_text()) or {}
+    bases = [group_file(group, base) for base in page.pop("defaults", []) if base != "_self_"]
+    return {key: value for part in (*bases, page) for key, value in part.items()}
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The page with which Hydra begins to compose a program's config.
+
+    Attributes:
+        folder: the folder of the page.
+        name: its name there.
+        overrides: what must come before the overrides of the command line.
+    """
+
+    folder: Path
+    name: str
+    overrides: list[str]
+
+
+def primary(program: str, more: Sequence[Path] = (), first: Sequence[str] = ()) -> Primary:
+    """Return the page with which the config of a program begins.
+
+    A page `program/<name>` adds keys to conf/train.yaml. One of `primary/` stands for itself, and so do a project's.
+
+    Args:
+        program: the name of the program, such as `train`.
+        more: further folders with pages, which Hydra searches too.
+        first: folders to search first, which Hydra does not know.
+    """
+    conf = project().conf
+    if program == "train" or find(f"program/{program}", more):
+        added = [f"+program={program}"] * (program != "train")
+        return Primary(conf, "train", [*([search_path_override(first)] if first else []), *added])
+    if (conf / f"{program}.yaml").is_file():
+        return Primary(conf, program, [search_path_override(first)])
+    return Primary(INHERITED / "primary", program, [search_path_override([*first, conf])])
+
+
+def search_path_override(paths: Iterable[Path | str]) -> str:
+    """Return the override that adds folders to those in which Hydra looks for pages, before the package's."""
+    return f"hydra.searchpath=[{','.join((*(quote_path(f'file://{path}') for path in paths), SEARCHED))}]"
+
+
+def quote_path(path: Path | str) -> str:
+    """Return a path in quotes, as the value of an override. The path may have any characters."""
+    return QuotedString(str(path), Quote.single).with_quotes()
