@@ -43,7 +43,7 @@ from common.repository import ROOT
 
 from lockstep import compose
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
-from lockstep.config.pages import quote_path
+from lockstep.config.pages import is_group, quote_path
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
@@ -182,7 +182,7 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
             continue
         if key == "experiment":
             experiments += value if isinstance(value, list) else [value]
-        elif (ROOT / "conf" / key).is_dir():
+        elif is_group(key):
             groups.append({f"override /{key}": value})
         else:
             OmegaConf.update(values, key, value)

@@ -29,6 +29,7 @@ from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import check as config_check
+from lockstep.config import pages
 from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
@@ -144,6 +145,13 @@ def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
     return copy.deepcopy(_composed(page, overrides))
 
 
+def page_file(name: str) -> Path:
+    """Return the file of a page of the config, such as `model/resnet18`."""
+    file = pages.find(name)
+    assert file, name
+    return file
+
+
 @cache
 def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Do what Hydra's `compose` does; overrides that choose no file are set in a copy of what the others choose.
@@ -161,15 +169,16 @@ def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 @cache
 def _of_files(page: str, choices: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "conf"), **VERSION_BASE):
-        return compose(page, list(choices))
+    primary = pages.primary(page)
+    with initialize_config_dir(str(primary.folder), **VERSION_BASE):
+        return compose(primary.name, [*primary.overrides, *choices])
 
 
 def _chooses_files(override: str) -> bool:
     """Return whether an override is more than a value of the config: a file of a group, a key of Hydra, a mistake."""
     key = override.partition("=")[0].lstrip("+~")
     group = key.partition("@")[0]
-    return "=" not in override or "@" in key or key.startswith("hydra") or (ROOT / "conf" / group).is_dir()
+    return "=" not in override or "@" in key or key.startswith("hydra") or pages.is_group(group)
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ def files_of(name: str, root: Path = ROOT) -> list[Path]:
     actual = [
         folder,
         root / "tests" / "extras" / name,
-        *(root / "conf" / group / f"{name}.yaml" for group in ("extras", "strategy")),
+        *(root / "src" / "lockstep" / "conf" / group / f"{name}.yaml" for group in ("extras", "strategy")),
         *(root / "docs" / "extras").glob(f"{name}.*"),
         *(root / path for path in others),
     ]

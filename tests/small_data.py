@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from conftest import page_file
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -27,7 +28,6 @@ class Model(pl.LightningModule):
 
 
 MODEL = Model()
-CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 
 
 def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, strategy: str = "ddp") -> Layout:
@@ -63,7 +63,7 @@ def step_batches(made: DataModule) -> list[StepBatch]:
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
-    return {**OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml")), **changes}  # type: ignore[dict-item]
+    return {**OmegaConf.to_container(OmegaConf.load(page_file(f"data/{name}"))), **changes}  # type: ignore[dict-item]
 
 
 def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import site_hooks
-from conftest import ROOT, Program, Run
+from conftest import ROOT, Program, Run, page_file
 from refusals import Refusal, checked, read_table, refused_command, set_machine
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
@@ -131,7 +131,7 @@ def test_flags_of_hydra_are_taken(run_train: Program) -> None:
 def test_help_shows_the_keys_of_what_is_chosen(run_train: Program) -> None:
     page = run_train("model=resnet18,mnist_cnn", "optimizer=adamw", "lr=0.1", "--help").stdout
     for name in ("model/resnet18", "model/mnist_cnn", "optimizer/adamw"):
-        of_editors, _, text = (ROOT / "conf" / f"{name}.yaml").read_text().partition("\n")
+        of_editors, _, text = page_file(name).read_text().partition("\n")
         assert "schema" in of_editors
         assert text in page
     assert "scheduler" not in page

@@ -26,9 +26,9 @@ import torch
 from bench.folders import paint
 from common.repository import ROOT
 from common.showing import markdown
-from omegaconf import OmegaConf
 from PIL import Image
 
+from lockstep.config.pages import group_file
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 
@@ -52,8 +52,8 @@ print(f"{len(splits.train) + len(splits.val):,}, {seconds:.2f}, {max(memory, 0):
 
 def opened(name: str, folder: Path, **changes: object):
     """Open a folder by the data set `name` of conf/data/."""
-    config = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "data" / f"{name}.yaml"))
-    return open_data({**config, "image_size": SIZE, **changes}, str(folder))  # type: ignore[dict-item]
+    config = group_file("data", name)
+    return open_data({**config, "image_size": SIZE, **changes}, str(folder))
 
 
 def speed(scratch: Path) -> None:

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 from common.keys import KEY, rows
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-REFUSALS = Path(__file__).resolve().parents[2] / "tests" / "refusals.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+CONF = [ROOT / "conf", ROOT / "src" / "lockstep" / "conf"]  # as in lockstep.config.pages, which this need not import
+REFUSALS = ROOT / "tests" / "refusals.yaml"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
 # Sections whose pages are found in a folder, in the order of their titles.
 FOLDERS = {"Extras": "extras", "Decisions": "decisions"}
@@ -45,9 +46,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     makers = {
         "train": lambda: _front_page("train", 2),
         "the groups": _groups,
-        "the programs": lambda: "\n\n".join(
-            f"## {name}\n\n{_front_page(name, 3)}" for name in PROGRAMS if (CONF / f"{name}.yaml").exists()
-        ),
+        "the programs": lambda: "\n\n".join(f"## {name}\n\n{_front_page(name, 3)}" for name in PROGRAMS if _page(name)),
     }
     if page.file.src_uri == "extras.md":  # its table can't link by itself: an extra's page goes with the extra
         names = "|".join(path.stem for path in Path(config["docs_dir"], "extras").glob("*.md"))
@@ -60,16 +59,26 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     return re.sub(r"<!-- keys of ([\w ]+) -->", lambda match: makers[match[1]](), markdown)
 
 
+def _page(name: str) -> Path | None:
+    """Return the file of a program's page."""
+    files = (conf / folder / f"{name}.yaml" for conf in CONF for folder in ("", "program", "primary"))
+    return next((file for file in files if file.is_file()), None)
+
+
 def _front_page(name: str, level: int) -> str:
     """Return the groups and keys of a program's front page as Markdown."""
-    text = (CONF / f"{name}.yaml").read_text()
-    head, _, body = text.partition("defaults:\n")
+    page = _page(name)
+    assert page is not None
+    head, _, body = page.read_text().partition("defaults:\n")
     choices, _, keys = body.partition("\n\n")
+    if name == "train":  # its page has a part of the keys, and inherits all
+        inherited, _, keys = (CONF[1] / "base.yaml").read_text().partition("defaults:\n")[2].partition("\n\n")
+        choices += "\n" + inherited
     parts = [] if name == "train" else [_comment(head)]  # the page of train has its own
     groups = [
         (match["key"].removeprefix("override "), match["value"] or "", match["comment"] or "")
         for match in map(KEY.match, choices.splitlines())
-        if match and match["key"] not in ("hydra", "_self_")
+        if match and match["key"] not in ("hydra", "_self_", "base")
     ]
     if groups:
         parts.append(f"{'#' * level} Groups\n\n{_table(groups, ('group', 'default', 'what it chooses'))}")
@@ -87,12 +96,12 @@ def _front_page(name: str, level: int) -> str:
 def _groups() -> str:
     """Return a section for each group of conf/, with a table for each of its files."""
     parts = []
-    for folder in sorted({path.parent for path in CONF.rglob("*/*.yaml")} - {CONF}):
-        group = folder.relative_to(CONF).as_posix()
-        if group.startswith("hydra"):
+    pages = {path.relative_to(conf): path for conf in reversed(CONF) for path in conf.rglob("*/*.yaml")}
+    for group in sorted({name.parent.as_posix() for name in pages}):
+        if group.startswith(("hydra", "primary", "program")):
             continue
         parts.append(f"## {group}")
-        for file in sorted(folder.glob("*.yaml")):
+        for file in (path for name, path in sorted(pages.items()) if name.parent.as_posix() == group):
             text = file.read_text()
             comments = re.match(r"(?:#.*\n)*", text)
             parts.append(f"### {group}={file.stem}\n\n{_comment(comments[0] if comments else '')}")

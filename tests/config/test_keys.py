@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, composed
+from conftest import ROOT, composed, page_file
 from PIL import Image
 from torch import Tensor, nn
 from written_shards import write_tar
@@ -103,7 +103,7 @@ def keys_of(group: str, file: str) -> dict[str, Any]:
     values."""
 
     def read(name: str) -> dict[str, Any]:
-        content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
+        content: dict[str, Any] = yaml.safe_load(page_file(f"{group}/{name}").read_text()) or {}
         bases = [read(base) for base in content.get("defaults", ()) if str(base).startswith("_") and base != "_self_"]
         return dict(ChainMap(content, *bases))
 
@@ -243,6 +243,6 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
 
 
 def test_every_key_of_the_front_page_is_one_of_the_schema() -> None:
-    page = yaml.safe_load((ROOT / "conf" / "train.yaml").read_text())
+    keys = {key for name in ("train", "base") for key in yaml.safe_load(page_file(name).read_text())}
     assert {field.name for field in fields(RunKeys)} <= {field.name for field in fields(Keys)}
-    assert page.keys() - {"defaults"} <= {field.name for field in fields(Keys)}
+    assert keys - {"defaults", "hydra"} <= {field.name for field in fields(Keys)}

@@ -19,6 +19,7 @@ from site_pages import Command, Page
 from small_data import config
 
 import lockstep
+from lockstep.config.pages import find
 from lockstep.data.build import open_data
 
 FOLLOWED_BY = {
@@ -73,7 +74,7 @@ def needs_a_deleted_extra(command: Command) -> bool:
     """Return whether a command names an extra whose files were deleted."""
     names = re.findall(r"extras=\[([\w,]+)\]|strategy=(pipeline)", command.text)
     chosen = [each for group in names for each in ",".join(filter(None, group)).split(",")]
-    return any(not list((ROOT / "conf").glob(f"*/{name}.yaml")) for name in chosen)
+    return any(not any(find(f"{group}/{name}") for group in ("extras", "strategy")) for name in chosen)
 
 
 def words_of(command: Command) -> list[str]:

@@ -9,7 +9,7 @@ from advise import Choice, conclusion
 from conftest import ROOT, Program, forked
 
 from lockstep.config.check import check
-from lockstep.config.pages import group_file
+from lockstep.config.pages import find, group_file
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 
@@ -34,7 +34,7 @@ def test_an_answer_rests_on_what_was_run(tmp_path: Path) -> None:
 def test_a_front_page_of_the_lab_is_not_in_conf(tmp_path: Path) -> None:
     """It lies beside the programs, and is shown, composed with train.yaml and checked from any folder."""
     for name, key in (("advise", "seconds: 2"), ("communication", "rounds: 5")):
-        assert not (ROOT / "conf" / f"{name}.yaml").exists()
+        assert not find(f"program/{name}")
         assert key in forked(f"scripts/lab/{name}.py", "--help", cwd=tmp_path).stdout
         composed = forked(f"scripts/lab/{name}.py", "model=resnet18", "--cfg", "job", cwd=tmp_path)
         assert (composed.returncode, composed.stderr) == (0, "")

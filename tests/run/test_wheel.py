@@ -39,7 +39,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_in_it(wheel: Path) -> None:
     assert wheel.name.startswith("pytorch_lockstep-")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"hydra_plugins/lockstep_sweeps.py", "lockstep/py.typed"} <= {*names}
+    assert {
+        "hydra_plugins/lockstep_sweeps.py",
+        "lockstep/py.typed",
+        "lockstep/conf/base.yaml",
+        "lockstep/conf/hydra/default.yaml",
+    } <= {*names}
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hydra_plugins", "lockstep"}
 
 

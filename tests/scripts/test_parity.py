@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from conftest import ROOT, STRATEGIES, Program, Run
+from conftest import STRATEGIES, Program, Run
 from parity import Different, chosen, judge_features, layouts, verdict
 from trials.judging import MARGIN, Distances, Row, allowed
 from trials.trial import shorten
 
 from lockstep.config.check import check
+from lockstep.config.pages import options
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 
@@ -48,7 +49,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
     staged = [f"{name}, 2 stages" for name in STRATEGIES.split(",")[2:]]
     layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *staged, "an engine's workers, 2"]
-    has_late = (ROOT / "conf" / "extras" / "late.yaml").exists()
+    has_late = "late" in options("extras")
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
     assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * (len(layouts) - 1)
     late = [row for row in rows if row["kind"] == "late"]
