@@ -197,7 +197,7 @@ def test_a_sweep_goes_on_with_the_config_folder_of_its_command(recorded: Path) -
     record = recorded / "multirun.yaml"
     sources = "runtime: {config_sources: [{path: /a b, schema: file, provider: command-line}]}"
     record.write_text(record.read_text().replace("{overrides", f"{{{sources}, overrides", 1))
-    assert "hydra.searchpath=['file:///a b']" in arguments([f"sweep.resume={recorded}"])
+    assert "hydra.searchpath=['file:///a b',pkg://lockstep.conf]" in arguments([f"sweep.resume={recorded}"])
     assert "searchpath" not in "".join(arguments([f"sweep.resume={recorded}", "--config-dir=x"]))
 
 

@@ -54,7 +54,7 @@ def up_to_date(record: Mapping[str, Any], path: object) -> dict[str, Any]:
         raise UserError(f"{path}: checkpoint format {number}, this Lockstep reads 1 to {FORMAT}: install a newer one")
     if number == 1:
         record = _renamed(record, _moved_names())
-    return {**record, "format": FORMAT}
+    return dict(record)
 
 
 def _moved_names() -> dict[str, str]:

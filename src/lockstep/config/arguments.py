@@ -43,7 +43,7 @@ def check_arguments(arguments: list[str]) -> list[str]:
     for override in parse_arguments(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
-    return arguments
+    return [pages.also_inherited(argument) for argument in arguments]
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

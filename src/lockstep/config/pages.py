@@ -93,6 +93,13 @@ def search_path_override(paths: Iterable[Path | str]) -> str:
     return f"hydra.searchpath=[{','.join((*(quote_path(f'file://{path}') for path in paths), SEARCHED))}]"
 
 
+def also_inherited(argument: str) -> str:
+    """Return an argument; one that replaces the folders in which Hydra looks for pages has the package's too."""
+    if argument.startswith("hydra.searchpath=[") and argument.endswith("]") and SEARCHED not in argument:
+        return f"{argument[:-1].rstrip(', ')},{SEARCHED}]".replace("[,", "[")
+    return argument
+
+
 def quote_path(path: Path | str) -> str:
     """Return a path in quotes, as the value of an override. The path may have any characters."""
     return QuotedString(str(path), Quote.single).with_quotes()

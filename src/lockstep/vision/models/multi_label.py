@@ -12,7 +12,7 @@ from lockstep.vision.models.published import torchvision_net
 
 
 class MultiLabel(LightningModule):
-    """Decides for each label whether an image has it. conf/model/multi_label.yaml describes the options."""
+    """Decides for each label whether an image has it. lockstep/conf/model/multi_label.yaml describes the options."""
 
     task = "multi_label"  # of the data: targets are 0 or 1, float [n, num_classes]
 

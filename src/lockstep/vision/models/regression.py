@@ -11,7 +11,7 @@ from lockstep.vision.models.published import torchvision_net
 
 
 class Regression(LightningModule):
-    """Predicts one number or several for each image. conf/model/regression.yaml describes the options.
+    """Predicts one number or several for each image. lockstep/conf/model/regression.yaml describes the options.
 
     It is trained on Huber's loss, which grows with the square of a small error, and with the size of a large one.
     """

@@ -12,7 +12,7 @@ from lockstep.vision.models.published import segmentation_net
 
 
 class Segmentation(LightningModule):
-    """Gives each pixel a class. conf/model/segmentation.yaml describes the options.
+    """Gives each pixel a class. lockstep/conf/model/segmentation.yaml describes the options.
 
     The loss of an image is the mean over its pixels, so images count alike however many pixels have a class.
     """
