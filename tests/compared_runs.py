@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import compare as program
+from lockstep.programs import compare as program
 
 LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
 

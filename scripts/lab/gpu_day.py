@@ -34,7 +34,6 @@ from statistics import mean
 from typing import IO, Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 import gpu_wheels
 
@@ -42,11 +41,11 @@ if not find_spec("hydra") and gpu_wheels.install():  # a machine without network
     sys.path.insert(3, str(gpu_wheels.SITE))
 
 from bench.machine import facts
-from common.repository import ROOT
-from common.showing import markdown
+from repository import ROOT
 
 from lockstep.config.value_checks import unknown_name_message
 from lockstep.launch.machine import gpu_count
+from lockstep.programs.common.showing import markdown
 from lockstep.run.summary import git_info, write_summary
 
 OUTPUTS, TO = "OUTPUTS", "FOLDER_OF_THE_PAGE"  # placeholders in a command: the trial's own folder, and `--to`

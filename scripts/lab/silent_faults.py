@@ -22,14 +22,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from campaigns.campaign import HOUR, Campaign, one_each, run_campaigns, schedule
 from campaigns.flips import FLIP_FILE, PLACES
 from campaigns.processes import Process
-from common.showing import markdown
 
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, config_sha256, line_sha256, parse_line, read, text_of
+from lockstep.programs.common.showing import markdown
 from lockstep.run.summary import summary_of
 
 JOB = [  # small steps, because there are many runs

@@ -4,15 +4,13 @@ mkdocs.yml names this file; `make docs` builds the site.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import yaml
-from common.keys import KEY, rows
+
+from lockstep.programs.common.keys import KEY, rows
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 REFUSALS = Path(__file__).resolve().parents[2] / "tests" / "refusals.yaml"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schema
 import yaml
 from conftest import ROOT
 
 from lockstep.config.arguments import MODELINE, help_page
+from lockstep.programs import schema
 
 CONF = ROOT / "conf"
 EXTRAS = ("extras.json", "strategy.json")  # an extra can be deleted, and the schemas have its keys then

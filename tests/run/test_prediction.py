@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import export
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,7 @@ import predict
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data import Spec
 from lockstep.errors import UserError
+from lockstep.programs import export
 from lockstep.run.prediction_table import write_predictions
 from project.data import ImageFiles
 from project.models import MnistCNN

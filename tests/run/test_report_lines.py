@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dashboard
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from lockstep.config import check as config_check
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
+from lockstep.programs import dashboard
 from lockstep.run import report_lines
 from lockstep.run.api import compose
 from lockstep.run.report_lines import (

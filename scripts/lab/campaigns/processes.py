@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.repository import ROOT
+from repository import ROOT
 
 MAX_OUTPUT_BYTES = 1 << 20  # later output is not read
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")

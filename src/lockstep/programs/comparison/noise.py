@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 from typing import Any
 
-from comparison.runs import Group
 from scipy.special import stdtrit
+
+from lockstep.programs.comparison.runs import Group
 
 LEVEL = 0.95  # confidence level of an interval
 POWER = 0.8  # probability with which the recommended number of seeds finds a real difference

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trials.trial import Outcome, Trial, difference, layout_changes, run, with_counter
-
 from lockstep.config.check import Config
 from lockstep.data import Splits
+from lockstep.programs.trials.trial import Outcome, Trial, difference, layout_changes, run, with_counter
 
 Changes = dict[str, Any]
 

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from common.training import train_quietly
 from numpy.typing import NDArray
 from torch.utils.data import Subset
-from trials.record import FILE, KILLED
 
 from lockstep.config.check import Config, check
 from lockstep.config.value_checks import group_file
@@ -28,6 +26,8 @@ from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import export
 from lockstep.launch.parent import launch
 from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
+from lockstep.programs.common.training import train_quietly
+from lockstep.programs.trials.record import FILE, KILLED
 
 # Full steps of an epoch before its short one: few, because differences by rounding grow with each step, and would hide
 # an error in the short one.
@@ -145,7 +145,11 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
 def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None) -> Config:
     common: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
     layout = check({**raw, **changes}).layout
-    record = {"_target_": "trials.record.Record", "pieces": layout.pieces, "batch_size": layout.batch_size}
+    record = {
+        "_target_": "lockstep.programs.trials.record.Record",
+        "pieces": layout.pieces,
+        "batch_size": layout.batch_size,
+    }
     callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
     if trial.first_layout is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}

@@ -39,7 +39,7 @@ except ImportError:
     print("error: Optuna is not installed: pip install -e .[search]", file=sys.stderr)
     sys.exit(2)
 
-from common.repository import ROOT
+from repository import ROOT
 
 from lockstep import compose
 from lockstep.config.arguments import quote_path

@@ -7,10 +7,9 @@ from operator import mul
 from statistics import fmean, stdev
 from typing import Any
 
-from comparison.pair import differing_values, show
-from comparison.runs import Group, Run, belongs_to_experiment
-
 from lockstep.errors import UserError
+from lockstep.programs.comparison.pair import differing_values, show
+from lockstep.programs.comparison.runs import Group, Run, belongs_to_experiment
 from lockstep.text import join_names, plural
 
 POOLED = ("acc", "loss")  # means over samples, which can be pooled

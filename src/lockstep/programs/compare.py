@@ -40,17 +40,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 if __name__ == "__main__":
     from lockstep import standard_streams
 
     standard_streams.protect()
 
-from common.showing import markdown
-from comparison import noise, pair
-from comparison.folds import CrossValidation, cross_validations
-from comparison.runs import (
+from lockstep.config.metrics import best_value
+from lockstep.errors import UserError
+from lockstep.programs.common.showing import markdown
+from lockstep.programs.comparison import noise, pair
+from lockstep.programs.comparison.folds import CrossValidation, cross_validations
+from lockstep.programs.comparison.runs import (
     Group,
     PlotLines,
     Run,
@@ -62,9 +62,6 @@ from comparison.runs import (
     same_steps,
     scores_by_key,
 )
-
-from lockstep.config.metrics import best_value
-from lockstep.errors import UserError
 from lockstep.run.sweeps import chooses_samples
 from lockstep.text import plural
 
@@ -87,7 +84,7 @@ def main() -> int:
         if arguments.why:
             if len(arguments.runs) != 2:
                 raise UserError(f"--why: {plural(len(arguments.runs), 'folder')}: give two run folders")
-            from comparison import why  # torch takes seconds
+            from lockstep.programs.comparison import why  # torch takes seconds
 
             print(why.explain(*arguments.runs).text)
         elif len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
@@ -133,7 +130,7 @@ def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> No
 
     folder = output or root / "compare"
     folder.mkdir(parents=True, exist_ok=True)
-    from comparison.charts import draw_by_key, draw_plots  # matplotlib takes a second
+    from lockstep.programs.comparison.charts import draw_by_key, draw_plots  # matplotlib takes a second
 
     plots = draw_plots(groups, folder) + ([draw_by_key(plot_lines, key, folder)] if key else [])
     (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.showing import BLUE, GREEN, GREY, PURPLE, VERMILION, our_pyplot
 from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
-from trials.trial import Outcome, difference, norm
+
+from lockstep.programs.common.showing import BLUE, GREEN, GREY, PURPLE, VERMILION, our_pyplot
+from lockstep.programs.trials.trial import Outcome, difference, norm
 
 MARGIN = 10  # the tolerance is the yardstick times this
 ENDS = ("weights", "buffers", "gradient")  # compared after the last step

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.training import open_without_test
-from comparison.pair import Facts, differing_values, facts, read, show
-from comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
@@ -27,6 +24,9 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import check_targets_named
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
+from lockstep.programs.common.training import open_without_test
+from lockstep.programs.comparison.pair import Facts, differing_values, facts, read, show
+from lockstep.programs.comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
 from lockstep.run.summary import weights_sha256
 from lockstep.text import join_names, plural
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import export
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.data import Spec
 from lockstep.errors import UserError
+from lockstep.programs import export
 
 SPEC = Spec(1, 4, ("a", "b", "c"), mean=(0.5,), std=(0.25,))
 IMAGES = export.random_images(SPEC)

@@ -10,9 +10,9 @@ import pytest
 from conftest import Process, Program, Run, summary_of, wait_for
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from search import distribution
 
 from lockstep.errors import UserError
+from lockstep.programs.search import distribution
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "threads=1", "logger=none")
 SPACE = ("lr=tag(log,interval(0.001,0.1))", "batch_size=32,33")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from compared_runs import LAYOUT, compare, written
-from comparison.noise import compare as difference
-from comparison.noise import further_seeds, student_quantile
 from conftest import Program
+
+from lockstep.programs.comparison.noise import compare as difference
+from lockstep.programs.comparison.noise import further_seeds, student_quantile
 
 PLACED = LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1, "accumulate_grad_batches": 1}
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
-from trials.judging import Row, allowed, distances, evaluation, judge
-from trials.record import YARDSTICKS, roundoff
-from trials.trial import FULL_STEPS, Outcome, Trial, layout_changes, run, with_counter
 
 from lockstep.config.check import check
 from lockstep.data import Splits
+from lockstep.programs.trials.judging import Row, allowed, distances, evaluation, judge
+from lockstep.programs.trials.record import YARDSTICKS, roundoff
+from lockstep.programs.trials.trial import FULL_STEPS, Outcome, Trial, layout_changes, run, with_counter
 
 Changes = dict[str, Any]
 Prepared = Callable[[Sequence[str]], tuple[Changes, Splits]]  # overrides -> config and data

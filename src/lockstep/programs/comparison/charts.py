@@ -9,8 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from common.showing import our_pyplot, style
-from comparison.runs import Group, PlotLines, brief
+
+from lockstep.programs.common.showing import our_pyplot, style
+from lockstep.programs.comparison.runs import Group, PlotLines, brief
 
 pyplot = our_pyplot()
 MAX_GROUPS = 12  # groups in a plot of curves: the most accurate, which come first

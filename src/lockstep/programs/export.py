@@ -16,14 +16,11 @@ activation. So does model.json beside it, which has the largest difference too.
 import importlib.util
 import json
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 if __name__ == "__main__":
     import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from compared_runs import LAYOUT, compare, written
-from comparison.runs import find_runs, group_runs, read_curves
 from conftest import Program
 from torch.utils.tensorboard import SummaryWriter
+
+from lockstep.programs.comparison.runs import find_runs, group_runs, read_curves
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "max_steps=2", "batch_size=32", "threads=1")
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from conftest import ROOT, STRATEGIES, Program, Run
-from parity import Different, chosen, judge_features, layouts, verdict
-from trials.judging import MARGIN, Distances, Row, allowed
-from trials.trial import shorten
 
 from lockstep.config.check import check
 from lockstep.errors import UserError
+from lockstep.programs.parity import Different, chosen, judge_features, layouts, verdict
+from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed
+from lockstep.programs.trials.trial import shorten
 from lockstep.run.api import compose
 
 TINY = (

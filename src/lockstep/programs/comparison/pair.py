@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.showing import markdown
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lockstep.errors import UserError
+from lockstep.programs.common.showing import markdown
 
 ABSENT = "-"
 NO_RUN = "it has neither summary.json nor .hydra/config.yaml"

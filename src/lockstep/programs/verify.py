@@ -15,21 +15,16 @@ Exit codes: 0 all bits are the same, 1 something differs, 2 bad input (no ledger
 
 import random
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 if __name__ == "__main__":
     import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 
 import torch
-from common.training import check_one_machine
 from pydantic import Field
-from recomputing import Part, first_difference, part_of_run, recompute
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import CheckpointError
@@ -46,6 +41,8 @@ from lockstep.extras.ledger.ledger_file import (
     read,
     samples_sha256,
 )
+from lockstep.programs.common.recomputing import Part, first_difference, part_of_run, recompute
+from lockstep.programs.common.training import check_one_machine
 from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from common.training import open_without_test, train_from
 from torch import Tensor
 
 from lockstep.arithmetic.order import DataOrder
@@ -20,6 +19,7 @@ from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, STATE, config_sha256, decisive_config, parse_line, read
 from lockstep.launch.signals import Interrupted
+from lockstep.programs.common.training import open_without_test, train_from
 from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 
 # Config groups whose files name classes to build.
@@ -132,7 +132,7 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
     Raises:
         Interrupted: the run was interrupted before its last step.
     """
-    save = {"_target_": "recomputing.SaveAtSteps", "steps": list(steps)}
+    save = {"_target_": "lockstep.programs.common.recomputing.SaveAtSteps", "steps": list(steps)}
     config = replace(part.config, callbacks={**part.config.callbacks, "save_at_steps": save})
     try:
         train_from(start, config, part.splits, folder)

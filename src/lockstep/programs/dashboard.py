@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
     standard_streams.protect()
 
-from common.keys import differing
+from lockstep.programs.common.keys import differing
 
 SECONDS = 5.0  # between two searches for new runs
 HARMLESS = "TensorFlow installation not found"  # TensorBoard prints it first; nothing shown here needs TensorFlow

@@ -11,24 +11,21 @@ import argparse
 import copy
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 if __name__ == "__main__":
     from lockstep import standard_streams
 
     standard_streams.protect()
 
-from common.keys import rows
-from common.repository import ROOT
 from pydantic import TypeAdapter
+from repository import ROOT
 
 from lockstep.config.arguments import MODELINE
 from lockstep.config.schema import Keys, Transforms
+from lockstep.programs.common.keys import rows
 
 CONF = ROOT / "conf"
 LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files may have all keys of train.yaml

@@ -10,12 +10,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from common.keys import differing
-from comparison.pair import ABSENT, flat, read, recorded_config, show
 from numpy.typing import NDArray
 
 from lockstep.config.metrics import direction_of_name
 from lockstep.errors import UserError
+from lockstep.programs.common.keys import differing
+from lockstep.programs.comparison.pair import ABSENT, flat, read, recorded_config, show
 from lockstep.text import plural
 
 # Keys that may differ between runs of the same experiment.

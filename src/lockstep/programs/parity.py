@@ -25,27 +25,19 @@ The run folder gets parity.json and parity.png, or differences.json and differen
 is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 if __name__ == "__main__":
     import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 
-from common.training import check_one_machine
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from rich.console import Console
 from torch.utils.data import Subset
-from trials import differences, features
-from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
-from trials.record import YARDSTICKS, roundoff
-from trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.checkpoint.resume import LENGTH
@@ -56,6 +48,11 @@ from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.programs.common.training import check_one_machine
+from lockstep.programs.trials import differences, features
+from lockstep.programs.trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
+from lockstep.programs.trials.record import YARDSTICKS, roundoff
+from lockstep.programs.trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
 from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
 from lockstep.text import plural

@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common.training import train_from, train_quietly
 from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
@@ -25,6 +24,7 @@ from lockstep.config.portable import choose_kernels
 from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError
+from lockstep.programs.common.training import train_from, train_quietly
 
 BUCKETS = 64  # numbers in a sketch
 # Keys that decide how often and where a run writes, but not what it computes.
@@ -208,7 +208,7 @@ def take_steps(config: Config, data: Splits, start: Path | None, last: int, fold
         UserError, WorkerFailed, Interrupted: see `launch`.
     """
     try:
-        trace = {"_target_": "comparison.trace.Trace", "last": last}
+        trace = {"_target_": "lockstep.programs.comparison.trace.Trace", "last": last}
         config = replace(config, callbacks={**config.callbacks, "trace": trace})
         choose_kernels(config.layout.exact)
         steps: Steps = train_from(start, config, data, folder, _work)

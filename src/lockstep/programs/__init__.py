@@ -1,0 +1,1 @@
+"""Programs: each module of this package is a command, `lockstep <name>`."""
