@@ -222,11 +222,11 @@ def trials(day: Day) -> Iterator[Trial]:
         control = (*chaos, "--control")
         yield Trial("kills", "control: resumed with another seed", [[control]], 300, code=1, expected="other bits")
 
-    fit = ("scripts/fit_memory.py", "model=resnet18", "data=synthetic", "data.channels=3", on)
+    fit = ("-m", "lockstep", "fit-memory", "model=resnet18", "data=synthetic", "data.channels=3", on)
     large = ("data.image_size=224", "data.samples=4096", "batch_size=1024")
     size = ("data.image_size=32", "data.samples=64", "batch_size=8") if short else large
     expected = "1024 images of 224 x 224 fit in 4 to 8 pieces"
-    yield Trial("memory", "fit_memory.py", [[(*fit, *size)]], 300, expected=expected)
+    yield Trial("memory", "lockstep fit-memory", [[(*fit, *size)]], 300, expected=expected)
     if not cpu:
         benchmark = ("scripts/lab/benchmark.py", "gpu", f"--json={TO}")
         yield Trial("benchmark", "benchmark.py gpu", [[benchmark]], 470, expected="every goal met")

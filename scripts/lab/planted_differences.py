@@ -1,4 +1,4 @@
-"""Make pairs of runs that differ in one known thing, and let `compare.py --why` find it:
+"""Make pairs of runs that differ in one known thing, and let `lockstep compare --why` find it:
 
     python scripts/lab/planted_differences.py
     python scripts/lab/planted_differences.py --only 'seed,lr,dropout'

@@ -1,6 +1,6 @@
 """The public names of Lockstep: one training step on any layout.
 
-project/, scripts/ and notebooks import from here and from `lockstep.testing` only: `from lockstep import train`.
+project/, scripts and notebooks import from here and from `lockstep.testing` only: `from lockstep import train`.
 docs/use/python.md describes each name. Everything else in the package is internal.
 """
 

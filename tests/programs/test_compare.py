@@ -1,4 +1,4 @@
-"""What scripts/compare.py tells of two run folders."""
+"""What lockstep compare tells of two run folders."""
 
 import json
 import os
@@ -195,7 +195,7 @@ def test_rows_that_took_the_same_steps_are_named(tmp_path: Path) -> None:
         f"{rows[0]} took the same steps up to rounding, which depends on layout and threads: "
         "exact=true removes this too.",
         f"{rows[1]} took the same steps, to the same bits of the weights.",
-        f"{rows[2]} should have the same bits, but do not: scripts/parity.py shows where they differ.",
+        f"{rows[2]} should have the same bits, but do not: `lockstep parity` shows where they differ.",
     ]
 
 

@@ -1,4 +1,4 @@
-"""scripts/compare.py: cross-validations, and whether a difference is larger than the noise."""
+"""lockstep compare: cross-validations, and whether a difference is larger than the noise."""
 
 import json
 import math

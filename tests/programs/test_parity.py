@@ -1,4 +1,4 @@
-"""scripts/parity.py: it passes what is the same, and fails where it can't see what is wrong."""
+"""lockstep parity: it passes what is the same, and fails where it can't see what is wrong."""
 
 import json
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ TINY = (
 
 @pytest.fixture
 def run_parity(tmp_path: Path) -> Program:
-    return Program(tmp_path / "outputs", "scripts/parity.py")
+    return Program(tmp_path / "outputs", "lockstep parity")
 
 
 def report(run: Run) -> dict[str, Any]:
@@ -145,7 +145,9 @@ def test_the_verdict_names_the_rows_that_differ() -> None:
 def test_a_length_of_training_is_refused(run_parity: Program) -> None:
     run = run_parity("devices=2", "max_steps=3", ok=False)
     assert run.returncode == 2, str(run)
-    assert run.stderr == "error: max_steps has no effect on parity.py: give steps=, the number of optimizer steps\n"
+    assert (
+        run.stderr == "error: max_steps has no effect on lockstep parity: give steps=, the number of optimizer steps\n"
+    )
 
 
 @pytest.mark.usefixtures("processes")

@@ -1,4 +1,4 @@
-"""scripts/search.py: a search that was killed goes on, others join in, and it leaves a config to use."""
+"""lockstep search: a search that was killed goes on, others join in, and it leaves a config to use."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ SPACE = ("lr=tag(log,interval(0.001,0.1))", "batch_size=32,33")
 
 
 def search(folder: Path) -> Program:
-    return Program(folder / "outputs", "scripts/search.py")
+    return Program(folder / "outputs", "lockstep search")
 
 
 def trials(folder: Path) -> dict[int, tuple[dict[str, Any], float | None]]:

@@ -250,7 +250,7 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Path) -> None:
-    export = Program(tmp_path / "outputs", "scripts/export.py")
+    export = Program(tmp_path / "outputs", "lockstep export")
     run = export(f"checkpoint={trained.folder}", "format=torch,onnx", "-m", ok=False)
     files = sorted((images_of(trained) / CLASSES[0]).iterdir())
     images = torch.stack([decoded(path) for path in files])

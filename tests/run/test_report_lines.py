@@ -60,7 +60,7 @@ def test_a_run_reports_what_it_is_and_what_it_leaves(run_train: Program) -> None
     assert output[-4:] == [
         f"completed: {folder}",
         f"best.ckpt: largest val/acc {metrics['val/acc']:.4f} at step {step}",
-        f"  to look at the curves: python scripts/dashboard.py {run.outputs}",
+        f"  to look at the curves: lockstep dashboard {run.outputs}",
         f"to predict: python src/predict.py checkpoint={folder} images=<folder>",
     ]
     log = (folder / "train.log").read_text()

@@ -23,7 +23,7 @@ NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep
 
 
 class Process:
-    """One execution of `src/train.py`, or of scripts/verify.py.
+    """One execution of `src/train.py`, or of `lockstep verify`.
 
     Args:
         arguments: the program's arguments.
@@ -133,4 +133,5 @@ def _run_in_fork(program: str, arguments: list[str], prefix: Sequence[str], outp
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
 
-    cli.command(getattr(importlib.import_module(program), program), program, str(ROOT / "src" / f"{program}.py"))
+    module = "train" if program == "train" else f"lockstep.programs.{program}"
+    cli.command(getattr(importlib.import_module(module), program), program, str(ROOT / "src" / "train.py"))

@@ -1,7 +1,7 @@
 """Compare runs of a sweep, or any runs, side by side:
 
-    python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
-    python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
+    lockstep compare outputs/mnist_cnn_digits/sweeps/<stamp>
+    lockstep compare outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
 Runs that differ only in the seed or the fold share a row. Rows are sorted by validation accuracy; test accuracy is
 shown but does not affect the order. If all models name another metric as `monitor`, it takes the place of accuracy.
@@ -40,11 +40,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-if __name__ == "__main__":
-    from lockstep import standard_streams
-
-    standard_streams.protect()
-
 from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
 from lockstep.programs.common.showing import markdown
@@ -73,13 +68,14 @@ CAPTION = (
 FORMATS = {"samples/s": ",.0f", "efficiency": ".0%", "GiB": ".2f", "seconds": ".1f"}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: list[str]) -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("lockstep compare", description=__doc__, formatter_class=layout)
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
     parser.add_argument("--by", metavar="key", help="a key in which the runs differ, and whose values are numbers")
     parser.add_argument("--to", type=Path, metavar="folder", help="folder for the table and the plots")
     parser.add_argument("--why", action="store_true", help="find the first difference of two runs, and its cause")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     try:
         if arguments.why:
             if len(arguments.runs) != 2:
@@ -201,7 +197,7 @@ def same_steps_notes(groups: Sequence[Group], root: Path) -> list[str]:
             sentences.append(f"{rows} took the same steps, to the same bits of the weights.")
         elif exact:
             sentences.append(
-                f"{rows} should have the same bits, but do not: scripts/parity.py shows where they differ."
+                f"{rows} should have the same bits, but do not: `lockstep parity` shows where they differ."
             )
         else:
             sentences.append(
@@ -304,7 +300,3 @@ def table_by_key(plot_lines: PlotLines, key: str) -> str:
     values = sorted({value for points in plot_lines.values() for value in points})
     rows = ([brief(value), *(cell(points.get(value, [])) for points in plot_lines.values())] for value in values)
     return markdown([key, *plot_lines], rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

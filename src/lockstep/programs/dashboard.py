@@ -1,6 +1,6 @@
 """Start TensorBoard on the runs of a folder, each under the name that it was given:
 
-    python scripts/dashboard.py outputs
+    lockstep dashboard outputs
 
 The HParams page has the keys that differ between the runs that exist when it starts; for a single run it has the few
 keys that matter most. It shows the first five, and lists the others to tick.
@@ -20,11 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from lockstep import standard_streams
-
-    standard_streams.protect()
-
+from lockstep import exit_on_signal
 from lockstep.programs.common.keys import differing
 
 SECONDS = 5.0  # between two searches for new runs
@@ -41,12 +37,14 @@ TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d+")  # names of run folders
 MINUTE, SECOND = 16, 19  # length of the name up to the minute and up to the second
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     """Run TensorBoard until it is interrupted. Return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("lockstep dashboard", description=__doc__, formatter_class=layout)
     parser.add_argument("runs", nargs="?", default="outputs", help="folder with run folders (default: outputs)")
-    arguments, options = parser.parse_known_args()
+    arguments, options = parser.parse_known_args(words)
     runs = arguments.runs
+    exit_on_signal.restore()
     if not Path(runs).is_dir():
         print(f"error: {runs}: no such folder", file=sys.stderr)
         return 2
@@ -189,7 +187,3 @@ def write_columns(runs: Sequence[dict[str, Any]], folder: Path, titles: str) -> 
     writer = EventFileWriter(str(folder), filename_suffix=".columns")
     writer.add_event(Event(summary=summary))
     writer.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Export a trained model to a file that needs neither Lockstep nor Lightning:
 
-    python scripts/export.py checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
+    lockstep export checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
 
 The file includes normalisation. Its input is decoded images, uint8 [n, channels, size, size] for any n. Its output is
 float32, and what predict.py writes for the model: probabilities [n, classes] if its predict_step computes them,
@@ -20,10 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-if __name__ == "__main__":
-    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import numpy as np
@@ -440,5 +437,6 @@ def largest_difference(
     return float(torch.tensor(differences).max())  # NaN if one is NaN
 
 
-if __name__ == "__main__":
-    cli.command(export, "export", __file__)
+def main(arguments: list[str]) -> NoReturn:
+    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    cli.command(export, "export")

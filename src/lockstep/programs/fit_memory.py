@@ -1,6 +1,6 @@
 """Find the smallest `accumulate_grad_batches` with which a run fits the memory:
 
-    python scripts/fit_memory.py model=resnet18 data=cifar10 batch_size=1024 strategy=ddp devices=2
+    lockstep fit-memory model=resnet18 data=cifar10 batch_size=1024 strategy=ddp devices=2
 
 The arguments are the run's overrides. For each number of micro-batches a new process runs `src/train.py` for two
 optimizer steps, one batch of validation and one of the test, in a temporary folder. The program prints the value to
@@ -12,14 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-if __name__ == "__main__":
-    from lockstep import standard_streams
+from lockstep import exit_on_signal
+from lockstep.project import project
 
-    standard_streams.protect()
-
-TRAIN = Path(__file__).resolve().parents[1] / "src" / "train.py"
 SHORT = ("max_steps=2", "++debug.trainer.limit_val_batches=1", "++debug.trainer.limit_test_batches=1")
 LACKING = re.compile(r"out of memory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)
 NEXT = re.compile(r"\(accumulate_grad_batches=(\d+)\) takes less")
@@ -29,7 +25,7 @@ def attempt(overrides: list[str], micro_batches: int) -> subprocess.CompletedPro
     """Train for two steps with `micro_batches` micro-batches. Return the completed process."""
     with tempfile.TemporaryDirectory(prefix="fit_memory_") as folder:
         settings = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
-        command = [sys.executable, str(TRAIN), *overrides, *settings]
+        command = [sys.executable, str(project().train_program), *overrides, *settings]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -38,6 +34,7 @@ def main(overrides: list[str]) -> int:
     if not overrides or {"-h", "--help"} & set(overrides):
         print(__doc__)
         return 0
+    exit_on_signal.restore()
     micro_batches = 1
     while True:
         run = attempt(overrides, micro_batches)
@@ -53,7 +50,3 @@ def main(overrides: list[str]) -> int:
             return 1
         finer = NEXT.search(run.stderr)
         micro_batches = int(finer[1]) if finer else 2 * micro_batches
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """Prove that layouts agree, on your own model, data and machine:
 
-    python scripts/parity.py model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
-    python scripts/parity.py differences=true data=mnist model.dropout=0.25
-    python scripts/parity.py features=true
+    lockstep parity model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
+    lockstep parity differences=true data=mnist model.dropout=0.25
+    lockstep parity features=true
 
 The program takes the config of train.py. It trains the same optimizer steps on every layout that this machine can run,
 with exact=false and with exact=true, and also in two workers started as an engine starts them (torchrun, SLURM, MPI).
@@ -28,10 +28,7 @@ is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-if __name__ == "__main__":
-    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+from typing import Any, NoReturn
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -125,8 +122,8 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
         UserError: this config can't be compared.
     """
     if unused := LENGTH.intersection(overridden_keys()):
-        raise UserError(f"{min(unused)} has no effect on parity.py: give steps=, the number of optimizer steps")
-    check_one_machine("parity.py", raw)
+        raise UserError(f"{min(unused)} has no effect on lockstep parity: give steps=, the number of optimizer steps")
+    check_one_machine("lockstep parity", raw)
     config = check(raw)
     if config.layout.pieces < 2:
         raise UserError("pieces=1 can't be shared by devices: set devices, accumulate_grad_batches or pieces")
@@ -333,5 +330,6 @@ def each(layout: Layout) -> str:
     return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))
 
 
-if __name__ == "__main__":
-    cli.command(parity, "parity", __file__)
+def main(arguments: list[str]) -> NoReturn:
+    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    cli.command(parity, "parity")

@@ -1,6 +1,6 @@
 """Write the JSON Schemas with which editors complete and check the keys of conf/:
 
-    python scripts/schema.py
+    lockstep schema
 
 conf/schema/ has one schema for the front page (train.yaml), experiment/ and debug/, and one for each other group. Types
 are those of src/lockstep/config/schema.py, descriptions are the comments of the yaml files. The program also writes
@@ -15,31 +15,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from lockstep import standard_streams
-
-    standard_streams.protect()
-
 from pydantic import TypeAdapter
-from repository import ROOT
 
 from lockstep.config.arguments import MODELINE
 from lockstep.config.schema import Keys, Transforms
 from lockstep.programs.common.keys import rows
+from lockstep.project import project
 
-CONF = ROOT / "conf"
 LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files may have all keys of train.yaml
 INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${model.name}, which Hydra replaces
 
 
 def schemas() -> dict[str, Any]:
     """Return all schemas by the names of their files."""
-    comments = _comments({"train.yaml": (CONF / "train.yaml").read_text()})["properties"]
+    comments = _comments({"train.yaml": (project().conf / "train.yaml").read_text()})["properties"]
     schemas_by_key = _for_editors(TypeAdapter(Keys).json_schema())["properties"]
     schemas_by_key["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
     group_schemas = {}
-    for folder in sorted({path.parent for path in CONF.rglob("*/*.yaml")}):
-        group = folder.relative_to(CONF).as_posix()
+    for folder in sorted({path.parent for path in project().conf.rglob("*/*.yaml")}):
+        group = folder.relative_to(project().conf).as_posix()
         if group in LIKE_THE_FRONT_PAGE or group.startswith("hydra"):
             continue
         texts = {f"{group}={file.stem}": file.read_text() for file in sorted(folder.glob("*.yaml"))}
@@ -163,9 +157,9 @@ def _for_editors(root: dict[str, Any]) -> dict[str, Any]:
 
 def with_modeline(text: str, path: Path) -> str:
     """Return a yaml file's text with the line that names its schema. It is below the lines for Hydra (`# @package`)."""
-    group = path.parent.relative_to(CONF).as_posix()
+    group = path.parent.relative_to(project().conf).as_posix()
     name = "train.json" if group in (".", *LIKE_THE_FRONT_PAGE) else _file_name(group)
-    schema_path = os.path.relpath(CONF / "schema" / name, path.parent)
+    schema_path = os.path.relpath(project().conf / "schema" / name, path.parent)
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith(MODELINE)]
     header_length = next((number for number, line in enumerate(lines) if not line.startswith("# @")), 0)
     return "".join([*lines[:header_length], f"{MODELINE}={schema_path}\n", *lines[header_length:]])
@@ -173,17 +167,21 @@ def with_modeline(text: str, path: Path) -> str:
 
 def described_files() -> list[Path]:
     """Return the yaml files that have a schema."""
-    groups = [path for path in sorted(CONF.rglob("*/*.yaml")) if path.relative_to(CONF).parts[0] != "hydra"]
-    return [CONF / "train.yaml", *groups]
+    groups = [
+        path
+        for path in sorted(project().conf.rglob("*/*.yaml"))
+        if path.relative_to(project().conf).parts[0] != "hydra"
+    ]
+    return [project().conf / "train.yaml", *groups]
 
 
-def main() -> None:
+def main(words: list[str]) -> int:
     """Write the schemas, and the lines that name them."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
-    argparse.ArgumentParser(
-        description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    folder = CONF / "schema"
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("lockstep schema", description=description, epilog=epilog, formatter_class=layout)
+    parser.parse_args(words)
+    folder = project().conf / "schema"
     folder.mkdir(exist_ok=True)
     for name, schema in schemas().items():
         (folder / name).write_text(json.dumps(schema, indent=1) + "\n")
@@ -191,7 +189,4 @@ def main() -> None:
         text = path.read_text()
         if (new_text := with_modeline(text, path)) != text:
             path.write_text(new_text)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

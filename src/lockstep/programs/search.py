@@ -1,6 +1,6 @@
 """Search for good hyperparameters with Optuna. Every trial is a run of src/train.py:
 
-    python scripts/search.py trials=20 model=mnist_cnn 'lr=tag(log,interval(0.001,0.3))' batch_size=32,64,128
+    lockstep search trials=20 model=mnist_cnn 'lr=tag(log,interval(0.001,0.3))' batch_size=32,64,128
 
 The search space is written in Hydra's syntax for sweeps: interval, range, choice, or several values. All other
 arguments go to every trial. The search has keys of its own: trials=20, metric= (by default that of a sweep, which is
@@ -20,12 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
-
-if __name__ == "__main__":
-    from lockstep import standard_streams
-
-    standard_streams.protect()
+from typing import IO, Any, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
@@ -39,19 +34,18 @@ except ImportError:
     print("error: Optuna is not installed: pip install -e .[search]", file=sys.stderr)
     sys.exit(2)
 
-from repository import ROOT
 
-from lockstep import compose
+from lockstep import compose, exit_on_signal
 from lockstep.config.arguments import quote_path
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
+from lockstep.project import project, use_project_of
 from lockstep.run import cli
 from lockstep.run.summary import write_conclusion
 from lockstep.run.sweeps import Job, Progress, Slot, chooses_samples, run_jobs
-from train import train
 
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
 # Keys that best.yaml leaves out.
@@ -182,7 +176,7 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
             continue
         if key == "experiment":
             experiments += value if isinstance(value, list) else [value]
-        elif (ROOT / "conf" / key).is_dir():
+        elif (project().conf / key).is_dir():
             groups.append({f"override /{key}": value})
         else:
             OmegaConf.update(values, key, value)
@@ -208,8 +202,10 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
     """
 
     def start(job: Job) -> None:
+        from train import train  # the project's own program
+
         sys.argv[:] = [
-            str(ROOT / "src" / "train.py"),
+            str(project().train_program),
             *job.overrides,
             f"hydra.run.dir={quote_path(job.folder)}",
             *flags,
@@ -247,8 +243,26 @@ def _redirect_output(log: Path) -> Iterator[None]:
             os.close(original)
 
 
-def main(arguments: list[str]) -> int:
-    """Run the search. Return the exit code: 0, or 1 if no trial completed."""
+def main(arguments: list[str]) -> NoReturn:
+    """Run the search without Python's teardown at its end."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        sys.exit(0)
+    exit_on_signal.restore()
+    use_project_of(project().root)
+    disable_garbage_collector()
+    try:
+        code = search(arguments)
+    except (UserError, HydraException) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        code = 2
+    except Interrupted as interrupted:
+        code = interrupted.code
+    exit_process(code)
+
+
+def search(arguments: list[str]) -> int:
+    """Run the study. Return the exit code: 0, or 1 if no trial completed."""
     settings = DEFAULTS | {
         key: value for key, _, value in (each.partition("=") for each in arguments) if key in DEFAULTS
     }
@@ -276,13 +290,15 @@ def main(arguments: list[str]) -> int:
         "metric": metric,
         "mode": resolve_mode("metric", metric, mode, "mode", known_of_model(composed["model"])),
     }
-    outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
+    outputs = next(
+        (str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(project().root / "outputs")
+    )
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(settings["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
-    search = Search(folder, settings["mode"], space, int(settings["trials"]))
-    progress = Progress(search.trials, settings["metric"], settings["mode"], folder)
+    study = Search(folder, settings["mode"], space, int(settings["trials"]))
+    progress = Progress(study.trials, settings["metric"], settings["mode"], folder)
     refused = 0
-    while trial_and_lock := search.next_trial():
+    while trial_and_lock := study.next_trial():
         trial, lock = trial_and_lock
         values = [f"{key}={value}" for key, value in trial.params.items()]
         overrides = [*(str(each.input_line) for each in fixed), *values]
@@ -292,30 +308,18 @@ def main(arguments: list[str]) -> int:
         except Interrupted:
             print(f"to continue: run the same command with folder={os.path.relpath(folder)}", file=sys.stderr)
             raise
-        search.record(trial.number, (summary.get("metrics") or {}).get(settings["metric"]), summary["status"])
+        study.record(trial.number, (summary.get("metrics") or {}).get(settings["metric"]), summary["status"])
         lock.close()
-        for each in search.finished_trials():  # trials of other processes count for the best value too
+        for each in study.finished_trials():  # trials of other processes count for the best value too
             progress.add(each.number, {"status": "completed", "metrics": {settings["metric"]: each.value}})
-        progress.done = len(search.finished_trials()) - 1  # `report` adds this trial
+        progress.done = len(study.finished_trials()) - 1  # `report` adds this trial
         progress.report(job, summary)
         refused += summary.get("refused", False)
         if refused == MAX_REFUSED and not progress.values:
             raise UserError(f"the first {MAX_REFUSED} trials were refused: {summary['error']}")
-    if all(trial.value is None for trial in search.finished_trials()):
+    if all(trial.value is None for trial in study.finished_trials()):
         print(f"error: no trial completed: see {os.path.relpath(folder)}/<number>.log", file=sys.stderr)
         return 1
-    write_best(search, settings["metric"], fixed)
+    write_best(study, settings["metric"], fixed)
     print(f"to run the best again: python src/train.py --config-dir={os.path.relpath(folder)} experiment=best")
     return 0
-
-
-if __name__ == "__main__":
-    disable_garbage_collector()
-    try:
-        code = main(sys.argv[1:])
-    except (UserError, HydraException) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        code = 2
-    except Interrupted as interrupted:
-        code = interrupted.code
-    exit_process(code)

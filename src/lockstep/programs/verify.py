@@ -1,7 +1,7 @@
 """Compute parts of a run again, on any layout, and compare the bits of weights and optimizer:
 
-    python scripts/verify.py run=outputs/<name>/<timestamp> steps=3
-    python scripts/verify.py run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
+    lockstep verify run=outputs/<name>/<timestamp> steps=3
+    lockstep verify run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
 
 The run must have a ledger (`extras=[ledger]`). The program first checks it: each line must have the hash of the line
 before, and the samples of all steps must be those that the run's seed gives. Then, for each chosen step, it trains from
@@ -18,10 +18,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
-
-if __name__ == "__main__":
-    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+from typing import Annotated, Any, NoReturn
 
 import torch
 from pydantic import Field
@@ -92,7 +89,7 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
     """Do the work of `verify`, and leave `folder` for the caller to delete."""
     torch.set_num_threads(1)  # this process forks, and a forked child does not have torch's threads
     count_or_steps, choice_seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
-    check_one_machine("verify.py", raw)
+    check_one_machine("lockstep verify", raw)
     run = Path(str(as_text(raw.pop("run")))).expanduser()
     path = run / LEDGER_FILE
     if not path.is_file():
@@ -338,5 +335,6 @@ def conclude(lines: Sequence[Line], parts: Sequence[Part], spans: Sequence[tuple
     )
 
 
-if __name__ == "__main__":
-    cli.command(verify, "verify", __file__)
+def main(arguments: list[str]) -> NoReturn:
+    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    cli.command(verify, "verify")

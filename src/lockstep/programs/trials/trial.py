@@ -43,8 +43,8 @@ class Trial:
 
     Attributes:
         changes: changes to the config.
-        fault: a deliberate fault (see trials.record). It checks parity.py itself, which must report a difference; the
-            faults of YARDSTICKS instead measure how large differences by rounding are.
+        fault: a deliberate fault (see trials/record.py). It checks the program itself, which must report a difference;
+            the faults of YARDSTICKS instead measure how large differences by rounding are.
         whole: also validate, and keep the callbacks that may change training (all but HARMLESS).
         first_layout: changes to the config for a first start, which is killed inside an epoch. The trial resumes from
             its last checkpoint.

@@ -1,5 +1,5 @@
 #!/usr/bin/env -S python3 -I -S
-"""Stand for a worker that scripts/workers/torchrun.py forks: torchrun starts this program as its Python.
+"""Stand for a worker that torchrun.py forks: torchrun starts this program as its Python.
 
 It sends arguments, environment, folder and standard streams, passes signals on, and ends as the worker ends. When it is
 killed, the worker is killed.

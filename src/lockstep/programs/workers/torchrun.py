@@ -1,10 +1,10 @@
 """Run torchrun, whose workers are forks of a process that has imported everything:
 
-    python scripts/workers/torchrun.py <arguments of torchrun>
+    python -m lockstep.programs.workers.torchrun <arguments of torchrun>
 
 A worker that is a new Python process imports torch, Lightning and Hydra for seconds, after each restart again, while
 all other machines wait for it. Here a process imports them before it joins the others, and becomes torchrun's agent.
-Its fork serves forks of itself: the agent starts scripts/workers/fork.py for each worker, which stands for one of them.
+Its fork serves forks of itself: the agent starts fork.py for each worker, which stands for one of them.
 
 The server has one thread, and neither computes nor touches a GPU, so it may fork. It ends with the agent, and its
 workers end with it. The code of a worker is that of the time at which torchrun was started. Linux only.
@@ -27,14 +27,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-
 if __name__ == "__main__":
     from lockstep import standard_streams
 
     standard_streams.protect()
 
+from lockstep.errors import UserError
 from lockstep.launch.signals import set_parent_death_signal
+from lockstep.project import project
 
 # What src/train.py imports sooner or later. The first one sets what torch reads when it is imported.
 IMPORTS = (
@@ -55,6 +55,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main() -> None:
     gc.disable()
+    with suppress(UserError):  # torchrun itself says what is missing
+        sys.path.insert(0, str(project().source))
     for module in IMPORTS:
         with suppress(ImportError):  # a user may have deleted it; the worker's own import has the message
             importlib.import_module(module)
