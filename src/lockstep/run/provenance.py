@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.formats import FORMAT
 from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.files import write
@@ -99,6 +100,7 @@ def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
 def checkpoint_record(config: Config, splits: "Splits") -> dict[str, Any]:
     """Return the entry `lockstep` of a run's checkpoints, without metrics, as plain data."""
     return {
+        "format": FORMAT,
         "config": config.record,
         "precision": config.precision,  # resolved; the config may have auto
         "pieces": config.layout.pieces,
