@@ -59,7 +59,7 @@ def up_to_date(record: Mapping[str, Any], path: object) -> dict[str, Any]:
 
 def _moved_names() -> dict[str, str]:
     """Return today's name of each class by its name in a project, but for what the project still has."""
-    names = {}
+    names: dict[str, str] = {}
     for file, classes in MOVED.items():
         home = file.partition("/")[0].removesuffix(".py")
         names |= {
