@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,8 @@ def test_the_list_needs_neither_torch_nor_hydra() -> None:
 def test_python_runs_the_command_without_its_script() -> None:
     done = python("import runpy; runpy.run_module('lockstep', run_name='__main__')", "dashbord")
     assert (done.returncode, done.stderr) == (2, "error: lockstep dashbord: no such command: did you mean dashboard?\n")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lockstep": f"{main.__name__}:{main.main.__name__}"}

@@ -9,7 +9,6 @@ processors have computed. The runs write to a temporary folder. `lockstep parity
 Exit codes: 0 all four are equal, 1 one differs, 2 the proof can't run here.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from lockstep.config.arguments import quote_path
 from lockstep.config.portable import missing_instructions
 from lockstep.errors import UserError
 from lockstep.project import Project, project, use_project_of
+from lockstep.run.summary import summary_of
 
 # The weights are compared here, so a run need not do it.
 TASK = ("experiment=golden", "callbacks.golden=null", "logger=none", "accelerator=cpu", "threads=1")
@@ -128,8 +128,7 @@ def train(of: Project, layout: str, added: Sequence[str], outputs: Path) -> str:
     if process.returncode:
         raise UserError(f"{layout}: the run failed: {last_line(outputs)}")
     (summary,) = outputs.rglob("summary.json")
-    sha256: str = json.loads(summary.read_text())["weights_sha256"]
-    return sha256
+    return str(summary_of(summary.parent)["weights_sha256"])
 
 
 def kill_after_checkpoint(of: Project, overrides: Sequence[str], outputs: Path) -> Path:
@@ -146,9 +145,10 @@ def kill_after_checkpoint(of: Project, overrides: Sequence[str], outputs: Path) 
             time.sleep(POLL)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.returncode != -signal.SIGKILL:
+    folder = checkpoints[0].parents[1]
+    if process.returncode != -signal.SIGKILL or summary_of(folder).get("status") == "completed":
         raise UserError(f"{KILLED}: the run ended before it could be killed: try again")
-    return checkpoints[0].parents[1]
+    return folder
 
 
 @contextmanager
