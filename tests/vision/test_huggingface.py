@@ -140,4 +140,4 @@ def test_data_sets_that_are_refused(library: Any, rows: Any, tmp_path: Path) -> 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert refusal("mnist") == "data=huggingface needs the library datasets: pip install -e .[huggingface]"
+    assert refusal("mnist") == "data=huggingface needs the library datasets: pip install datasets"

@@ -225,7 +225,7 @@ def check_target(key: str, target: str) -> None:
         raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
     needed = PACKAGES.get(target.rpartition(".")[2])
     if needed and importlib.util.find_spec(needed) is None:
-        raise UserError(f"{key}={target}: needs {needed}: pip install -e .[{needed}]")
+        raise UserError(f"{key}={target}: needs {needed}: pip install {needed}")
 
 
 def check_targets_named(path: Path, group: str, saved: Any, requested: Any = None) -> None:

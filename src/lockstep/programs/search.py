@@ -31,7 +31,7 @@ try:
     import optuna
     from sqlalchemy.pool import NullPool
 except ImportError:
-    print("error: Optuna is not installed: pip install -e .[search]", file=sys.stderr)
+    print("error: Optuna is not installed: pip install optuna", file=sys.stderr)
     sys.exit(2)
 
 

@@ -121,10 +121,10 @@ def load(path: str, subset: str | None) -> dict[str, Any]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("data=huggingface needs the library datasets: pip install -e .[huggingface]") from error
+        raise UserError("data=huggingface needs the library datasets: pip install datasets") from error
     if int(datasets.__version__.partition(".")[0]) < 4:
         version = f"datasets {datasets.__version__} can run code from a data set"
-        raise UserError(f"{version}: install version 4 or newer: pip install -e .[huggingface]")
+        raise UserError(f"{version}: install version 4 or newer: pip install -U datasets")
     folder = Path(path).expanduser().absolute()
     try:
         if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):

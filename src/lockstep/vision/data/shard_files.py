@@ -165,7 +165,7 @@ def scan_parquet(path: Path, image: str | None, label: str, packed: IO[bytes]) -
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"{path}: parquet files need pyarrow: pip install -e .[huggingface]") from error
+        raise UserError(f"{path}: parquet files need pyarrow: pip install pyarrow") from error
     shard, image = Shard(TEXTS), image or "image"
     row = 0
     try:

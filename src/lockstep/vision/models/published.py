@@ -175,7 +175,7 @@ class Timm(Published):
         try:
             import timm
         except ImportError:
-            raise ValueError(f"arch={arch}: timm is not installed: pip install -e .[timm]") from None
+            raise ValueError(f"arch={arch}: timm is not installed: pip install timm") from None
         name, _, tag = arch.partition(".")
         _check_arch(name, timm.list_models(), "timm")
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{name}.*")]
