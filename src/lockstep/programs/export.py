@@ -121,7 +121,8 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     file_format = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
     missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
     if missing and file_format == "onnx":
-        raise UserError(f"format=onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}; format=torch does not")
+        install = f"pip install {' '.join(missing)}"
+        raise UserError(f"format=onnx needs {' and '.join(missing)}: {install}; format=torch does not")
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true"}
     fixed["speed"] = {"memory_format": "contiguous"}
     for key, value in fixed.items():

@@ -72,8 +72,18 @@ def main() -> None:
         serve(listener)
     listener.close()
     gc.enable()
-    os.environ |= {"PYTHON_EXEC": str(Path(__file__).with_name("fork.py")), FORKS: f"{name} {sys.executable}"}
+    os.environ |= {"PYTHON_EXEC": executable(Path(__file__).with_name("fork.py")), FORKS: f"{name} {sys.executable}"}
     exit_after(importlib.import_module("torch.distributed.run").main)
+
+
+def executable(file: Path) -> str:
+    """Return a path at which other processes may execute a file while this one lives.
+
+    A wheel's files are installed without permission to execute them.
+    """
+    copy = os.memfd_create(file.name)
+    os.write(copy, file.read_bytes())
+    return f"/proc/{os.getpid()}/fd/{copy}"
 
 
 def serve(listener: socket.socket) -> None:
