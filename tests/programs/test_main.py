@@ -23,7 +23,7 @@ except SystemExit as end:
 """
 
 
-def test_each_module_is_a_command_with_a_line_of_its_own() -> None:
+def test_each_module_is_a_command_with_one_line() -> None:
     """A module's docstring begins with that line, and shows how the command is called."""
     files = {path.stem for path in (ROOT / "src/lockstep/programs").glob("*.py")} - {"__init__", "main"}
     assert set(main.commands().values()) == files
