@@ -42,7 +42,7 @@ sweep: setup ## train several runs: make sweep ARGS="strategy=dp,ddp devices=1,2
 	@$(BIN)/python src/train.py -m $(ARGS)
 
 dashboard: setup ## open TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
-	@$(BIN)/python scripts/dashboard.py outputs --host 127.0.0.1 $(ARGS)
+	@$(BIN)/python -m lockstep dashboard outputs --host 127.0.0.1 $(ARGS)
 
 quick: setup ## run the tests that start no process, in a minute
 	@$(TEST) -m "unit or ranks" $(ARGS)
@@ -85,7 +85,7 @@ docs-serve: setup ## serve the documentation at http://127.0.0.1:8000 and rebuil
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000 $(ARGS)
 
 schema: setup ## write conf/schema/, with which editors complete and check the keys of conf/
-	@$(BIN)/python scripts/schema.py
+	@$(BIN)/python -m lockstep schema
 
 project: setup ## begin your own project: make project NAME=dogs DIR=../dogs
 	@$(BIN)/python scripts/new_project.py "$(NAME)" "$(DIR)" $(ARGS)

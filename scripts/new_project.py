@@ -123,6 +123,7 @@ def write(name: str, folder: Path) -> None:
         (r"(?m)^(description|license|license-files) = .*\n", ""),
         (r'"project(?=[*".])', f'"{name}'),
         (r'"scripts/lab[^"]*", ', ""),
+        (r'"src", "scripts", "tests"', '"src", "tests"'),
     )
     if (ruff := Path(sys.executable).with_name("ruff")).exists():  # sort the imports again by the new name
         for command in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):

@@ -25,8 +25,8 @@ done
 # restarts hang.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Workers are forks of a process that has imported everything. PYTHON_EXEC=python makes them new Python processes.
-torchrun=(torchrun) forks=$(dirname "${BASH_SOURCE[0]}")/workers/torchrun.py
-[[ ! ${PYTHON_EXEC-} && -f $forks ]] && torchrun=(python3 "$forks")
+torchrun=(torchrun) forks=lockstep.programs.workers.torchrun
+[[ ! ${PYTHON_EXEC-} ]] && python3 -c 'import lockstep.programs' 2>/dev/null && torchrun=(python3 -m "$forks")
 [[ $endpoint ]] || exec "${torchrun[@]}" "$@" # one machine
 [[ $(command -v ip) ]] || fail "the command ip is missing: install iproute2"
 

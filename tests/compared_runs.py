@@ -1,15 +1,13 @@
-"""Run folders made by hand, and scripts/compare.py in this process."""
+"""Run folders made by hand, and `lockstep compare` in this process."""
 
 import io
 import json
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import compare as program
+from lockstep.programs import compare as program
 
 LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
 
@@ -17,9 +15,8 @@ LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 
 def compare(*words: Path | str) -> SimpleNamespace:
     """Run the program in this process."""
     output, complained = io.StringIO(), io.StringIO()
-    arguments = mock.patch.object(sys, "argv", ["compare.py", *map(str, words)])
-    with arguments, redirect_stdout(output), redirect_stderr(complained):
-        code = program.main()
+    with redirect_stdout(output), redirect_stderr(complained):
+        code = program.main([*map(str, words)])
     return SimpleNamespace(returncode=code, stdout=output.getvalue(), stderr=complained.getvalue())
 
 

@@ -194,10 +194,16 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def python_arguments(program: str | Path, home: Path = ROOT) -> list[str]:
+    """Return what Python is given to run a program: a file of a project, or a command such as `lockstep parity`."""
+    command = str(program)
+    return ["-m", *command.split()] if command.startswith("lockstep ") else [str(home / program)]
+
+
 def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end,
     what the fork has imported is taken apart."""
-    fork = forks.Fork([str(ROOT / program), *arguments], cwd, dict(os.environ))
+    fork = forks.Fork([*python_arguments(program), *arguments], cwd, dict(os.environ))
     try:
         stdout, stderr = fork.communicate(TIMEOUT)
     finally:
@@ -296,14 +302,14 @@ class Program:
     """Runs a program of a project as a user would, in its folder, with `outputs` below the test's own folder."""
 
     outputs: Path
-    script: str = "src/train.py"
+    script: str = "src/train.py"  # or a command: lockstep parity
     home: Path = ROOT  # the project's folder
     launcher: tuple[str, ...] = ()  # what stands between python and the script, e.g. -m torch.distributed.run
     fresh: bool = False  # an interpreter of its own, as a user starts it; else a fork of one, see forks.py
 
     def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Process:
         """Start the program in a process group of its own, so that a test may signal it or its group."""
-        command = [str(self.home / self.script), f"outputs={self.outputs}", *overrides]
+        command = [*python_arguments(self.script, self.home), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
         cwd = cwd or self.home
         if not self.fresh:

@@ -11,7 +11,7 @@ from conftest import ROOT
 DOCS = ROOT / "docs"
 # What a command begins with; anything else in an indented block is output or code.
 PROGRAM = re.compile(
-    r"(?:[A-Z_]+=\S* )*(?:python|make|pip|torchrun|scripts/|sbatch|mpirun|apt|eval|sed|export|unshare|ls) ?"
+    r"(?:[A-Z_]+=\S* )*(?:python|lockstep|make|pip|torchrun|scripts/|sbatch|mpirun|apt|eval|sed|export|unshare|ls) ?"
 )
 FILE = re.compile(r"`((?:src|conf|tests)/[\w/.-]+)`")
 # What depends on the machine or the moment: fractions, speeds, run folders, hashes, the step that was the best.

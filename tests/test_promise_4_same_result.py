@@ -101,7 +101,7 @@ def test_every_layout_takes_the_same_steps_and_without_dropout_pieces_are_roundi
 
 # --- what a run can be told beside its layout -------------------------------------------------------------------------
 
-# Each row of conf/parity.yaml, several in a run; `python scripts/parity.py features=true` has them one by one, and
+# Each row of conf/parity.yaml, several in a run; `lockstep parity features=true` has them one by one, and
 # their controls by rank.
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
 TOGETHER = [

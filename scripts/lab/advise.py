@@ -21,12 +21,9 @@ from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import scaling
 from bench import machine
-from common.showing import markdown
-from common.training import check_one_machine, open_without_test, train_quietly
 from network.link import Link
 from pages import add_pages
 
@@ -37,6 +34,8 @@ from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.launch.parent import launch
+from lockstep.programs.common.showing import markdown
+from lockstep.programs.common.training import check_one_machine, open_without_test, train_quietly
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
 

@@ -21,17 +21,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from bench import folders, growth, portable, programs, steps
 from bench.machine import cpu_name
 from bench.players import Row
-from common.repository import ROOT
-from common.showing import markdown
+from repository import ROOT
 
 from lockstep.config.value_checks import unknown_name_message
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores, gpu_count
+from lockstep.programs.common.showing import markdown
 from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # from a scratch folder and the folder with MNIST/

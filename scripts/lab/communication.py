@@ -23,12 +23,9 @@ from statistics import quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from common.showing import our_pyplot, style
-from common.training import check_one_machine
 from network.collectives import SUMS
 from network.link import Cost, Link, bits_per_second
 from network.machines import Machines, NoMachines
@@ -41,6 +38,8 @@ from lockstep.config.pages import group_file
 from lockstep.config.value_checks import whole_number
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.programs.common.showing import our_pyplot, style
+from lockstep.programs.common.training import check_one_machine
 from lockstep.run import cli
 from lockstep.run.build import make_module
 from lockstep.run.summary import versions, write_summary

@@ -34,7 +34,6 @@ from statistics import mean
 from typing import IO, Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 import gpu_wheels
 
@@ -42,11 +41,11 @@ if not find_spec("hydra") and gpu_wheels.install():  # a machine without network
     sys.path.insert(3, str(gpu_wheels.SITE))
 
 from bench.machine import facts
-from common.repository import ROOT
-from common.showing import markdown
+from repository import ROOT
 
 from lockstep.config.value_checks import unknown_name_message
 from lockstep.launch.machine import gpu_count
+from lockstep.programs.common.showing import markdown
 from lockstep.run.summary import git_info, write_summary
 
 OUTPUTS, TO = "OUTPUTS", "FOLDER_OF_THE_PAGE"  # placeholders in a command: the trial's own folder, and `--to`
@@ -223,11 +222,11 @@ def trials(day: Day) -> Iterator[Trial]:
         control = (*chaos, "--control")
         yield Trial("kills", "control: resumed with another seed", [[control]], 300, code=1, expected="other bits")
 
-    fit = ("scripts/fit_memory.py", "model=resnet18", "data=synthetic", "data.channels=3", on)
+    fit = ("-m", "lockstep", "fit-memory", "model=resnet18", "data=synthetic", "data.channels=3", on)
     large = ("data.image_size=224", "data.samples=4096", "batch_size=1024")
     size = ("data.image_size=32", "data.samples=64", "batch_size=8") if short else large
     expected = "1024 images of 224 x 224 fit in 4 to 8 pieces"
-    yield Trial("memory", "fit_memory.py", [[(*fit, *size)]], 300, expected=expected)
+    yield Trial("memory", "lockstep fit-memory", [[(*fit, *size)]], 300, expected=expected)
     if not cpu:
         benchmark = ("scripts/lab/benchmark.py", "gpu", f"--json={TO}")
         yield Trial("benchmark", "benchmark.py gpu", [[benchmark]], 470, expected="every goal met")

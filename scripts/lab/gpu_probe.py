@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 import lightning.pytorch as pl
 import torch

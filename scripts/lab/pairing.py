@@ -24,11 +24,11 @@ from statistics import NormalDist, StatisticsError, correlation, fmean, stdev, v
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from bench.players import program
-from common.showing import markdown
-from comparison.runs import find_runs
+
+from lockstep.programs.common.showing import markdown
+from lockstep.programs.comparison.runs import find_runs
 
 COLUMNS = ["change", "score", "seeds", "difference", "s paired", "s unpaired", "pairs for 10 runs", "correlation"]
 SCORES = ("val/acc", "val/loss", "test/acc", "test/loss")

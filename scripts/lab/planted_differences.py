@@ -1,4 +1,4 @@
-"""Make pairs of runs that differ in one known thing, and let `compare.py --why` find it:
+"""Make pairs of runs that differ in one known thing, and let `lockstep compare --why` find it:
 
     python scripts/lab/planted_differences.py
     python scripts/lab/planted_differences.py --only 'seed,lr,dropout'
@@ -24,14 +24,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from common.showing import markdown
-from common.training import open_without_test, train_quietly
-from comparison.why import Answer, explain
 from PIL import Image
 
 import lockstep
@@ -41,6 +37,9 @@ from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.launch.parent import launch
+from lockstep.programs.common.showing import markdown
+from lockstep.programs.common.training import open_without_test, train_quietly
+from lockstep.programs.comparison.why import Answer, explain
 
 WRONG = 2  # most wrong answers of all 40
 STEPS = 12

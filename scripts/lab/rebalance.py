@@ -37,13 +37,12 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from bench.machine import facts
-from common.repository import ROOT
-from common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
+from repository import ROOT
 
 from lockstep.launch.machine import available_cores
+from lockstep.programs.common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
 from lockstep.run.summary import summary_of
 
 QUARTER = 0.25  # the part of its CPU time that a throttled worker keeps

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from common.showing import markdown
 from network.link import Link
 
 from lockstep.config.check import Config
 from lockstep.errors import UserError
+from lockstep.programs.common.showing import markdown
 
 MOST = 10_000  # largest number of machines to predict
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: torch's defaults

@@ -19,18 +19,17 @@ from pathlib import Path
 from statistics import median, quantiles
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 from bench.folders import paint
-from common.repository import ROOT
-from common.showing import markdown
 from PIL import Image
+from repository import ROOT
 
 from lockstep.config.pages import group_file
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
+from lockstep.programs.common.showing import markdown
 
 IMAGES, SHARDS, ROUNDS, BATCH, SIZE = 2_000, 4, 15, 128, 128  # SIZE: pixels of an image after decoding
 GOAL = 0.95

@@ -4,8 +4,8 @@
 
 Each run has three devices and one fault: in weights, activations or gradients, in messages sent or received when
 gradients are summed, or in a checkpoint; once or repeatedly. The campaign passes if the audit, the checks of sums,
-replicas and finite gradients, or verify.py at the end detect every change, if no rank is blamed wrongly, and if nothing
-is reported in N steps --clean without a fault.
+replicas and finite gradients, or `lockstep verify` at the end detect every change, if no rank is blamed wrongly, and
+if nothing is reported in N steps --clean without a fault.
 
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
@@ -22,14 +22,13 @@ from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from campaigns.campaign import HOUR, Campaign, one_each, run_campaigns, schedule
 from campaigns.flips import FLIP_FILE, PLACES
 from campaigns.processes import Process
-from common.showing import markdown
 
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, config_sha256, line_sha256, parse_line, read, text_of
+from lockstep.programs.common.showing import markdown
 from lockstep.run.summary import summary_of
 
 JOB = [  # small steps, because there are many runs
@@ -54,7 +53,7 @@ MESSAGES = {  # check -> its message, with the rank that it names
     r"do not match what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
     "replicas": r"the weights of rank (\d+) ",
     "not finite": r"the gradient is not finite",
-    "verify.py": r"differs from its ledger",
+    "lockstep verify": r"differs from its ledger",
 }
 
 
@@ -168,7 +167,7 @@ class Silent(Campaign):
             raise SystemExit(f"no run: {process.text}")
 
     def _verified(self, folder: Path) -> str:
-        """Return the error of verify.py on the steps of a run, or an empty string."""
+        """Return the error of lockstep verify on the steps of a run, or an empty string."""
         steps = f"steps=[{recorded(folder)[-1][0]}]"
         with closing(Process([f"run={folder}", f"outputs={self.home}", steps], "verify")) as process:
             return process.text.partition("error: ")[2].strip() if process.wait(HOUR) else ""

@@ -4,15 +4,13 @@ mkdocs.yml names this file; `make docs` builds the site.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import yaml
-from common.keys import KEY, rows
+
+from lockstep.programs.common.keys import KEY, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = [ROOT / "conf", ROOT / "src" / "lockstep" / "conf"]  # as in lockstep.config.pages, which this need not import

@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 
-from common.repository import ROOT
 from network.link import bits_per_second
 from network.machines import Machines, NoMachines
+from repository import ROOT
 
 from lockstep.errors import UserError
 from lockstep.run.summary import summary_of

@@ -21,6 +21,14 @@ def exit_now(signum: int, frame: FrameType | None) -> None:
         os._exit(130 if signum == signal.SIGINT else 143)
 
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+def restore() -> None:
+    """Let signals do what they do in any other Python program: SIGINT raises KeyboardInterrupt, the others end it."""
+    for number in NUMBERS:
+        if signal.getsignal(number) is exit_now:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+for number in NUMBERS:
     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
         signal.signal(number, exit_now)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import dashboard
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule, Spec
 from lockstep.data.build import open_data
+from lockstep.programs import dashboard
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 from lockstep.vision.callbacks import Pictures
 from lockstep.vision.callbacks.pictures import Confusion, Mistakes

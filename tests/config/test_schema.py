@@ -1,4 +1,4 @@
-"""The JSON Schemas for editors are those of this conf/, every file of it is valid by them, and a wrong one is not."""
+"""The JSON Schemas for editors: every page is valid by its own, and a wrong one is not."""
 
 import json
 import re
@@ -8,21 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schema
 import yaml
-from conftest import ROOT
+from conftest import ROOT, page_file
 
 from lockstep.config.arguments import MODELINE, help_page
+from lockstep.config.pages import INHERITED
+from lockstep.programs import schema
+from lockstep.project import use_project_of
 
 CONF = ROOT / "conf"
-EXTRAS = ("extras.json", "strategy.json")  # an extra can be deleted, and the schemas have its keys then
+FOLDERS = (CONF, INHERITED)
 KINDS: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 
 @cache
 def read(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((CONF / "schema" / name).read_text())
+    content: dict[str, Any] = json.loads(json.dumps(schemas()[name]))
     return content
+
+
+@cache
+def schemas() -> dict[str, Any]:
+    return schema.schemas()
 
 
 def of_kind(value: Any, kind: str) -> bool:
@@ -78,34 +85,36 @@ def schema_of(path: Path) -> dict[str, Any]:
     """Return the schema that a file names."""
     (named,) = re.findall(rf"^{re.escape(MODELINE)}=(\S+)$", path.read_text(), flags=re.MULTILINE)
     target = (path.parent / named).resolve()
-    assert target.parent == CONF / "schema"
+    assert target.parent in [folder / "schema" for folder in FOLDERS]
     return read(target.name)
 
 
-def keys_in(kind: Any, at: str = "") -> Iterator[str]:
-    for name, inner in kind.get("properties", {}).items():
-        yield f"{at}.{name}"
-        for part in [inner, *inner.get("anyOf", ())]:
-            yield from keys_in(part, f"{at}.{name}")
+def test_comments_of_both_layers_are_descriptions() -> None:
+    assert read("train.json")["properties"]["lr"]["description"].startswith("peak learning rate")
+    assert "net.layer1" in read("model.json")["properties"]["freeze"]["description"]
+    assert "probability that a hidden unit is dropped" in read("model.json")["properties"]["dropout"]["description"]
 
 
-def test_the_schemas_are_those_of_this_conf() -> None:
-    now, stale = schema.schemas(), "a key or its comment has changed: make schema"
-    assert set(now) == {path.name for path in (CONF / "schema").iterdir()}, stale
-    for name, content in now.items():
-        if name in EXTRAS:
-            assert set(keys_in(content)) <= set(keys_in(read(name))), stale
-        else:
-            assert content == read(name), stale
-    train = now["train.json"]["properties"]
-    assert train["lr"]["description"].startswith("peak learning rate")
-    assert "net.layer1" in now["model.json"]["properties"]["freeze"]["description"]
+def test_they_are_written_into_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    for name in ("train.yaml", "model/mnist_cnn.yaml"):
+        lines = (CONF / name).read_text().splitlines(keepends=True)
+        (tmp_path / "conf" / name).write_text("".join(line for line in lines if MODELINE not in line))
+    use_project_of(tmp_path)
+    assert schema.main([]) == 0
+    written = {path.name: json.loads(path.read_text()) for path in (tmp_path / "conf" / "schema").iterdir()}
+    assert {"train.json", "model.json", "optimizer.json"} <= written.keys()
+    for name in ("train.yaml", "model/mnist_cnn.yaml"):
+        assert (tmp_path / "conf" / name).read_text() == (CONF / name).read_text()
 
 
-@pytest.mark.parametrize("path", schema.described_files(), ids=lambda path: str(path.relative_to(CONF)))
-def test_every_file_names_a_schema_that_it_keeps(path: Path) -> None:
+PAGES = [(path, folder) for folder in FOLDERS for path in schema.described_files(folder)]
+
+
+@pytest.mark.parametrize(("path", "folder"), PAGES, ids=[str(path.relative_to(ROOT)) for path, _ in PAGES])
+def test_every_page_is_valid(path: Path, folder: Path) -> None:
     text = path.read_text()
-    assert schema.with_modeline(text, path) == text, "make schema"
+    assert schema.with_modeline(text, path, folder) == text, "the line for editors"
     assert list(errors(yaml.safe_load(text), schema_of(path))) == []
     assert yaml.safe_load(text) == yaml.safe_load(text.replace(MODELINE, "#"))
 
@@ -125,8 +134,12 @@ def test_every_file_names_a_schema_that_it_keeps(path: Path) -> None:
     ],
 )
 def test_a_wrong_value_is_one(file: str, change: dict[str, Any], message: str) -> None:
-    content = yaml.safe_load((CONF / file).read_text()) | change
-    assert [error for error in errors(content, schema_of(CONF / file)) if error.startswith(message)]
+    content = yaml.safe_load(page_file(file.removesuffix(".yaml")).read_text()) | change
+    assert [
+        error
+        for error in errors(content, schema_of(page_file(file.removesuffix(".yaml"))))
+        if error.startswith(message)
+    ]
 
 
 def test_values_that_a_run_takes_are_right() -> None:
@@ -144,4 +157,4 @@ def test_help_is_without_the_line_for_editors() -> None:
         page = help_page("train", arguments)
         assert "yaml-language-server" not in page
         assert len(page.splitlines()) > 10
-    assert help_page("train", []).startswith("Every setting of a run")
+    assert help_page("train", []).startswith("The settings of a run")

@@ -21,6 +21,7 @@ from small_data import config
 import lockstep
 from lockstep.config.pages import find
 from lockstep.data.build import open_data
+from lockstep.programs.main import commands
 
 FOLLOWED_BY = {
     "use/own-model.md": "test_user_code_page.py",
@@ -44,10 +45,10 @@ NOT_RUN = (
     (r".*hydra/launcher=submitit", "needs a cluster: tests/engines/test_submitit.py runs it"),
     (r".*experiment=|.*data=(mnist|cifar10)\b", "downloads a data set and trains for minutes"),
     (r"python scripts/lab/(?!scaling)", "measures for minutes or hours: tests/lab/ run it"),
-    (r"python scripts/(parity|search|fit_memory|dashboard)", "makes many runs: tests/scripts/ run it"),
-    (r"(python scripts/(export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
-    (r".*seed=0,1,2,3,4|python scripts/compare.py .* --by", "60 runs"),
-    (r"python scripts/compare.py .* --why", "tests/lab/test_planted_differences.py runs it"),
+    (r"lockstep (parity|search|fit-memory|dashboard|proof)", "makes many runs: tests/programs/ run it"),
+    (r"(lockstep (export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
+    (r".*seed=0,1,2,3,4|lockstep compare .* --by", "60 runs"),
+    (r"lockstep compare .* --why", "tests/lab/test_planted_differences.py runs it"),
     (r"python src/train.py( -m seed=0,1,2)?$", "trains to its end: the console block of first-run.md does"),
     (r".*(<their checkpoint>|debug=profile)", "has tests of its own"),
 )
@@ -124,6 +125,8 @@ def test_what_is_not_run_is_composed(name: str, monkeypatch: pytest.MonkeyPatch)
             assert group in extras, command.text
         words = words_of(command)
         programs = [word for word in words if re.fullmatch(r"(src|scripts)/[\w/]+\.(py|sh)", word)]
+        if words[0] == "lockstep":
+            assert words[1] in [*commands(), "--help"], command.text
         if "\n" in command.text or not programs:
             continue
         assert all((ROOT / program).is_file() for program in programs), command.text
@@ -201,20 +204,23 @@ def test_a_page_is_followed(name: str, project: Path, tmp_path: Path) -> None:
 def follow(command: Command, project: Path, outputs: Path) -> None:
     """Run a command of a page: to its end where its output is shown, else for two steps."""
     python, script, *overrides = words_of(command)
-    assert python == "python", f"{command.text}: NOT_RUN has no reason for it"
+    assert python in ("python", "lockstep"), f"{command.text}: NOT_RUN has no reason for it"
+    file: str | Path = project / script
+    if python == "lockstep":
+        file = script = f"lockstep {script}"
     program = Program(outputs, script, project)
     if command.output is not None:
-        done = forked(project / script, *overrides, cwd=outputs.parent)  # as on the page, with outputs/ beside it
+        done = forked(file, *overrides, cwd=outputs.parent)  # as on the page, with outputs/ beside it
         printed = (done.stderr + done.stdout).splitlines()
         assert site_pages.matches(command.output, printed), f"{command.text}\n" + "\n".join(printed)
         return
     if any(flag in overrides for flag in ("--help", "--cfg")) or script.startswith("scripts/lab/"):
-        done = forked(project / script, *overrides, cwd=project)
+        done = forked(file, *overrides, cwd=project)
         assert done.returncode == 0, f"{command.text}\n{done.stderr}"
         return
-    if script == "scripts/compare.py":
+    if script == "lockstep compare":
         sweep = newest(outputs, sweep=True) or newest_sweep(project, outputs)
-        done = forked(project / script, str(sweep), *overrides[1:], cwd=project)
+        done = forked(file, str(sweep), *overrides[1:], cwd=project)
         assert done.returncode == 0, f"{command.text}\n{done.stderr}"
         return
     if "=last" in command.text and not newest(outputs):

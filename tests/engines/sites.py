@@ -50,7 +50,6 @@ class Site:
         home.joinpath("scripts").mkdir()
         for script in ("slurm.sh", "torchrun.sh"):
             shutil.copy(ROOT / "scripts" / script, home / "scripts")
-        shutil.copytree(ROOT / "scripts" / "workers", home / "scripts" / "workers")
 
     def start(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a program in this folder, in a process group of its own."""

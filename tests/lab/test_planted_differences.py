@@ -1,4 +1,4 @@
-"""What `compare.py --why` finds: differences that are planted by scripts/lab/planted_differences.py, and none."""
+"""What `lockstep compare --why` finds: differences that are planted by scripts/lab/planted_differences.py, and none."""
 
 import json
 import re
@@ -11,7 +11,7 @@ SHORT = (*TINY, "callbacks.console=null", "callbacks.pictures=null", "logger=non
 
 
 def why(*folders: Path) -> tuple[int, str]:
-    done = forked("scripts/compare.py", *map(str, folders), "--why")
+    done = forked("lockstep compare", *map(str, folders), "--why")
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 

@@ -12,8 +12,8 @@ from conftest import ROOT, python
 
 OTHERS = (
     *("src/train.py --cfg job", "src/evaluate.py --help", "src/predict.py --help"),
-    *(f"scripts/{name}.py --help" for name in ("dashboard", "fit_memory", "new_project", "schema")),
-    *(f"scripts/{name}.py --help" for name in ("export", "parity", "verify")),
+    *("scripts/new_project.py --help", "lockstep --help"),
+    *(f"lockstep {name} --help" for name in ("export", "parity", "dashboard", "fit-memory", "schema", "search")),
 )
 CLOSED = (">&-", "2>&-", "<&-", "<&- >&- 2>&-", "1>/dev/full 2>/dev/full", "-u >&- 2>&-")
 STREAMS = """
@@ -101,20 +101,21 @@ def test_replaced_streams_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        *("src/train.py --help", "scripts/compare.py --help"),
+        *("src/train.py --help", "lockstep compare --help"),
         *(pytest.param(program, marks=pytest.mark.nightly) for program in OTHERS),  # the list below is checked daily
     ],
 )
 def test_every_program_is_protected(program: str) -> None:
     """Also while it imports: each is started with all streams closed, and its help is cut by `head`."""
-    words = program.split()
-    assert shell("<&- >&- 2>&-", ROOT / words[0], *words[1:]).returncode == 0
-    cut = shell("2>&1 | head -c 1; echo ' '${PIPESTATUS[0]}", ROOT / words[0], *words[1:])
+    words = ["-m", *program.split()] if program.startswith("lockstep") else [ROOT / program.split()[0], "--help"]
+    assert shell("<&- >&- 2>&-", *words).returncode == 0
+    cut = shell("2>&1 | head -c 1; echo ' '${PIPESTATUS[0]}", *words)
     assert cut.stdout.endswith(" 0\n"), cut.stdout
 
 
 def test_all_programs_are_in_the_list() -> None:
-    for file in [*ROOT.glob("src/*.py"), *ROOT.glob("scripts/*.py"), ROOT / "scripts" / "workers" / "torchrun.py"]:
+    torchrun = ROOT / "src" / "lockstep" / "programs" / "workers" / "torchrun.py"
+    for file in [*ROOT.glob("src/*.py"), *ROOT.glob("scripts/*.py"), torchrun]:
         text = file.read_text()
         if '\nif __name__ == "__main__":' in text:
             first = text.partition('\nif __name__ == "__main__":\n')[2]

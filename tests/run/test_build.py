@@ -31,7 +31,10 @@ class HasLr(pl.LightningModule):
         ("lightning.pytorch.callbacks.TQDMProgressBar", "the console has its own progress bar .*: leave TQDM"),
         ("lightning.pytorch.callbacks.RichProgressBar", "the console has its own progress bar .*: leave Rich"),
         (f"{__name__}.CustomBar", "the console has its own progress bar .*: leave CustomBar out$"),
-        ("lightning.pytorch.callbacks.BatchSizeFinder", "BatchSizeFinder would change batch_size, .*fit_memory.py"),
+        (
+            "lightning.pytorch.callbacks.BatchSizeFinder",
+            "BatchSizeFinder would change batch_size, .*fit-memory",
+        ),
         ("lightning.pytorch.callbacks.LearningRateFinder", "LearningRateFinder needs a module with an attribute lr"),
     ],
 )

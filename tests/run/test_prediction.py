@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import export
 import numpy as np
 import pytest
 import torch
@@ -21,6 +20,7 @@ import predict
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data import Spec
 from lockstep.errors import UserError
+from lockstep.programs import export
 from lockstep.run.prediction_table import write_predictions
 from lockstep.vision.data import ImageFiles
 from project.models import MnistCNN
@@ -250,7 +250,7 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Path) -> None:
-    export = Program(tmp_path / "outputs", "scripts/export.py")
+    export = Program(tmp_path / "outputs", "lockstep export")
     run = export(f"checkpoint={trained.folder}", "format=torch,onnx", "-m", ok=False)
     files = sorted((images_of(trained) / CLASSES[0]).iterdir())
     images = torch.stack([decoded(path) for path in files])

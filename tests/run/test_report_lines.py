@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dashboard
 import numpy as np
 import pytest
 import torch
@@ -22,6 +21,7 @@ from lockstep.config import check as config_check
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
+from lockstep.programs import dashboard
 from lockstep.run import report_lines
 from lockstep.run.api import compose
 from lockstep.run.report_lines import (
@@ -60,7 +60,7 @@ def test_a_run_reports_what_it_is_and_what_it_leaves(run_train: Program) -> None
     assert output[-4:] == [
         f"completed: {folder}",
         f"best.ckpt: largest val/acc {metrics['val/acc']:.4f} at step {step}",
-        f"  to look at the curves: python scripts/dashboard.py {run.outputs}",
+        f"  to look at the curves: lockstep dashboard {run.outputs}",
         f"to predict: python src/predict.py checkpoint={folder} images=<folder>",
     ]
     log = (folder / "train.log").read_text()

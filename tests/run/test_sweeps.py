@@ -87,7 +87,7 @@ def test_what_is_missing_is_run(killed: Run) -> None:
     again = Program(killed.outputs)(f"sweep.resume={killed.jobs[0].parent}")
     assert "job" not in again.stderr, "nothing was missing any more"
     assert "the sweep is complete, 3 of 3\n" in again.stderr
-    assert f"scripts/compare.py {killed.jobs[0].parent}\n" in again.stderr
+    assert f"lockstep compare {killed.jobs[0].parent}\n" in again.stderr
 
 
 def test_a_closed_terminal_ends_the_sweep(run_train: Program) -> None:
@@ -230,8 +230,7 @@ def a_sweep(folder: Path, *jobs: tuple[dict[str, Any], float]) -> list[str]:
 def test_a_sweep_ends_with_its_best_run_its_folder_and_how_to_compare(tmp_path: Path, varied: str) -> None:
     best, where = a_sweep(tmp_path, ({varied: 1}, 2.0), ({varied: 2}, 0.5), ({varied: 3}, 1.0))
     assert best == f"best val/loss (smaller is better): 0.5 in {tmp_path / '1'}"
-    assert where.startswith(f"3 runs in {tmp_path} | to compare: python ")
-    assert where.endswith(f"scripts/compare.py {tmp_path}")
+    assert where == f"3 runs in {tmp_path} | to compare: lockstep compare {tmp_path}"
 
 
 @pytest.mark.parametrize("varied", ["data.name", "data.split_seed", "data.val_fraction", "data.samples", "data_dir"])

@@ -35,7 +35,7 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
 @pytest.mark.usefixtures("processes")
 def test_a_script_finds_how_many_micro_batches_fit(tmp_path: Path) -> None:
     """Pieces of 12 samples, and of 6, take too much; those of 3 fit."""
-    fit = Program(tmp_path, "scripts/fit_memory.py")
+    fit = Program(tmp_path, "lockstep fit-memory")
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
     task = ("data=synthetic", "data.samples=60", "batch_size=12", "accelerator=cpu", "logger=none", "threads=1")
     actual = fit(*task, "model._target_=user_modules.Hungry", env=path)

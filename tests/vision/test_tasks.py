@@ -133,7 +133,7 @@ def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, li
     assert "top_k=1: the model is for" in refused.stderr
 
     # exported: with the activation of the task, in the file too
-    exported = Program(tmp_path / "exported", "scripts/export.py")(f"checkpoint={run.folder}", "format=torch")
+    exported = Program(tmp_path / "exported", "lockstep export")(f"checkpoint={run.folder}", "format=torch")
     about = json.loads((exported.folder / "model.json").read_text())
     assert (about["task"], about["classes"]) == (task, list(spec["classes"]))
     images = torch.stack([image for image, _ in opened(listed)]).contiguous()
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_evaluated_predicted_exported_and_compared(task: str, li
 
     # compared by the model's own metric
     train(tmp_path / "outputs", listed, task, "seed=1", "lr=0.001")
-    compared = forked("scripts/compare.py", str(tmp_path / "outputs"))
+    compared = forked("lockstep compare", str(tmp_path / "outputs"))
     assert f"test {monitor.removeprefix('val/')}" in compared.stdout
 
 

@@ -11,9 +11,9 @@ from statistics import median
 
 from bench.players import Row, program, row
 from bench.programs import watch
-from common.repository import ROOT
-from common.showing import our_pyplot, style
+from repository import ROOT
 
+from lockstep.programs.common.showing import our_pyplot, style
 from lockstep.run.summary import summary_of
 
 PICTURE = ROOT / "docs" / "growth.png"

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from common.repository import ROOT
+from repository import ROOT
 
 Command = Sequence[str]
 

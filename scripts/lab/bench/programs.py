@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from bench.players import Row, program, row
-from common.repository import ROOT
+from repository import ROOT
 
 from lockstep.run.summary import summary_of
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from campaigns.campaign import END_SECONDS, Campaign
 from campaigns.processes import Process
-from common.repository import ROOT
 from network.machines import Machines
+from repository import ROOT
 
 AGAIN = 0.5  # seconds until torchrun is started again where it has ended
 PATIENCE = 180  # seconds until machines must take steps, or end

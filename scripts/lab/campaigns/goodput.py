@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.showing import BLACK, BLUE, GREY, ORANGE, VERMILION, our_pyplot
+from lockstep.programs.common.showing import BLACK, BLUE, GREY, ORANGE, VERMILION, our_pyplot
 
 LOST = (
     "waiting in a step",

@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.repository import ROOT
+from repository import ROOT
 
 MAX_OUTPUT_BYTES = 1 << 20  # later output is not read
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
 
 
 class Process:
-    """One execution of `src/train.py`, or of scripts/verify.py.
+    """One execution of `src/train.py`, or of `lockstep verify`.
 
     Args:
         arguments: the program's arguments.
@@ -133,4 +133,5 @@ def _run_in_fork(program: str, arguments: list[str], prefix: Sequence[str], outp
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
 
-    cli.command(getattr(importlib.import_module(program), program), program, str(ROOT / "src" / f"{program}.py"))
+    module = "train" if program == "train" else f"lockstep.programs.{program}"
+    cli.command(getattr(importlib.import_module(module), program), program, str(ROOT / "src" / "train.py"))

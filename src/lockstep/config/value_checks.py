@@ -175,7 +175,7 @@ EXPLAINED = {
     "train": "train.py always trains; src/evaluate.py checkpoint=<file or run folder> tests only",
     "test": "train.py tests where the data set has a test set; src/evaluate.py tests again",
     "trainer": "the arguments of Lightning's Trainer are at the top level: strategy=ddp devices=2 max_epochs=3, say",
-    "hparams_search": "scripts/search.py searches hyperparameters",
+    "hparams_search": "`lockstep search` searches hyperparameters",
     "tags": "name=<name> names a run; a logger's own options are in conf/logger/",
 }
 

@@ -252,13 +252,13 @@ def _check_callback(
         raise UserError(f"{setting}: the console has its own progress bar (callbacks.console): leave {kind} out")
     if isinstance(callback, BatchSizeFinder):
         raise UserError(
-            f"{setting}: {kind} would change batch_size, and so what is trained: scripts/fit_memory.py finds the "
+            f"{setting}: {kind} would change batch_size, and so what is trained: `lockstep fit-memory` finds the "
             "accumulate_grad_batches with which batch_size fits the memory"
         )
     if isinstance(callback, LearningRateFinder) and not (options.get("attr_name") or _has_lr(module)):
         raise UserError(
             f"{setting}: {kind} needs a module with an attribute lr that its configure_optimizers reads: "
-            "scripts/search.py finds lr for any other one"
+            "`lockstep search` finds lr for any other one"
         )
     if isinstance(callback, EarlyStopping) and callback.patience < 0:
         raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")

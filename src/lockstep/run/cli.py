@@ -1,6 +1,6 @@
 """Run a program under Hydra: print errors in one line, and exit with a code that shows how the run ended.
 
-`src/train.py`, `src/evaluate.py`, `src/predict.py` and the programs in `scripts/` use this module.
+`src/train.py`, `src/evaluate.py`, `src/predict.py` and some of `lockstep/programs/` use this module.
 """
 
 import os

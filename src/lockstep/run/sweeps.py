@@ -47,7 +47,6 @@ from lockstep.launch.signals import (
     set_parent_death_signal,
     unblock_signals,
 )
-from lockstep.project import project
 from lockstep.run.run_folder import FolderBusy
 from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, shell_override, short_path, signal_name
@@ -188,7 +187,7 @@ def result_lines(folder: Path, metric: str, mode: str) -> list[str]:
         lines = [f"{about} over {runs_of}: mean {fmean(values):.4g}, standard deviation {stdev(values):.4g}"]
     elif len(scored) > 1:
         lines = ["the runs were scored on different samples, so none of them is the best"]
-    program = shlex.join(["python", short_path(project().root / "scripts" / "compare.py"), short_path(folder)])
+    program = shlex.join(["lockstep", "compare", short_path(folder)])
     return [*lines, f"{plural(len(runs), 'run')} in {short_path(folder)} | to compare: {program}"]
 
 
@@ -270,7 +269,8 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 def to_continue(folder: Path) -> str:
     """Return the line with the command that runs the jobs of a sweep that are not complete."""
-    return f"to run the remaining jobs: python {short_path(sys.argv[0])} {shell_override('sweep.resume', folder)}"
+    program = sys.argv[0] if sys.argv[0].startswith("lockstep ") else f"python {short_path(sys.argv[0])}"
+    return f"to run the remaining jobs: {program} {shell_override('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {**results, "skipped": f"on_after_batch_transfer failed outside a run: {first_line(error)}"}
     if not overrides_method(module, "forward", pl.LightningModule):
-        return {**results, "skipped": "the module has no forward: define it, since predict.py and export.py call it"}
+        return {
+            **results,
+            "skipped": "the module has no forward: define it, since predict.py and `lockstep export` call it",
+        }
     try:
         results["mixing_layer"] = find_mixing_layer(outside_a_run(config, splits), x)
     except Exception as error:

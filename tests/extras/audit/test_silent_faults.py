@@ -9,7 +9,7 @@ SILENT = ROOT / "scripts" / "lab" / "silent_faults.py"
 
 
 def test_bits_that_flip_in_silence_are_seen() -> None:
-    """A device that computes or sends wrong from some step on, by the audit and by sums; a checkpoint, by verify.py."""
+    """A device that computes or sends wrong from some step on, by the audit and by sums; a checkpoint, by `verify`."""
     done = forked(SILENT, "--faults=3", "--seed=16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 faults" in done.stdout

@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, precondition, rule
 JOB = (*SHORT, "max_epochs=2", "checkpoint_every=2", "checkpoint_keep=-1", "extras=[ledger]")
 LAYOUTS = ("strategy=auto devices=1", "strategy=ddp devices=2", "strategy=dp devices=2")
 FAULTS = ["kill@saved:2", "kill@step:5", "kill@saving:4", "term@step:3", "kill@saved:6", "disk@saving:4", ""]
-VERIFY = "scripts/verify.py"
+VERIFY = "lockstep verify"
 # Their programs are started without fixtures, and take a minute.
 pytestmark = pytest.mark.usefixtures("run_train")
 
@@ -65,7 +65,7 @@ class Ledger(History):
         self._check_a_change()
 
     def _check_a_change(self) -> None:
-        """Change a line in a copy of the folder: verify.py must see it."""
+        """Change a line in a copy of the folder: lockstep verify must see it."""
         lines = self._lines()
         number = 1 + self.changed_line % (len(lines) - 2)  # the last one of a chain can be replaced: nothing follows it
         line = json.loads(lines[number])
@@ -79,7 +79,7 @@ class Ledger(History):
         self.seen["changed"] += 1
         self.check(
             run.returncode == 1,
-            f"{self.changed_key} of line {number + 1} was changed, and verify.py exits otherwise",
+            f"{self.changed_key} of line {number + 1} was changed, and lockstep verify exits otherwise",
             run,
         )
 

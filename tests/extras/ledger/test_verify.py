@@ -1,4 +1,4 @@
-"""The ledger, and what scripts/verify.py proves by it: a run that was killed twice and changed its layout twice comes
+"""The ledger, and what lockstep verify proves by it: a run that was killed twice and changed its layout twice comes
 out again on two others; one that says what was not computed does not."""
 
 import json
@@ -57,7 +57,7 @@ def run(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verified(run: Path, *overrides: str) -> tuple[int, str]:
-    done = forked("scripts/verify.py", f"run={run}", f"outputs={run.parent.parent / 'verified'}", *overrides)
+    done = forked("lockstep verify", f"run={run}", f"outputs={run.parent.parent / 'verified'}", *overrides)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 
@@ -228,7 +228,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(missing_instructions()), reason="this processor has no AVX2 and FMA")
 def test_a_portable_run_comes_out_again(run_train: Program) -> None:
-    """verify.py computes by the kernels that the ledger's config asks for: others give other bits."""
+    """lockstep verify computes by the kernels that the ledger's config asks for: others give other bits."""
     folder = run_train(*SAVES_OFTEN, "exact=portable", "pieces=4", "extras=[ledger]", "max_epochs=1").folder
     assert ledger(folder)[0]["about"]["config"]["exact"] == "portable"
     code, output = verified(folder, "steps=[12]")

@@ -1,6 +1,6 @@
 """`extras=[ledger]`: write a line of hashes to `ledger.jsonl` in the run's folder for each checkpoint.
 
-The hashes cover the inputs and results of the steps up to the checkpoint. With the folder, scripts/verify.py can
+The hashes cover the inputs and results of the steps up to the checkpoint. With the folder, `lockstep verify` can
 compute any part of the run again and compare.
 """
 

@@ -115,7 +115,7 @@ def write(writer: Any, step: int, config: Mapping[str, Any], headline: str, metr
     writer.add_text("about", f"```\n{headline}\n```", step)
     text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
     writer.add_text("config", f"```yaml\n{text}```", step)
-    # No columns here: scripts/dashboard.py chooses the hyper-parameters that differ between runs. The logger's own
+    # No columns here: `lockstep dashboard` chooses the hyper-parameters that differ between runs. The logger's own
     # log_hyperparams would add the metrics as curves of one point.
     _, *session = hparams(dict(hyper_parameters(config)), {})
     for summary in session:

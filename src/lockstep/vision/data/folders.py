@@ -56,7 +56,7 @@ def image_folder(
     """Open images that are sorted into a folder for each class.
 
     Either `<data_dir>` has `train/<class>/`, and `test/<class>/` or `val/<class>/` or both; without `test/` nothing is
-    tested. Or it has `<class>/` alone, and the images are split. lockstep/conf/data/image_folder.yaml describes the options.
+    tested. Or it has `<class>/` alone, and the images are split. data/image_folder.yaml describes the options.
     `known_classes` comes from a checkpoint, see `classes.ordered`.
 
     Raises:

@@ -74,7 +74,7 @@ def huggingface(
     """Open a data set of images from the hub, or from a folder: one of `save_to_disk`, or one of parquet files.
 
     Its splits train, validation and test are used. If it has one split, the images are split.
-    lockstep/conf/data/huggingface.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
+    data/huggingface.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
 
     Raises:
         UserError: `datasets` is not installed, the data set can't be opened, or has other columns or no train.

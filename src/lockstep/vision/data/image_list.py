@@ -51,7 +51,7 @@ def image_list(
     Other columns take the place of `label`: `labels` are 0 or 1 each, `values` are numbers, and `mask` has the path of
     an image whose pixels are numbers of `classes`, or `unlabelled`. A column `split` may have train, val or test.
     Without it the images, or those of each class, are split. Without val, a part of train is used for validation.
-    lockstep/conf/data/image_list.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
+    data/image_list.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
 
     Raises:
         UserError: The file, a column, a path or a target is missing or not valid, there is only one class, or an image

@@ -40,7 +40,7 @@ def shards(
     """Open the tar and parquet files in a folder.
 
     A file belongs to the part that its path names, such as `train/` or `val-0001.tar`. If all belong to train, or none
-    names a part, the images are split. lockstep/conf/data/shards.yaml describes the options. `known_classes` comes from a
+    names a part, the images are split. data/shards.yaml describes the options. `known_classes` comes from a
     checkpoint, see `classes.ordered`.
 
     Raises:

@@ -1,0 +1,1 @@
+"""What several commands share: keys of yaml files, tables and plots, steps taken again."""

@@ -1,0 +1,1 @@
+"""What `lockstep compare` reads of runs, computes and draws."""

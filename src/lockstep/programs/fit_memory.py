@@ -1,0 +1,52 @@
+"""Find the smallest `accumulate_grad_batches` with which a run fits the memory:
+
+    lockstep fit-memory model=resnet18 data=cifar10 batch_size=1024 strategy=ddp devices=2
+
+The arguments are the run's overrides. For each number of micro-batches a new process runs `src/train.py` for two
+optimizer steps, one batch of validation and one of the test, in a temporary folder. The program prints the value to
+use. If two does not divide batch_size, the next number is the one that the run's own message proposes.
+Exit codes: 0 found, 1 not even single samples fit; if `src/train.py` fails for another reason, its exit code.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+
+from lockstep import exit_on_signal
+from lockstep.project import project
+
+SHORT = ("max_steps=2", "++debug.trainer.limit_val_batches=1", "++debug.trainer.limit_test_batches=1")
+LACKING = re.compile(r"out of memory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)
+NEXT = re.compile(r"\(accumulate_grad_batches=(\d+)\) takes less")
+
+
+def attempt(overrides: list[str], micro_batches: int) -> subprocess.CompletedProcess[str]:
+    """Train for two steps with `micro_batches` micro-batches. Return the completed process."""
+    with tempfile.TemporaryDirectory(prefix="fit_memory_") as folder:
+        settings = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
+        command = [sys.executable, str(project().train_program), *overrides, *settings]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def main(overrides: list[str]) -> int:
+    """Try 1, 2, 4, ... micro-batches. Return the exit code."""
+    if not overrides or {"-h", "--help"} & set(overrides):
+        print(__doc__)
+        return 0
+    exit_on_signal.restore()
+    micro_batches = 1
+    while True:
+        run = attempt(overrides, micro_batches)
+        if run.returncode == 0:
+            print(f"accumulate_grad_batches={micro_batches}")
+            return 0
+        if not LACKING.search(run.stderr):
+            sys.stderr.write(run.stderr)
+            return run.returncode
+        reason = next(line for line in run.stderr.splitlines() if LACKING.search(line))
+        print(f"accumulate_grad_batches={micro_batches} does not fit: {reason}", file=sys.stderr)
+        if "can't be cut finer" in run.stderr:
+            return 1
+        finer = NEXT.search(run.stderr)
+        micro_batches = int(finer[1]) if finer else 2 * micro_batches

@@ -1,0 +1,78 @@
+"""The command `lockstep`: run one of the programs of this package.
+
+Each module of the package, but this one, is a command, such as `lockstep fit-memory`. Its docstring begins with the
+line that `lockstep --help` prints, and its `main` gets the command's arguments and returns the exit code.
+"""
+
+import ast
+import difflib
+import importlib
+import pkgutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+from lockstep.errors import UserError
+from lockstep.project import project
+
+FOLDER = Path(__file__).parent
+
+
+def commands() -> dict[str, str]:
+    """Return the names of all commands, with their modules' names."""
+    modules = (each.name for each in pkgutil.iter_modules([str(FOLDER)]) if not each.ispkg and each.name != "main")
+    return {name.replace("_", "-"): name for name in modules}
+
+
+def summary(module: str) -> str:
+    """Return the first line of a module's docstring, without importing the module."""
+    docstring = ast.get_docstring(ast.parse((FOLDER / f"{module}.py").read_text())) or ""
+    return docstring.partition("\n")[0].rstrip(":.")
+
+
+def help_text() -> str:
+    """Return the list of the commands."""
+    known = commands()
+    width = max(map(len, known))
+    lines = (f"  {name:{width}}  {summary(module)}" for name, module in known.items())
+    return "\n".join(
+        ["usage: lockstep <command> ...", "", *lines, "", "`lockstep <command> --help` describes one of them."]
+    )
+
+
+def main() -> NoReturn:
+    """Run the command that the arguments name, and exit with its exit code."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+        sys.exit(0)
+    try:
+        code = run(name, arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted by SIGINT", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run a command. Return its exit code.
+
+    Raises:
+        UserError: there is no such command, or the command refuses its arguments.
+    """
+    known = commands()
+    if name not in known:
+        near = difflib.get_close_matches(name.replace("_", "-"), known, 1)
+        nearest = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise UserError(f"lockstep {name}: no such command: {nearest}")
+    with suppress(UserError):  # a command that needs a project refuses to run without one
+        sys.path.insert(0, str(project().source))  # the user's code
+    sys.argv[:] = [f"lockstep {name}", *arguments]
+    module = importlib.import_module(f"{__package__}.{known[name]}")
+    code: int = module.main(arguments)
+    return code

@@ -1,0 +1,336 @@
+"""Prove that layouts agree, on your own model, data and machine:
+
+    lockstep parity model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
+    lockstep parity differences=true data=mnist model.dropout=0.25
+    lockstep parity features=true
+
+The program takes the config of train.py. It trains the same optimizer steps on every layout that this machine can run,
+with exact=false and with exact=true, and also in two workers started as an engine starts them (torchrun, SLURM, MPI).
+By default layouts must agree up to rounding; under exact, bit for bit. It also runs controls, which are steps with a
+deliberate mistake. If the comparison does not detect a control, it proves nothing, and the verdict states this.
+
+The tolerance is measured. In three runs (yardsticks) the gradients are off by as many roundings as a step has pieces.
+They show how far such an error has grown on this model after each step. The tolerance at each step is ten times as
+much, and at least ten roundings of the weights for each step so far. It must be taken step by step: in small nets a
+rounding error shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps.
+From then on a comparison of weights detects no mistake.
+
+`differences=true` measures what may differ between two runs (another number of pieces, precision, threads), and checks
+that the documented switch removes the difference.
+
+`features=true` compares runs with each of the features in the `rows` of conf/parity.yaml, on a few layouts. It also
+kills and resumes these runs.
+
+The run folder gets parity.json and parity.png, or differences.json and differences.md, or features.json. The last line
+is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from rich.console import Console
+from torch.utils.data import Subset
+
+from lockstep.arithmetic.layout import Layout, split
+from lockstep.checkpoint.resume import LENGTH
+from lockstep.config.arguments import overridden_keys
+from lockstep.config.check import Config, check
+from lockstep.config.pages import group_file, options
+from lockstep.config.value_checks import Flag, checker, unknown_name_message, whole_number
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.errors import UserError, WorkerFailed
+from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.programs.common.training import check_one_machine
+from lockstep.programs.trials import differences, features
+from lockstep.programs.trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
+from lockstep.programs.trials.record import YARDSTICKS, roundoff
+from lockstep.programs.trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
+from lockstep.run import cli
+from lockstep.run.summary import versions, write_summary
+from lockstep.text import plural
+
+PARITY_KEYS = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py does not have
+CONTROLS = {
+    "lr x 1.01": None,
+    "gradients summed, not averaged": "summed",
+    "another permutation": "permuted",
+    "short tail scaled as a full step": "windowed",
+}
+LATE = "gradients a step later"  # one more control, if gradients can be late
+ENGINE = "an engine's workers, 2"
+
+
+class Different(Exception):
+    """A layout differs, or a control was not detected."""
+
+
+def parity(raw: dict[str, Any], folder: Path) -> None:
+    """Run all trials, print the table, and write the results.
+
+    Raises:
+        Different: something is not as promised.
+    """
+    steps = whole_number(2)("steps", raw.pop("steps"))
+    test_samples = whole_number(1)("test_samples", raw.pop("test_samples"))
+    tail = raw.pop("tail")
+    tail = None if tail is None else whole_number(1)("tail", tail)
+    differing = checker(Flag)("differences", raw.pop("differences"))
+    rows = chosen(raw.pop("features"), raw.pop("rows"))
+    report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
+    if rows and steps < features.STEPS:
+        raise UserError(f"steps={steps} is too few: a run that is killed in mid-epoch needs {features.STEPS} or more")
+    if rows:
+
+        def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
+            composed = compose("parity", [*HydraConfig.get().overrides.task, *overrides])
+            raw: Any = OmegaConf.to_container(composed, resolve=True)
+            raw = {key: value for key, value in raw.items() if key not in PARITY_KEYS}
+            config, splits = opened(raw, test_samples)
+            return raw, shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
+
+        judge_features(features.measure(rows, prepared, steps, folder / "trials"), folder, report)
+        return
+    config, splits = opened(raw, test_samples)
+    if differing:
+        effects, text = differences.measure(config, raw, steps, splits, folder / "trials")
+        print(text)
+        (folder / "differences.md").write_text(text + "\n")
+        write_summary(folder / "differences.json", report | {"test_samples": test_samples, "rows": effects})
+        return
+    splits = shorten(splits, config.layout.batch_size, config.layout.pieces, tail)
+    judge_layouts(config, raw, steps, splits, folder, report)
+
+
+def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows that `features` names; with true, all."""
+    wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
+    for name in wanted:
+        if name not in rows:
+            raise UserError(f"features={name}: {unknown_name_message(str(name), rows)}")
+    return {name: rows[name] for name in wanted}
+
+
+def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
+    """Return the checked config and its data, with at most `test_samples` samples in the test split.
+
+    Raises:
+        UserError: this config can't be compared.
+    """
+    if unused := LENGTH.intersection(overridden_keys()):
+        raise UserError(f"{min(unused)} has no effect on lockstep parity: give steps=, the number of optimizer steps")
+    check_one_machine("lockstep parity", raw)
+    config = check(raw)
+    if config.layout.pieces < 2:
+        raise UserError("pieces=1 can't be shared by devices: set devices, accumulate_grad_batches or pieces")
+    splits = open_data(config.data, config.data_dir, config.seed)
+    if splits.test is not None:
+        splits = replace(splits, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
+    return config, splits
+
+
+def judge_features(results: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
+    """Print and write the results of each feature.
+
+    Raises:
+        Different: a result is not as promised, or a control was not detected.
+    """
+    Console(width=170).print(features.table(results))
+    write_summary(
+        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in results.items()}}
+    )
+    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in results.items() for row in rows if not row.passed]
+    if failed:
+        raise Different(f"not as promised: {'; '.join(failed)}")
+    print(f"As promised: all {sum(map(len, results.values()))} rows of {', '.join(results)}.")
+
+
+def judge_layouts(
+    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path, report: dict[str, Any]
+) -> None:
+    """Compare every layout with one device, and run the controls.
+
+    Raises:
+        Different: a layout differs, or a control was not detected.
+    """
+    rows, tolerance, text = compare(config, raw, steps, splits, folder / "trials")
+    console = Console(width=170)
+    console.print(table(rows))
+    console.print(text, highlight=False)
+    write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})
+    plot(rows, tolerance, folder / "parity.png")
+    console.print(f"{folder}: parity.json, parity.png", highlight=False, soft_wrap=True)
+    text, passed = verdict(rows)
+    if not passed:
+        raise Different(text)
+    print(text)
+
+
+def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
+    """Return the verdict in one line, and whether all is as promised."""
+    trials = [row for row in rows if row.kind not in ("control", "yardstick")]
+    controls = [row for row in rows if row.kind == "control"]
+    failed = [f"{row.layout} ({row.kind})" for row in trials if not row.passed]
+    blind = [row.layout for row in controls if not row.passed]
+    exact = sum(row.kind in ("exact", "late") and row.same_bits is True for row in trials)  # others may be refused
+    layouts = (
+        f"{len(failed)} of {len(trials)} rows differ: {', '.join(failed)}"
+        if failed
+        else f"all {len(trials)} rows are as promised, {exact} of them bit for bit"
+    )
+    mistakes = (
+        f"this comparison does not see {len(blind)} of {len(controls)} mistakes made on purpose, so it proves nothing: "
+        f"{', '.join(blind)}"
+        if blind
+        else f"all {len(controls)} mistakes made on purpose are seen"
+    )
+    good = not (failed or blind)
+    return f"{'The layouts agree: ' * good}{layouts}; {mistakes}.", good
+
+
+def compare(
+    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
+) -> tuple[list[Row], Distances, str]:
+    """Compare each trial with one device that has the same pieces and arithmetic.
+
+    Returns:
+        the rows, the tolerance, and the text below the table.
+    """
+    rows: list[Row] = []
+    first: dict[tuple[bool | str, int], Outcome] = {}  # on one device, by exact and by steps late
+    usual = steps_late(raw)
+    tolerance: Distances | None = None
+    yardsticks: list[Distances] = []
+    for number, (kind, trial) in enumerate(with_counter(trials(config, raw), "trial")):
+        names = trial.name, ""
+        try:
+            tried = check({**raw, **trial.changes})
+            layout, arithmetic = tried.layout, (tried.layout.exact, steps_late({**raw, **trial.changes}))
+            names = trial.name or title(layout), each(layout)
+            outcome = run(trial, raw, steps, splits, folder / f"{number:02d}")
+        except (UserError, WorkerFailed) as error:
+            if tolerance is None:
+                raise
+            # These failures are expected: some layouts have no exact sum (SyncBatchNorm, compression), a pipeline needs
+            # a sequential network, and a control may overflow.
+            refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] not in ("auto", "ddp", "dp")
+            passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
+            rows.append(Row(kind, *names, str(error), passed))
+            continue
+        default = outcome if kind == "late" else first.get((False, usual), outcome)
+        reference = first.get(arithmetic, default)
+        rows.append(judge(kind, names, outcome, reference, tolerance))
+        first.setdefault(arithmetic, outcome)
+        if kind == "yardstick":
+            yardsticks.append(distances(outcome, reference))
+            tolerance = allowed(yardsticks, roundoff(config.precision))
+    assert tolerance is not None
+    return rows, tolerance, explain(first[False, usual], tolerance)
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
+    """Return the kinds and trials in the order of the table: the reference first, then the yardsticks."""
+    default, exact = {"exact": False}, {"exact": True}
+    everywhere = list(layouts(config, raw))
+    one, others = everywhere[0] | default, everywhere[1:]
+    planned = [("default", Trial("", one))]
+    planned += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
+    two = layout_changes("ddp", 2, config.layout.pieces)
+    engines = [two] if can_run({**raw, **two, **default}) else []
+    planned += [("default", Trial("", layout | default)) for layout in others]
+    planned += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
+    planned += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    planned += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
+    late: dict[str, Any] = {}
+    if "late" in options("extras"):
+        one_more = {**group_file("extras", "late")["late"], "steps": steps_late(raw) + 1}
+        late = {"extras": {**(raw["extras"] or {}), "late": one_more}}
+    if can_be_late := bool(late) and can_run({**raw, **one, **late}):
+        some: dict[str, dict[str, Any]] = {}  # the first layout of each strategy
+        for layout in everywhere:
+            if can_run({**raw, **layout, **late}):  # a pipeline sends no gradients, so they can't be late
+                some.setdefault(check({**raw, **layout}).layout.strategy, layout)
+        planned += [("late", Trial("", layout | exact | late)) for layout in some.values()]
+    planned.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
+    wrong = requested_layout(config, raw) | default
+    for name, fault in CONTROLS.items():
+        planned.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+    if can_be_late:
+        planned.append(("control", Trial(LATE, one | late)))
+    return planned
+
+
+def steps_late(raw: dict[str, Any]) -> int:
+    """Return how many steps late a config applies gradients."""
+    return int(((raw["extras"] or {}).get("late") or {}).get("steps", 0))
+
+
+def can_run(raw: dict[str, Any]) -> bool:
+    """Check whether a config is valid. For example, gradients can't be late with a loss scaler."""
+    try:
+        check(raw)
+    except UserError:
+        return False
+    return True
+
+
+def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the changes to the config for every layout of its pieces that this machine can run, one device first."""
+    pieces, devices = config.layout.pieces, config.layout.devices
+    most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
+    full = max(n for n in range(1, most + 1) if pieces % n == 0)  # the most devices that share the pieces equally
+    uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
+    auto, ddp, dp = (group_file("strategy", name) for name in ("auto", "ddp", "dp"))
+    candidates: list[tuple[dict[str, Any], int]] = [(auto, 1), (raw["strategy"], devices)]
+    for strategy in (ddp,) if config.compile else (ddp, dp):  # dp can't be compiled
+        candidates += [(strategy, n) for n in sorted({2, uneven, devices, full}) if 1 < n <= most]
+        if pieces >= 3 and most >= 2:
+            candidates.append((strategy | {"shares": [3, 1]}, 2))
+    if config.layout.accelerator == "cpu":
+        others = [group_file("strategy", name) for name in options("strategy") if name not in ("auto", "ddp", "dp")]
+        candidates += [(strategy, n) for strategy in others for n in (2, 3) if n <= most]
+    changed = [
+        requested_layout(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates
+    ]
+    core = [strategy["name"] for strategy in (auto, ddp, dp)]
+    seen = set()
+    for changes in changed:
+        if changes["strategy"]["name"] not in core and not can_run({**raw, **changes}):
+            continue
+        layout = check({**raw, **changes}).layout
+        if (key := (title(layout), each(layout))) not in seen:
+            seen.add(key)
+            yield changes
+
+
+def requested_layout(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout that the user asked for, as changes to a config."""
+    layout = {"strategy": raw["strategy"], "devices": config.layout.devices}
+    return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
+
+
+def title(layout: Layout) -> str:
+    """Return a layout's name in the table."""
+    if layout.staged:
+        return f"{layout.strategy}, {layout.devices} stages"
+    return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {plural(layout.devices, 'device')}"
+
+
+def each(layout: Layout) -> str:
+    """Return the number of pieces of each device, such as `4 + 4`."""
+    if layout.staged:
+        return f"{layout.pieces} through all"
+    return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    cli.command(parity, "parity")

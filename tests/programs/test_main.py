@@ -1,0 +1,82 @@
+"""The command `lockstep`: what it lists, what it refuses, and what it imports."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, python
+
+from lockstep.errors import UserError
+from lockstep.programs import main
+from lockstep.project import VARIABLE, project
+
+IMPORTED = """
+import sys
+from lockstep.programs.main import main
+sys.argv = ["lockstep", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    print(end.code, *sorted({"torch", "hydra", "lightning", "omegaconf", "pydantic"} & set(sys.modules)))
+"""
+
+
+def test_each_module_is_a_command_with_one_line() -> None:
+    """A module's docstring begins with that line, and shows how the command is called."""
+    files = {path.stem for path in (ROOT / "src/lockstep/programs").glob("*.py")} - {"__init__", "main"}
+    assert set(main.commands().values()) == files
+    assert {"compare", "dashboard", "export", "fit-memory", "parity", "proof", "schema", "search"} <= set(
+        main.commands()
+    )
+    lines = dict(re.findall(r"^  ([a-z-]+) +(\S.*\S)$", main.help_text(), re.MULTILINE))
+    assert lines.keys() == main.commands().keys()
+    for name, module in main.commands().items():
+        text = (ROOT / "src" / "lockstep" / "programs" / f"{module}.py").read_text()
+        assert text.startswith(f'"""{lines[name]}')
+        assert f"\n    lockstep {name}" in text.split('"""')[1]
+        assert "\ndef main(" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("parit", "did you mean parity?"), ("fit_memory", "did you mean fit-memory?"), ("main", "known: compare, ")],
+)
+def test_an_unknown_command_is_refused_with_the_nearest_name(name: str, nearest: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"lockstep {name}: no such command: {nearest}")):
+        main.run(name, [])
+
+
+@pytest.mark.parametrize("name", ["fit-memory", "parity", "schema"])
+def test_a_command_that_needs_a_project_refuses_to_run_without_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "src"])
+    monkeypatch.setattr(sys, "argv", ["lockstep", name, *["lr=1"] * (name != "schema")])
+    project.cache_clear()
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    monkeypatch.undo()
+    project.cache_clear()
+    refusal = f"error: {tmp_path} is in no project: the project's folder has conf/train.yaml\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, refusal)
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_list_needs_neither_torch_nor_hydra() -> None:
+    assert python(IMPORTED, "--help").stdout.endswith("describes one of them.\n0\n")
+    assert python(IMPORTED, "schema", "--help").stdout.splitlines()[-1] == "0 hydra omegaconf pydantic"  # the control
+
+
+@pytest.mark.usefixtures("processes")
+def test_python_runs_the_command_without_its_script() -> None:
+    done = python("import runpy; runpy.run_module('lockstep', run_name='__main__')", "dashbord")
+    assert (done.returncode, done.stderr) == (2, "error: lockstep dashbord: no such command: did you mean dashboard?\n")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lockstep": f"{main.__name__}:{main.main.__name__}"}

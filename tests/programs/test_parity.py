@@ -1,0 +1,186 @@
+"""lockstep parity: it passes what is the same, and fails where it can't see what is wrong."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from conftest import STRATEGIES, Program, Run
+
+from lockstep.config.check import check
+from lockstep.config.pages import options
+from lockstep.errors import UserError
+from lockstep.programs.parity import Different, chosen, judge_features, layouts, verdict
+from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed
+from lockstep.programs.trials.trial import shorten
+from lockstep.run.api import compose
+
+TINY = (
+    "data=synthetic",
+    "data.samples=60",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "batch_size=16",
+    "accelerator=cpu",
+    "devices=2",
+    "accumulate_grad_batches=1",
+    "steps=4",
+    "test_samples=11",
+)
+
+
+@pytest.fixture
+def run_parity(tmp_path: Path) -> Program:
+    return Program(tmp_path / "outputs", "lockstep parity")
+
+
+def report(run: Run) -> dict[str, Any]:
+    actual: dict[str, Any] = json.loads((run.folder / "parity.json").read_text())
+    return actual
+
+
+@pytest.mark.usefixtures("processes")
+def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
+    run = run_parity(*TINY, "model.dropout=0.2")
+    rows = report(run)["rows"]
+    assert all(row["passed"] for row in rows)
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
+    staged = [f"{name}, 2 stages" for name in STRATEGIES.split(",")[2:]]
+    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *staged, "an engine's workers, 2"]
+    has_late = "late" in options("extras")
+    assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
+    assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * (len(layouts) - 1)
+    late = [row for row in rows if row["kind"] == "late"]
+    expected = list(zip(layouts[:3], ["reference", "same bits", "same bits"], strict=True))
+    assert [(row["layout"], row["verdict"]) for row in late] == expected * has_late
+    assert by_kind["pieces"][0]["verdict"] == "legal: dropout, other pieces"
+    assert len(by_kind["control"]) == 4 + has_late
+    assert (by_kind["control"][-1]["layout"] == "gradients a step later") == has_late
+    assert all(row["verdict"].startswith("seen") for row in by_kind["control"])
+    assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
+    assert (run.folder / "parity.png").stat().st_size > 10_000
+    count = 2 * len(layouts) + 3 * has_late + 1
+    assert run.stdout.endswith(
+        f"The layouts agree: all {count} rows are as promised, {len(layouts) + 1 + 2 * has_late} of them bit for bit; "
+        f"all {4 + has_late} mistakes made on purpose are seen.\n"
+    )
+    assert not list(run.folder.rglob("*.npz"))
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("processes")
+def test_a_comparison_that_sees_nothing_reports_it(run_parity: Program) -> None:
+    run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("error: all ")
+    assert "this comparison does not see" in last
+    assert "so it proves nothing: lr x 1.01" in last
+    assert "NOT SEEN" in run.stdout
+
+
+def test_the_layout_requested_is_compared_and_not_a_plain_one_in_its_place() -> None:
+    overrides = ("strategy=ddp", "devices=2", "accumulate_grad_batches=2", "strategy.compression=bf16")
+    raw = dict(compose("accelerator=cpu", *overrides))
+    actual = list(layouts(check(raw), raw))
+    twos = [one["strategy"] for one in actual if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
+    assert [strategy.get("compression") for strategy in twos] == ["bf16", "none"]  # the other one has uneven shares
+    assert actual[1]["strategy"] == twos[0]
+
+
+@pytest.mark.usefixtures("processes")
+def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Program) -> None:
+    run = run_parity(*TINY, "differences=true", "model.dropout=0.25", "accumulate_grad_batches=2", "steps=3")
+    actual = run.folder / "differences.json"
+    rows = {row["pair"].partition(" (")[0]: row for row in json.loads(actual.read_text())["rows"]}
+    order, cut, seed = rows["order of summation"], rows["another number of pieces"], rows["for scale: another seed"]
+    assert not order["effect"]["same_bits"]
+    assert order["effect"]["weights"] < 1e-5
+    assert order["left"]["same_bits"]
+    assert not cut["effect"]["same_bits"], "each piece drops other units"
+    assert cut["effect"]["weights"] > 100 * order["effect"]["weights"]
+    assert cut["left"]["weights"] < 1e-5
+    assert seed["effect"]["weights"] > 0.1
+    assert actual.with_suffix(".md").read_text() in run.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("processes")
+def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program) -> None:
+    both = "+rows.both=['callbacks=ema','callbacks.ema.decay=0.6','model.class_weights=balanced']"
+    run = run_parity(*TINY, "steps=6", "accumulate_grad_batches=2", "precision=64-true", "features=[both]", both)
+    rows = json.loads((run.folder / "features.json").read_text())["rows"]["both"]
+    actual = [(row["kind"], row["verdict"].partition(",")[0]) for row in rows]
+    kinds = {"default": "same to rounding", "exact": "same bits", "resumed": "same bits", "without": "seen"}
+    assert actual == [
+        *[(kind, kinds[kind]) for kind in ("default", "exact") for _ in range(3)],
+        *[(kind, kinds[kind]) for kind in ("resumed", "without")],
+        *[("by rank", "seen")] * 2,
+    ]
+
+
+def test_a_feature_without_effect_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row("exact", "dp", "", "same bits", True), Row("without", "1 device", "", "NOT SEEN", False)]
+    with pytest.raises(Different, match=r"not as promised: ema, 1 device \(without\)$"):
+        judge_features({"ema": rows}, tmp_path, {})
+    assert "1 device: NOT SEEN" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"features=emu: did you mean ema\?"):
+        chosen(["emu"], {"ema": ["callbacks=ema"]})
+
+
+def test_the_verdict_names_the_rows_that_differ() -> None:
+    rows = [Row("default", "1 device", "", "reference", True), Row("exact", "dp, 2 devices", "", "DIFFERENT", False)]
+    rows += [Row("control", "lr x 1.01", "", "seen, after step 1", True)]
+    expected = "1 of 2 rows differ: dp, 2 devices (exact); all 1 mistakes made on purpose are seen."
+    assert verdict(rows) == (expected, False)
+    rows[1] = Row("exact", "dp, 2 devices", "", "no exact sum", True)  # refused, which is legal
+    expected = (
+        "The layouts agree: all 2 rows are as promised, 0 of them bit for bit; all 1 mistakes made on purpose are seen."
+    )
+    assert verdict(rows) == (expected, True)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_length_of_training_is_refused(run_parity: Program) -> None:
+    run = run_parity("devices=2", "max_steps=3", ok=False)
+    assert run.returncode == 2, str(run)
+    assert (
+        run.stderr == "error: max_steps has no effect on lockstep parity: give steps=, the number of optimizer steps\n"
+    )
+
+
+@pytest.mark.usefixtures("processes")
+def test_one_piece_is_refused(run_parity: Program) -> None:
+    run = run_parity(*TINY, "devices=1", ok=False)
+    assert run.returncode == 2
+    assert "pieces=1" in run.stderr
+    assert not run.folders
+
+
+def away(at_the_end: float, *curve: float) -> Distances:
+    return Distances(at_the_end, 0.0, 0.0, np.array(curve), np.zeros(len(curve)))
+
+
+def test_the_tolerance_holds_at_every_step() -> None:
+    tolerance = allowed([away(1e-3, 1e-7, 1e-6, 1e-6), away(1e-4, 0, 1e-5, 0)], roundoff=1e-9)
+    np.testing.assert_allclose(tolerance.weights_curve, MARGIN * np.array([1e-7, 1e-5, 1e-5]))  # it never shrinks
+    assert away(1e-3, 9e-7, 9e-5, 9e-5).leaves(tolerance) == 0
+    assert away(1e-3, 2e-6, 0, 0).leaves(tolerance) == 1
+    assert away(1e-3, 0, 2e-4, 0).leaves(tolerance) == 2
+    assert away(2e-2, 0, 0, 0).leaves(tolerance) == 3
+    assert away(0, 0, float("nan"), 0).leaves(tolerance) == 2
+
+
+def test_few_training_samples_are_of_all_classes() -> None:
+    @dataclass
+    class Sorted:  # by class, as class folders are
+        train: Any
+
+    labels = [sample // 100 for sample in range(1000)]
+    short: Any = shorten(cast("Any", Sorted(labels)), batch_size=8, pieces=4, tail=None)
+    assert len(short.train) % 8 == 2, "the short step"
+    assert {short.train[number] for number in range(len(short.train))} == set(range(10))
+    few: Any = shorten(cast("Any", Sorted(labels[:9])), batch_size=8, pieces=4, tail=None)
+    assert list(few.train.indices) == list(range(9))
