@@ -88,7 +88,7 @@ schema: setup ## write conf/schema/, with which editors complete and check the k
 	@$(BIN)/python -m lockstep schema
 
 project: setup ## begin your own project: make project NAME=dogs DIR=../dogs
-	@$(BIN)/python scripts/new_project.py "$(NAME)" "$(DIR)" $(ARGS)
+	@$(BIN)/python -m lockstep new "$(NAME)" "$(DIR)" $(ARGS)
 
 lock: setup ## resolve pyproject.toml into requirements.lock again (LOCK="--upgrade": the newest versions)
 	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \

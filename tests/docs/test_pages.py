@@ -38,7 +38,7 @@ FOLLOWED_BY = {
 # A pattern of commands, and why they are not run here.
 NOT_RUN = (
     (r"make (setup|train|docs|docs-serve|dashboard|schema|lock)", "builds the environment, or serves until it ends"),
-    (r"make (project|test)$|make project ", "tests/scripts/test_new_project.py makes one, and runs its tests"),
+    (r"make (project|test)$|make project ", "tests/programs/test_new.py makes one, and runs its tests"),
     (r"pip install", "changes the environment"),
     (r"apt |mkdir|sed |export |unshare|ls |eval |photos=", "changes the machine, or needs a folder of photographs"),
     (r"sbatch|mpirun|torchrun|scripts/torchrun.sh|RANK=", "needs an engine: tests/engines/ run it"),

@@ -23,7 +23,8 @@ from lockstep import compose, exit_on_signal
 from lockstep.config.arguments import quote_path
 from lockstep.config.portable import missing_instructions
 from lockstep.errors import UserError
-from lockstep.project import Project, project, use_project_of
+from lockstep.programs.common.template import template
+from lockstep.project import Project, use_project_of
 from lockstep.run.summary import summary_of
 
 # The weights are compared here, so a run need not do it.
@@ -64,8 +65,8 @@ def main(words: list[str]) -> int:
 
 
 def _project() -> Project:
-    """Return the project whose `experiment=golden` is trained."""
-    return project()
+    """Return the project whose `experiment=golden` is trained: that of the template, wherever the command runs."""
+    return Project(template())
 
 
 def prove(of: Project, added: Mapping[str, Sequence[str]] | None = None) -> None:

@@ -1,0 +1,55 @@
+"""Copy a page that the project inherits into its own conf/, for editing:
+
+    lockstep conf optimizer/adamw
+
+The copy in conf/optimizer/adamw.yaml is used from then on, with later changes of yours; a newer Lockstep does not
+change it. Without a name the command lists the pages.
+"""
+
+import argparse
+import difflib
+import shutil
+import sys
+
+from lockstep.config.pages import INHERITED
+from lockstep.errors import UserError
+from lockstep.project import project
+
+OF_HYDRA = ("base",)  # it stays inherited, so that a project gets the keys of a newer Lockstep
+
+
+def names() -> list[str]:
+    """Return the names of the pages that can be copied, with their groups."""
+    files = (file.relative_to(INHERITED).with_suffix("").as_posix() for file in INHERITED.rglob("*.yaml"))
+    return sorted(name for name in files if name not in OF_HYDRA and not name.startswith(("primary/", "program/")))
+
+
+def main(words: list[str]) -> int:
+    """Copy the pages that are named, or list all. Return the exit code.
+
+    Raises:
+        UserError: there is no such page, or the project has its own.
+    """
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("lockstep conf", description=description, epilog=epilog, formatter_class=layout)
+    parser.add_argument("pages", nargs="*", metavar="group/name", help="the pages to copy")
+    wanted = [word.removesuffix(".yaml") for word in parser.parse_args(words).pages]
+    known = names()
+    if not wanted:
+        print("\n".join(known))
+        return 0
+    conf = project().conf
+    for name in wanted:  # all are checked before the first is written
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            nearest = f"did you mean {near[0]}?" if near else "`lockstep conf` lists them"
+            raise UserError(f"lockstep conf {name}: no such page: {nearest}")
+        if (conf / f"{name}.yaml").exists():
+            raise UserError(f"conf/{name}.yaml exists already: edit it, or delete it first")
+    for name in wanted:
+        target = conf / f"{name}.yaml"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(INHERITED / f"{name}.yaml", target)
+        print(f"conf/{name}.yaml is yours now", file=sys.stderr)
+    return 0

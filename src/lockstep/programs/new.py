@@ -1,0 +1,229 @@
+"""Begin a project of your own:
+
+    lockstep new dogs
+
+The folder dogs/ gets a config, a net, a data set, the programs and one test: what you own and edit. It depends on
+Lockstep as a package. A newer Lockstep is a newer version of that package, and touches no file of yours.
+"""
+
+import argparse
+import importlib.util
+import json
+import keyword
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.programs.common.template import copy_template, template
+
+DISTRIBUTION = "pytorch-lockstep"
+TAKEN = {"lockstep", "project", "train", "evaluate", "predict", "src", "tests", "conf"}
+
+PYPROJECT = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = [
+{dependencies}]
+
+[project.optional-dependencies]
+dev = ["pytest"]
+
+[tool.setuptools.packages.find]
+where = ["src"]
+include = [{packages}]
+
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+pythonpath = ["src"]
+"""
+MAKEFILE = """# All commands run in .venv, which `make setup` builds from pyproject.toml.
+PYTHON ?= python3
+ARGS   ?=
+BIN    := .venv/bin
+STAMP  := .venv/.installed
+
+.PHONY: setup train sweep dashboard test
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -m venv .venv
+	@echo "installing into .venv: a minute or two the first time, a few GB"
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+train: setup
+	@$(BIN)/python src/train.py $(ARGS)
+
+sweep: setup
+	@$(BIN)/python src/train.py -m $(ARGS)
+
+dashboard: setup
+	@$(BIN)/python -m lockstep dashboard outputs --host 127.0.0.1 $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+"""
+TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
+
+if __name__ == "__main__":
+    from lockstep import standard_streams
+
+    standard_streams.protect()
+
+from lockstep.testing import DataTests, ModuleTests
+
+
+class TestMnistCNN(ModuleTests):
+    overrides = ["model=mnist_cnn", "data=synthetic", "data.samples=200", "data.image_size=12"]
+
+
+class TestDigits(DataTests):
+    overrides = ["data=digits"]
+'''
+README = """# {name}
+
+    make train                                              # trains on digits, which need no download
+    make train ARGS="model=resnet18 strategy=ddp devices=2"
+    make test
+
+The first command builds `.venv`. `python src/train.py --help` lists all settings.
+
+    conf/          every choice; train.yaml is the front page. It inherits Lockstep's pages: `lockstep conf` lists them
+    src/{name}/    nets and data sets
+    tests/         tests of src/{name}/
+
+{upgrade}
+"""
+UPGRADE = (
+    """A newer Lockstep: change its version in `pyproject.toml`, then `make setup`. No file of yours is changed."""
+)
+VENDORED = "`src/lockstep/` and `src/hydra_plugins/` are a copy of Lockstep, for machines that can install nothing."
+IGNORED = """__pycache__/
+*.egg-info/
+.venv
+.pytest_cache/
+/data/
+/conf/schema/
+"""
+OUTPUTS = """*
+!.gitignore
+"""
+
+
+def check_name(name: str) -> None:
+    """Check that src/ can have a package of this name.
+
+    Raises:
+        UserError: a package can't have this name, or there is a module of this name already.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise UserError(f"{name or 'NAME'}: must be a package's name: lower-case letters, digits and _, such as dogs")
+    if name in sys.stdlib_module_names | TAKEN or importlib.util.find_spec(name) is not None:
+        raise UserError(f"{name}: a module of this name exists already: choose another name")
+
+
+def requirement() -> str:
+    """Return what a project must require to get this very Lockstep: a version, a commit of git, or a folder."""
+    try:
+        installed = metadata.distribution(DISTRIBUTION)
+    except metadata.PackageNotFoundError:  # it runs from a checkout that is not installed
+        return f"{DISTRIBUTION} @ {Path(lockstep.__file__).parents[2].as_uri()}"
+    if text := installed.read_text("direct_url.json"):
+        origin = json.loads(text)
+        commit = origin.get("vcs_info", {}).get("commit_id")
+        return f"{DISTRIBUTION} @ " + (f"git+{origin['url']}@{commit}" if commit else origin["url"])
+    major, minor, *_ = installed.version.split(".")
+    return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}"
+
+
+def write(name: str, folder: Path, pin: str, vendor: bool) -> None:
+    """Write the files of a project into an empty folder.
+
+    Args:
+        name: the name of its package.
+        folder: the project's folder.
+        pin: the requirement of Lockstep.
+        vendor: whether Lockstep is copied into src/, and required no more.
+    """
+    copy_template(template(), folder)
+    (folder / "src" / "project").rename(folder / "src" / name)
+    for path in [*(folder / "src").rglob("*.py"), *(folder / "conf").rglob("*.yaml")]:
+        text = re.sub(r"\b((?:from|import) )project\b", rf"\g<1>{name}", path.read_text())
+        path.write_text(re.sub(r"\bproject\.(?=(?:models|data)\b)", f"{name}.", text))
+    required, packages = [pin], [f"{name}*"]
+    if vendor:
+        library = Path(lockstep.__file__).parent
+        ignored = shutil.ignore_patterns("__pycache__", "template")
+        for package in (library, library.parent / "hydra_plugins"):
+            shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
+        required = [each for each in metadata.requires(DISTRIBUTION) or () if "extra ==" not in each]
+        packages += ["lockstep*", "hydra_plugins*"]
+    quoted = "".join(f"    {json.dumps(each)},\n" for each in required)
+    listed = ", ".join(map(json.dumps, packages))
+    for file, text in {
+        "pyproject.toml": PYPROJECT.format(name=name, dependencies=quoted, packages=listed),
+        "Makefile": MAKEFILE,
+        "README.md": README.format(name=name, upgrade=VENDORED if vendor else UPGRADE),
+        ".gitignore": IGNORED,
+        "outputs/.gitignore": OUTPUTS,
+        f"tests/test_{name}.py": TESTS,
+    }.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(text)
+
+
+def git(folder: Path, *arguments: str) -> None:
+    """Run git in a folder.
+
+    Raises:
+        UserError: git failed.
+    """
+    author = {f"GIT_{role}_{field}": "lockstep" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
+    # In a hook, git sets GIT_* variables that point to another repository: leave them out.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    result = subprocess.run(
+        ["git", *arguments], cwd=folder, env=inherited | author, capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        raise UserError(f"git {arguments[0]} in {folder}: {result.stderr.strip().partition(chr(10))[0]}")
+
+
+def main(words: list[str]) -> int:
+    """Make the project's folder and its first commit, and print what to do next. Return the exit code.
+
+    Raises:
+        UserError: the name or the folder can't be taken.
+    """
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("lockstep new", description=description, epilog=epilog, formatter_class=layout)
+    parser.add_argument("name", help="name of the package with your code, such as dogs")
+    parser.add_argument("folder", nargs="?", type=Path, help="the project's folder; without it, the name")
+    parser.add_argument("--require", metavar="PIN", help="the requirement of Lockstep; without it, the one that runs")
+    parser.add_argument("--vendor", action="store_true", help="copy Lockstep into src/, for machines without a network")
+    options = parser.parse_args(words)
+    folder = Path(os.path.abspath(options.folder or options.name))
+    check_name(options.name)
+    if shutil.which("git") is None:
+        raise UserError("git is not installed: a project is a git repository")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already: name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write(options.name, folder, options.require or requirement(), options.vendor)
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "-m", "A new project, as `lockstep new` wrote it")
+    print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test")
+    return 0

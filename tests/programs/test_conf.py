@@ -1,0 +1,59 @@
+"""`lockstep conf` copies a page into the project, which then comes before the inherited one."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, composed
+
+from lockstep.config.pages import INHERITED, find, options
+from lockstep.errors import UserError
+from lockstep.programs.conf import main, names
+from lockstep.project import use_project_of
+
+
+@pytest.fixture
+def dogs(tmp_path: Path) -> Path:
+    """Return the conf/ of a project that has only its front page."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "train.yaml").write_text((ROOT / "conf" / "train.yaml").read_text())
+    use_project_of(tmp_path)
+    return tmp_path / "conf"
+
+
+def test_a_copy_is_used_and_the_rest_is_inherited(dogs: Path) -> None:
+    assert find("optimizer/adamw") == INHERITED / "optimizer" / "adamw.yaml"
+    assert main(["optimizer/adamw.yaml", "data/transforms/none"]) == 0
+    page = dogs / "optimizer" / "adamw.yaml"
+    assert page.read_text() == (INHERITED / "optimizer" / "adamw.yaml").read_text()
+    assert find("optimizer/adamw") == page
+    assert find("optimizer/sgd") == INHERITED / "optimizer" / "sgd.yaml"
+    assert {"adamw", "sgd"} <= {*options("optimizer")}
+
+
+def test_nothing_is_overwritten_and_unknown_pages_are_refused(dogs: Path) -> None:
+    main(["optimizer/adamw"])
+    with pytest.raises(UserError, match=r"^conf/optimizer/adamw.yaml exists already: edit it, or delete it first$"):
+        main(["optimizer/sgd", "optimizer/adamw"])
+    with pytest.raises(UserError, match=r"no such page: did you mean optimizer/adam\?$"):
+        main(["optimizer/sgd", "optimizer/adm"])
+    with pytest.raises(UserError, match="no such page"):
+        main(["../conf/optimizer/sgd"])
+    assert not (dogs / "optimizer" / "sgd.yaml").exists(), "nothing is written when a name is wrong"
+
+
+def test_all_are_listed(capsys: pytest.CaptureFixture[str], dogs: Path) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out.splitlines() == names()
+    assert {"model/timm", "logger/wandb"} <= {*names()}
+    assert "base" not in names()
+
+
+def test_a_front_page_needs_no_key_of_a_newer_lockstep() -> None:
+    """What the project's page leaves out has the default of the package's."""
+    page, base = (yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "train.yaml", INHERITED / "base.yaml"))
+    left_out = base.keys() - page.keys() - {"defaults"}
+    assert {"elastic", "hang_timeout", "speed"} <= left_out
+    cfg = composed()
+    assert all(cfg[key] == base[key] for key in ("elastic", "hang_timeout", "speed"))
+    assert 15 <= len(page) <= 25
