@@ -238,6 +238,26 @@ def test_a_step_reports_means_over_its_samples(tmp_path: Path) -> None:
     assert [reports["size"] for reports in cut.reports[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
 
 
+def test_each_piece_of_each_step_has_its_own_random_numbers(tmp_path: Path) -> None:
+    """Whatever is drawn outside of the steps."""
+
+    class Draws(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draws: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.draws.append(float(torch.rand((), dtype=torch.float64)))
+            return super().training_step(batch, batch_idx)
+
+    first, second = Draws(), Draws()
+    for net in (first, second):
+        fit(tmp_path, net, ours=True, pieces=4)
+        torch.rand(3)
+    assert len({*first.draws}) == len(first.draws) == 2 * (4 + 4 + 4)
+    assert first.draws == second.draws
+
+
 class Leaves(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
