@@ -44,3 +44,19 @@ def test_a_fork_that_takes_too_long_ends_and_so_does_one_that_raises(
     assert mutation.forked(lambda: 0, 60) == 0
     assert mutation.forked(lambda: sleeping(60), 0.2) < 0
     assert mutation.forked(lambda: 1 // 0, 60) == 1
+
+
+def test_what_was_tried_twice_has_the_last_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutation, "FOLDER", tmp_path)
+    assert mutation.last_outcomes("step") == {}
+    lines = f"survived: {NAMES[0]}\nno test: {NAMES[1]}\nkilled: {NAMES[0]}\n"
+    (tmp_path / "step.txt").write_text(lines)
+    assert mutation.last_outcomes("step") == {NAMES[0]: "killed", NAMES[1]: "no test"}
+
+
+def test_a_change_that_leaves_the_program_as_it_was_is_known() -> None:
+    assert mutation.why_equivalent("`zip(a, b, strict=True)` becomes `zip(a, b, )`")
+    assert mutation.why_equivalent("`for a in zip(x, f(y), strict=True):` becomes `for a in zip(x, f(y), strict=None):`")
+    assert not mutation.why_equivalent("`zip(a, b, strict=True)` becomes `zip(a, strict=True)`")
+    assert not mutation.why_equivalent("`f(a, b)` becomes `f(a, None)`")
+    assert all(map(mutation.why_equivalent, mutation.EQUIVALENT))

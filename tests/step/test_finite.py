@@ -79,6 +79,18 @@ def test_a_sum_that_overflows_is_finite() -> None:
     assert all_finite([torch.full((4,), 3e38)], exactly=True)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_finite_gradients_whose_sum_overflows_stop_nothing(later: bool) -> None:
+    module = nn.Linear(4, 1, bias=False)
+    strategy = SimpleNamespace(staged=False, optimizers=[torch.optim.SGD(module.parameters())])
+    step: Any = SimpleNamespace(module=module, strategy=strategy, number=0, losses=[], batch=SimpleNamespace())
+    check = FiniteGradientCheck("stop", later)
+    module.weight.grad = torch.full((1, 4), 3e38)
+    check.before_optimizer_step(step)
+    check.flush()
+    assert not hasattr(step.batch, "skipped")
+
+
 def test_sparse_and_mixed_gradients_are_checked() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, float("inf")], (3,), check_invariants=True)
     for exactly in (False, True):

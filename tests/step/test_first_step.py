@@ -22,7 +22,7 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ArrayDataset, DataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import StepRefused
-from lockstep.step.first_step import FirstStepCheck, grows
+from lockstep.step.first_step import FirstStepCheck, grows, may_grow
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.trial import CannotRepeat, repeated
@@ -188,6 +188,23 @@ def same_state(one: Net, other: Net) -> None:
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     assert one.calls == other.calls
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([1.0, 1.0, 1.0], False),
+        ([1.0, 1.1, 1.2], False),
+        ([8.0, 9.0, 10.0], False),  # an eighth more, which may be noise
+        ([1.0, 2.0, 1.5], False),
+        ([0.0, 0.0, 1.0], False),
+        ([1.0, 1.2, 1.4], True),
+        ([-1.0, -2.0, -4.0], True),
+        ([3.0, 6.0, 12.0], True),
+    ],
+)
+def test_only_losses_that_grow_need_more_passes(losses: list[float], expected: bool) -> None:
+    assert may_grow(losses) is expected
 
 
 def test_noise_is_no_sum() -> None:

@@ -191,6 +191,25 @@ def test_what_is_frozen_and_unfrozen_on_all_ranks(ranks: Ranks, net: Net) -> Non
     assert [step[0] is None for step in expected] == [False, True, False]
 
 
+def test_a_stage_sums_its_own_parameters_only(net: Net) -> None:
+    gradients = make_sum(deepcopy(net), ExactGradientSum, 1)
+    whole = take_step(gradients, range(5))
+    size = sum(gradients.sum.sizes)
+
+    class Stages(Net):
+        def stages(self) -> list[nn.Module]:
+            return [self.always, self.sometimes, self.never]
+
+    staged = Stages(rare=[3])
+    staged.load_state_dict(net.state_dict())
+    gradients = make_sum(staged, ExactGradientSum, 1)
+    own = {id(parameter) for parameter in staged.always.parameters()}
+    gradients.strategy.holds = lambda thing: id(thing) in own
+    part = take_step(gradients, range(5))
+    assert same([part[:2]], [whole[:2]])
+    assert (size, sum(gradients.sum.sizes)) == (3 * 15, 15)
+
+
 def test_two_sums_may_run_at_once(ranks: Ranks, net: Net) -> None:
     """As an extra lets them: a sum is applied after the next one has begun, to the same bits."""
 
