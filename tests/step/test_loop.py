@@ -210,6 +210,16 @@ def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[
     assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
 
 
+@pytest.mark.parametrize(("options", "steps"), [({}, 3), ({"min_steps": 4}, 4), ({"min_epochs": 2}, 6)])
+def test_who_stops_early_waits_for_the_fewest_steps(tmp_path: Path, options: dict[str, int], steps: int) -> None:
+    class Stops(Net):
+        def on_validation_end(self) -> None:
+            self.trainer.should_stop = self.trainer.global_step > 0
+
+    ours, theirs = (fit(tmp_path, Stops(), ours, max_epochs=3, **options)[0] for ours in (True, False))
+    assert ours.global_step == theirs.global_step == steps
+
+
 class Reports(Net):
     """Returns more than its loss, and keeps what it is told of a step."""
 

@@ -236,6 +236,17 @@ def test_two_sums_may_run_at_once(ranks: Ranks, net: Net) -> None:
         assert same(result, expected)
 
 
+def test_a_sum_of_one_process_is_started_and_applied_later(net: Net) -> None:
+    gradients = make_sum(deepcopy(net), GradientSum, 1)
+    module = gradients.strategy.lightning_module
+    module.loss(3).backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    started = gradients.start(step_batch([3]))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    gradients.apply(started)
+    assert same([[parameter.grad for parameter in module.parameters()]], [expected])
+
+
 def test_a_result_is_computed_once(ranks: Ranks, net: Net) -> None:
     """A second wait would start another collective."""
 
