@@ -56,7 +56,9 @@ def test_what_was_tried_twice_has_the_last_outcome(tmp_path: Path, monkeypatch: 
 
 def test_a_change_that_leaves_the_program_as_it_was_is_known() -> None:
     assert mutation.why_equivalent("`zip(a, b, strict=True)` becomes `zip(a, b, )`")
-    assert mutation.why_equivalent("`for a in zip(x, f(y), strict=True):` becomes `for a in zip(x, f(y), strict=None):`")
+    assert mutation.why_equivalent(
+        "`for a in zip(x, f(y), strict=True):` becomes `for a in zip(x, f(y), strict=None):`"
+    )
     assert not mutation.why_equivalent("`zip(a, b, strict=True)` becomes `zip(a, strict=True)`")
     assert not mutation.why_equivalent("`f(a, b)` becomes `f(a, None)`")
     assert all(map(mutation.why_equivalent, mutation.EQUIVALENT))

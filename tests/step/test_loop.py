@@ -211,7 +211,7 @@ def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[
 
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 3), ({"min_steps": 4}, 4), ({"min_epochs": 2}, 6)])
-def test_who_stops_early_waits_for_the_fewest_steps(tmp_path: Path, options: dict[str, int], steps: int) -> None:
+def test_who_stops_early_waits_for_the_fewest_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
     class Stops(Net):
         def on_validation_end(self) -> None:
             self.trainer.should_stop = self.trainer.global_step > 0

@@ -178,6 +178,8 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(
 class UnequalInputs(Net):
     """Normalises inputs of unequal size, so that the grids of the statistics' sums show in the smallest of them."""
 
+    sizes: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
