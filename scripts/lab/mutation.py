@@ -53,10 +53,13 @@ EQUIVALENT = {  # a change as `change` returns it, and why no test can tell
     "`return [torch.device(index) for index in range(layout.devices)]`": (
         "The same program: to torch, a number alone is a GPU's"
     ),
-    "`super().log(one.fx, one.name, neutral, batch_size=0, **options)` becomes "
-    "`super().log(one.fx, one.name, neutral, **options)`": (
-        "The same result: the value of all ranks replaces it at once, whatever it weighs"
-    ),
+    **{
+        "`super().log(one.fx, one.name, neutral, batch_size=0, **options)` becomes "
+        f"`super().log(one.fx, one.name, neutral, {size}**options)`": (
+            "The same result: the value of all ranks replaces it at once, whatever it weighs"
+        )
+        for size in ("", "batch_size=1, ", "batch_size=None, ")
+    },
 }
 
 

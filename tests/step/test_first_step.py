@@ -3,11 +3,11 @@
 import logging
 import random
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -500,6 +500,11 @@ def test_generators_are_those_of_a_run_without_the_trial(tmp_path: Path) -> None
 # --- parts of a batch ---
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    scale: Tensor
+
+
 def test_the_samples_of_a_batch_are_repeated() -> None:
     x, share = torch.arange(8.0).view(4, 2), torch.tensor(0.3)
     batch = {"x": x, "y": (x[:, 0], None), "names": ["a", "b", "c", "d"], "share": share, "size": 7}
@@ -507,6 +512,13 @@ def test_the_samples_of_a_batch_are_repeated() -> None:
     assert torch.equal(doubled["x"], torch.cat([x[:2], x[:2]]))
     assert torch.equal(doubled["y"][0], torch.tensor([0.0, 2.0, 0.0, 2.0]))
     assert (doubled["names"], doubled["share"], doubled["size"]) == (["a", "b", "a", "b"], share, 7)
+    ordered = repeated(OrderedDict(x=x, rest=[x, "text"]), 4, range(1, 3))
+    assert type(ordered) is OrderedDict
+    assert torch.equal(ordered["x"], x[1:3])
+    assert [torch.equal(ordered["rest"][0], x[1:3]), ordered["rest"][1]] == [True, "text"]
+    pair = repeated(Pair(x, x[:1, :1]), 4, range(3), 2)
+    assert type(pair) is Pair
+    assert (pair.x.shape, pair.scale.shape) == ((6, 2), (1, 1))
     for unknown in (torch.ones(5), object(), [torch.ones(3)] * 4):
         with pytest.raises(CannotRepeat):
             repeated((x, unknown), 4, range(2), 2)
