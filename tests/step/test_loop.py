@@ -162,6 +162,7 @@ def weights(module: nn.Module) -> torch.Tensor:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     {"val_check_interval": 2, "max_steps": 5},
     {"max_steps": 4, "limit_val_batches": 0},  # else ours alone has a validation there
     {"check_val_every_n_epoch": 2},
