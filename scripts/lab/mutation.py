@@ -42,7 +42,7 @@ SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightn
 ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", "unit or ranks", f"--deselect={SLOWED}"]
 SECONDS, TIMES = 30, 5  # a mutant's tests may take so many seconds, and so many times what they take without it
 SURVIVED = ("survived", "no test")
-COLUMNS = ("killed", "out of time", "survived", "no test")
+COLUMNS = ("killed", "out of time", "survived", "no test", "same program")
 STRICT = re.compile(r",? *(strict=\w+)?(?=\))")  # of `zip`, which then checks that its lists have one length
 EQUIVALENT = {  # a change as `change` returns it, and why no test can tell
     "`return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]` becomes "
@@ -52,6 +52,9 @@ EQUIVALENT = {  # a change as `change` returns it, and why no test can tell
     '`return [torch.device("cuda", index) for index in range(layout.devices)]` becomes '
     "`return [torch.device(index) for index in range(layout.devices)]`": (
         "The same program: to torch, a number alone is a GPU's"
+    ),
+    "`super().on_batch_start(batch, dataloader_idx)` becomes `super().on_batch_start(batch, None)`": (
+        "The same program: an evaluation has one loader, for which Lightning gives None"
     ),
     **{
         "`super().log(one.fx, one.name, neutral, batch_size=0, **options)` becomes "
@@ -194,9 +197,10 @@ def why_equivalent(text: str) -> str:
 def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str], seed: int, commit: str) -> str:
     """Return the page about one run: per room the outcome of each mutant, and the changes that survived."""
     rows = []
+    same = [name for name, text in survivors.items() if why_equivalent(text)]
     for room, of_room in outcomes.items():
-        count = Counter(of_room.values())
-        share = 100 * (count["killed"] + count["out of time"]) / max(len(of_room), 1)
+        count = Counter("same program" if name in same else how for name, how in of_room.items())
+        share = 100 * (count["killed"] + count["out of time"]) / max(len(of_room) - count["same program"], 1)
         counts = " | ".join(str(count[column]) for column in COLUMNS)
         rows.append(f"| {room} | {len(of_room)} | {counts} | {share:.0f}% |")
     untested = {plain(name) for of_room in outcomes.values() for name, how in of_room.items() if how == "no test"}
@@ -205,12 +209,13 @@ def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str]
         "",
         "`make mutants` draws small changes of three rooms (a `+` for a `-`, a call without an argument), and runs for",
         "each the tests of `make quick` that lie in this room and call the changed function. It wrote this page. A",
-        "change that survives is a missing test, dead code, or the same program written otherwise.",
+        "change that survives is a missing test, dead code, or the same program written otherwise. The last ones have",
+        "their reason below, and do not count among those that could be noticed.",
         "",
         f"Commit {commit}, {datetime.now(UTC):%Y-%m-%d}, seed {seed}.",
         "",
         f"| room | drawn | {' | '.join(COLUMNS)} | noticed |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
     ]
     if survivors:

@@ -25,11 +25,19 @@ def test_the_same_seed_draws_the_same_changes_and_another_one_others() -> None:
 def test_the_page_has_the_figures_of_each_room_and_what_survived() -> None:
     outcomes = dict(zip(NAMES, ["killed"] * 5 + ["out of time", "survived", "no test"], strict=True))
     text = mutation.page({"step": outcomes}, {NAMES[6]: mutation.change(DIFF)}, 45, "0123456789ab and changes")
-    assert "| step | 8 | 5 | 1 | 1 | 1 | 75% |" in text
+    assert "| step | 8 | 5 | 1 | 1 | 1 | 0 | 75% |" in text
     assert "- `lockstep.step.loop.StepLoop.advance`: `return one + 1` becomes `return one - 1`" in text
     assert "seed 45" in text
     assert "0123456789ab and changes" in text
     assert text.partition("Not called")[2].count("lockstep.step.loop.StepLoop.advance") == 1
+
+
+def test_a_change_that_leaves_the_program_as_it_was_does_not_count() -> None:
+    outcomes = dict(zip(NAMES[:5], ["killed"] * 3 + ["survived"] * 2, strict=True))
+    changes = {NAMES[3]: "`zip(a, b, strict=True)` becomes `zip(a, b, )`", NAMES[4]: mutation.change(DIFF)}
+    text = mutation.page({"step": outcomes}, changes, 45, "0123456789ab")
+    assert "| step | 5 | 3 | 0 | 1 | 0 | 1 | 75% |" in text
+    assert "`zip(a, b, )`. The same program: the lists always have one length" in text
 
 
 def sleeping(seconds: float) -> int:
