@@ -53,6 +53,8 @@ EQUIVALENT = {  # a change as `change` returns it, and why no test can tell
     "`return [torch.device(index) for index in range(layout.devices)]`": (
         "The same program: to torch, a number alone is a GPU's"
     ),
+    '`more = f" (and {join_names(differ[1:], 3)})" * (len(differ) > 1)` becomes '
+    '`more = f" (and {join_names(differ[1:], )})" * (len(differ) > 1)`': "The same program: 3 is the default",
     "`super().on_batch_start(batch, dataloader_idx)` becomes `super().on_batch_start(batch, None)`": (
         "The same program: an evaluation has one loader, for which Lightning gives None"
     ),

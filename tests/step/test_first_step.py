@@ -424,6 +424,23 @@ def test_a_queue_is_refused_with_exact_and_named_without(tmp_path: Path, caplog:
     assert int(module.memory.pointer) == 16, "of two steps, of which each piece, of 8, begins with the step's pointer"
 
 
+def test_all_buffers_that_count_samples_are_named(tmp_path: Path) -> None:
+    class Counts(Net):
+        def set_up(self) -> None:
+            for name in ("a", "b", "c", "d", "e", "f"):
+                self.register_buffer(name, torch.tensor(0))
+
+        def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+            for name, buffer in self.named_buffers(recurse=False):
+                if name != "b":
+                    buffer += len(y)
+            return F.cross_entropy(logits, y)
+
+    names = r"the buffer a of the module \(Counts\) \(and c, d, e and 1 more\)"
+    with pytest.raises(StepRefused, match=f"^exact=true: {names} depends on the samples of a piece"):
+        fit(tmp_path, Counts(), exact=True)
+
+
 # --- no trace ---
 
 
