@@ -151,14 +151,17 @@ class Logarithm(Net):
         return F.cross_entropy(logits, y) + (size.flatten(1).sum(1) * logits[:, 0]).mean()
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_sample_whose_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool) -> None:
+def test_a_sample_whose_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool, later: bool) -> None:
+    """But none is searched for one step later: the weights are no longer those of the step."""
     x, y = samples()
     x[BROKEN] = 60.0  # its logarithm is that of a negative number
     module = Logarithm()
     module.inner = inner
-    output = message(tmp_path, module, x, y)
-    assert f"nor is the loss of sample {BROKEN} of the training set: nonfinite=skip" in output
+    output = message(tmp_path, module, x, y, later)
+    whose = "the step's samples" if later else f"sample {BROKEN} of the training set"
+    assert f"nor is the loss of {whose}: nonfinite=skip" in output
 
 
 @pytest.mark.parametrize("later", [False, True])
