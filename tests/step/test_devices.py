@@ -1,13 +1,15 @@
 """Devices of a process and their random generators, as a GPU's would be."""
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.strategy import generators, torch_devices
+from lockstep.step.strategy import PieceStrategy, generators, torch_devices
 
 
 def test_a_process_of_several_gpus_has_each_of_them() -> None:
@@ -38,3 +40,14 @@ def test_all_tensors_of_a_step_move() -> None:
     assert [each.piece for each in moved.micro_batches] == [4, 5]
     assert (moved.samples, moved.num_nonempty, moved.epoch, moved.step, moved.num_local_samples) == (8, 4, 1, 3, 4)
     assert parts[0].batch["x"].device.type == "cpu", "it is a copy"
+
+
+@pytest.mark.parametrize(("rank", "keeps_copies", "writes"), [(0, None, 1), (1, None, 0), (1, False, 0), (1, True, 1)])
+def test_rank_zero_writes_and_who_keeps_copies(rank: int, keeps_copies: bool | None, writes: int) -> None:
+    """None: somebody else's writer of checkpoints."""
+    writer = Mock(spec=["save_checkpoint"])
+    if keeps_copies is not None:
+        writer.keeps_copies = keeps_copies
+    strategy: Any = SimpleNamespace(is_global_zero=rank == 0, checkpoint_io=writer)
+    PieceStrategy.save_checkpoint(strategy, {}, "last.ckpt")
+    assert writer.save_checkpoint.call_count == writes
