@@ -361,15 +361,18 @@ def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:
     assert rest[0] == rest[1]
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Path, momentum: float | None) -> None:
+def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(
+    tmp_path: Path, momentum: float | None, exact: bool
+) -> None:
     """`momentum=None`: and those of a run the mean over its steps."""
     module = Net(norm=True)
     norm: Any = module.net[2]
     norm.momentum = momentum
     seen: list[torch.Tensor] = []
     norm.register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
-    fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
+    fit(tmp_path, module, ours=True, pieces=2, exact=exact, max_epochs=1)
     expected = torch.zeros(6)
     for number, step in enumerate(torch.stack(seen).view(3, 2, -1).mean(1), 1):
         expected = expected.lerp(step, momentum or 1 / number)
