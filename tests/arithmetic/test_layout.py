@@ -157,6 +157,7 @@ def test_shares_are_rounded_by_the_largest_remainder() -> None:
     assert split(10, 3, (3.0, 1.0, 1.0)) == [6, 2, 2]
     assert split(11, 3, (1.0, 1.0, 1.6)) == [3, 3, 5]
     assert split(7, 2, (1.0, 1.0)) == [4, 3]
+    assert split(10, 3, (0.01, 3.0, 2.0)) == [1, 5, 4], "a device has one piece at least, beside which others share"
     assert split(3, 3, (9.0, 1.0, 1.0)) == [1, 1, 1]
 
 
