@@ -14,7 +14,7 @@ from kernels import HostReads, Kernels
 from torch import Tensor
 
 from lockstep.arithmetic import exact_sum
-from lockstep.arithmetic.exact_sum import BITS, CHUNK, HEAD, CorruptMessage, ExactSum, reduce_alone
+from lockstep.arithmetic.exact_sum import BITS, CHUNK, HEAD, SMALL, CorruptMessage, ExactSum, dense, reduce_alone
 from lockstep.arithmetic.layout import MAX_PIECES_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
@@ -152,6 +152,19 @@ def test_a_tensor_without_elements_is_summed_beside_others(on_a_gpu: bool) -> No
         exact.begin()
         exact.add([torch.zeros(0), torch.ones(CHUNK), torch.zeros(2, 0)])
         assert same(exact.total(), [torch.zeros(0), torch.ones(CHUNK), torch.zeros(2, 0)])
+
+
+def test_small_neighbours_of_one_kind_share_a_grid_up_to_a_limit() -> None:
+    like = [torch.zeros(n) for n in (SMALL - 2, 1, 1, 1, SMALL, 1)]
+    assert ExactSum(like).groups == [[0, 1, 2], [3], [4], [5]]
+    assert ExactSum(like[1:4], segment_ids=[0, 1, 1]).groups == [[0], [1, 2]]
+    assert ExactSum([like[1], like[2].double(), like[3].double()]).groups == [[0], [1, 2]]
+
+
+def test_which_tensors_have_no_gaps() -> None:
+    whole = torch.zeros(2, 4, 4)
+    assert all(map(dense, (whole, whole.permute(2, 0, 1), whole[:1], whole[:1, 1:2], torch.zeros(()))))
+    assert not any(map(dense, (whole[..., :3], whole[:, :3], whole[:, :1, :2], whole[0, :, 0], whole[..., 0])))
 
 
 def test_a_sum_lies_where_its_tensors_are() -> None:
