@@ -34,7 +34,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
 def open_images(images: Any, config: Any, spec: Any) -> Any:
     """Open the images to be predicted, with the transforms of evaluation."""
     from lockstep.data.transforms import as_evaluated
-    from project.data import ImageFiles
+    from lockstep.vision.data import ImageFiles
 
     reading = {key: config.data[key] for key in ("background", "bits") if key in config.data}
     files = ImageFiles(images, spec.image_size, spec.channels, **reading)

@@ -29,6 +29,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
+from lockstep.project import project
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = {"engines": "engine", "lab": "lab"}
@@ -149,11 +150,13 @@ def whole_run() -> None:
 def custom_process_state() -> Iterator[None]:
     """Put back what a test changes of this process: environment, folder, threads, numbers, random state, messages."""
     environment.cache_clear()  # what a test sets in the environment is read in that test
+    project.cache_clear()
     put_back = [*_states()]
     yield
     for restore in reversed(put_back):
         restore()
     environment.cache_clear()
+    project.cache_clear()
 
 
 def _states() -> Iterator[Callable[[], object]]:

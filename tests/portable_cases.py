@@ -44,7 +44,8 @@ def passes(make: Make, *shape: int, last: bool = True) -> Iterator[Tensor | None
 
 
 def nets() -> Iterator[Case]:
-    from project.models import FastCNN, MnistCNN, ResNet9, ResNet18, Torchvision
+    from lockstep.vision.models import FastCNN, ResNet9, Torchvision
+    from project.models import MnistCNN, ResNet18
 
     digits: dict[str, Any] = {"channels": 1, "image_size": 28, "num_classes": 10}
     photos: dict[str, Any] = {"channels": 3, "image_size": 32, "num_classes": 10}

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from project.models import FastCNN, MnistCNN, ResNet9, ResNet18
-from project.schedules import cosine
+from lockstep.vision.models import FastCNN, ResNet9
+from lockstep.vision.schedules import cosine
+from project.models import MnistCNN, ResNet18
 
 
 def task(**changes: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_a_foreign_checkpoint_does_nothing(tmp_path: Path, group: str, evil: dic
 
 BOUGHT = """
 name: bought
-_target_: project.models.ImageClassifier
+_target_: lockstep.vision.models.ImageClassifier
 net:
   _target_: torchvision.models.shufflenet_v2_x0_5
   num_classes: 10
@@ -67,4 +67,4 @@ def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
     assert summary_of(folder)["metrics"]["test/correct"] == trained["metrics"]["test/correct"], str(tested)
     without = evaluate("checkpoint=last", ok=False)
     assert without.returncode == 2, str(without)
-    assert "its model._target_ is project.models.ImageClassifier, which no file of conf/model" in without.stderr
+    assert "its model._target_ is lockstep.vision.models.ImageClassifier, which no file of conf/model" in without.stderr

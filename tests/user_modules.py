@@ -23,7 +23,8 @@ from torchmetrics import MaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from project.models import ImageClassifier, MnistCNN
+from lockstep.vision.models import ImageClassifier
+from project.models import MnistCNN
 
 SIZE, CLASSES = 12, 3
 

@@ -75,7 +75,7 @@ class Replica:
 
 def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the two epochs of a run with so many samples."""
-    data = open_data({"_target_": "project.data.synthetic", **DATA, "samples": samples}, "data")
+    data = open_data({"_target_": "lockstep.vision.data.synthetic", **DATA, "samples": samples}, "data")
     on = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=24)
     order = DataOrder(len(data.train), on, 0)
     images = torch.stack([data.train[index][0] for index in range(len(data.train))]).double()

@@ -1,6 +1,6 @@
 """The public names of Lockstep: one training step on any layout.
 
-project/, scripts/ and notebooks import from here and from `lockstep.testing` only: `from lockstep import train`.
+A project and notebooks import from here, `lockstep.testing` and `lockstep.vision` only: `from lockstep import train`.
 docs/use/python.md describes each name. Everything else in the package is internal.
 """
 
@@ -11,33 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `as` marks the names that a type checker may import from here
     from lockstep.arithmetic.order import hash64 as hash64
-    from lockstep.callbacks.meter import find_meter as find_meter
     from lockstep.checkpoint.weights import copy_weights as copy_weights
     from lockstep.checkpoint.weights import load_weights as load_weights
-    from lockstep.checkpoint.weights import weights_message as weights_message
-    from lockstep.config.value_checks import match_patterns as match_patterns
     from lockstep.data.data_module import DataModule as DataModule
     from lockstep.data.datasets import ArrayDataset as ArrayDataset
     from lockstep.data.datasets import Source as Source
     from lockstep.data.datasets import Spec as Spec
     from lockstep.errors import UserError as UserError
     from lockstep.errors import WorkerFailed as WorkerFailed
-    from lockstep.launch.machine import available_cores as available_cores
     from lockstep.launch.process_group import gather_objects as gather_objects
     from lockstep.launch.signals import Interrupted as Interrupted
     from lockstep.run.api import Composed as Composed
     from lockstep.run.api import compose as compose
     from lockstep.run.api import train as train
-    from lockstep.run.loggers import hyper_parameters as hyper_parameters
-    from lockstep.run.report_lines import peak_lr as peak_lr
     from lockstep.run.summary import weights_sha256 as weights_sha256
     from lockstep.step.batch import StepBatch as StepBatch
     from lockstep.step.lightning_quirks import is_last_step as is_last_step
     from lockstep.step.metrics import Count as Count
     from lockstep.step.metrics import ExactMean as ExactMean
-    from lockstep.step.timing import exclude_from_timing as exclude_from_timing
-    from lockstep.text import join_names as join_names
-    from lockstep.text import plural as plural
 
 # The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
@@ -52,22 +43,13 @@ HOMES = {
     "StepBatch": "lockstep.step.batch",
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.errors",
-    "available_cores": "lockstep.launch.machine",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights",
-    "exclude_from_timing": "lockstep.step.timing",
-    "find_meter": "lockstep.callbacks.meter",
     "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
-    "hyper_parameters": "lockstep.run.loggers",
     "is_last_step": "lockstep.step.lightning_quirks",
-    "join_names": "lockstep.text",
     "load_weights": "lockstep.checkpoint.weights",
-    "match_patterns": "lockstep.config.value_checks",
-    "peak_lr": "lockstep.run.report_lines",
-    "plural": "lockstep.text",
     "train": "lockstep.run.api",
-    "weights_message": "lockstep.checkpoint.weights",
     "weights_sha256": "lockstep.run.summary",
 }
 __all__ = list(HOMES)

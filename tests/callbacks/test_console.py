@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.callbacks import Checkpoint, Console, Meter
 from lockstep.errors import UserError
-from project.callbacks import Dashboard
+from lockstep.vision.callbacks import Dashboard
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ import sys; sys.path[:0] = sys.argv[1].split(':')
 import logging, pathlib
 import plain as t
 from lockstep.callbacks import Checkpoint, Console, Meter
-from project.callbacks import Dashboard
+from lockstep.vision.callbacks import Dashboard
 from lockstep.strategies.ddp import DistributedDataParallel
 class Apart(t.Counting):  # the ranks disagree in everything
     def training_step(self, batch, batch_idx):

@@ -31,8 +31,8 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule, Spec
 from lockstep.data.build import open_data
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
-from project.callbacks import Pictures
-from project.callbacks.pictures import Confusion, Mistakes
+from lockstep.vision.callbacks import Pictures
+from lockstep.vision.callbacks.pictures import Confusion, Mistakes
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,8 @@ class PastForward(Custom):
 def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     module: pl.LightningModule, drawn: bool, tmp_path: Path
 ) -> None:
-    data = open_data({"_target_": "project.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}, "data")
+    source = {"_target_": "lockstep.vision.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}
+    data = open_data(source, "data")
     layout = resolve(
         strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=1, equal_pieces=False
     )

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.errors import UserError
+from lockstep.vision.schedules import cosine
 from project.models import MnistCNN
-from project.schedules import cosine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -61,9 +61,9 @@ def test_what_the_local_config_names_is_taken() -> None:
     raw = composed("checkpoint=last.ckpt", page="evaluate")
     trained = composed("model=resnet18", "data=synthetic")
     assert config_of(Path("last.ckpt"), {"config": trained}, raw).model == trained["model"]
-    other = put(trained, "model._target_", "project.data.synthetic")
+    other = put(trained, "model._target_", "lockstep.vision.data.synthetic")
     with pytest.raises(
-        UserError, match=r"its model._target_ is project.data.synthetic, which no file of conf/model names"
+        UserError, match=r"its model._target_ is lockstep.vision.data.synthetic, which no file of conf/model names"
     ):
         config_of(Path("last.ckpt"), {"config": other}, raw)
     trained_by_user = put(trained, "model._target_", "torch.nn.Linear")

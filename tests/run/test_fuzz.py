@@ -18,7 +18,7 @@ from lockstep.config.check import Config, check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run import cli
-from project.data.files import read_idx
+from lockstep.vision.data.files import read_idx
 
 SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12")
 
@@ -105,7 +105,7 @@ def opened(raw: dict[str, Any]) -> Config:
     """Check a config and open its data, as far as the parent of a run does."""
     config = check(raw)
     large = any(isinstance(value, int | float) and value > 1000 for value in config.data.values())
-    if config.data.get("_target_") == "project.data.synthetic" and not large:
+    if config.data.get("_target_") == "lockstep.vision.data.synthetic" and not large:
         open_data(config.data, config.data_dir, config.seed)
     return config
 

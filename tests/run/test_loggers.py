@@ -102,7 +102,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: 
     real_find_spec = importlib.util.find_spec
     check(composed("logger=[wandb,mlflow]"))  # the control
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real_find_spec(name))
-    with pytest.raises(UserError, match=r"WandbLogger: needs wandb: pip install -e .\[wandb\]$"):
+    with pytest.raises(UserError, match=r"WandbLogger: needs wandb: pip install wandb$"):
         check(composed("logger=[csv,wandb]"))
 
 

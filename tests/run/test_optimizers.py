@@ -22,7 +22,7 @@ from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate, parameters
 from lockstep.errors import UserError
 from lockstep.run.optimizers import training_arguments, without_defaulted
-from project import optimizers, schedules
+from lockstep.vision import optimizers, schedules
 
 SAMPLES = 640  # ten steps an epoch
 
@@ -159,7 +159,10 @@ def test_two_learning_rates_are_refused_but_not_one_that_is_deleted() -> None:
         (["optimizer=adamw", "optimizer.betas=x"], r"^optimizer: AdamW\(lr=0.001, betas=x, "),
         (["optimizer=adamw", "optimizer.betas=[0.9]"], r"^optimizer: AdamW\(.*betas=.0.9., .*: IndexError: list index"),
         (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
-        (["optimizer.param_groups._target_=project.optimizers.Nope"], "project.optimizers has no Nope$"),
+        (
+            ["optimizer.param_groups._target_=lockstep.vision.optimizers.Nope"],
+            "lockstep.vision.optimizers has no Nope$",
+        ),
         (["+optimizer.param_groups.a=1"], "^optimizer.param_groups.a: LrScale takes no such option"),
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must be 0 to 20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
@@ -369,7 +372,11 @@ class ReplaceableOptimizer:
         (RunsOptimizer, [], {"lr", "optimizer", "scheduler"}),
         (OptimizerByName, [], set()),
         (OptimizerByName, ["lr=0.1"], {"lr"}),
-        (ReplaceableOptimizer, [], {"optimizer"}),  # as in project.models.ImageClassifier: conf/optimizer counts
+        (
+            ReplaceableOptimizer,
+            [],
+            {"optimizer"},
+        ),  # as in lockstep.vision.models.ImageClassifier: conf/optimizer counts
         (ReplaceableOptimizer, ["lr=0.1"], {"optimizer"}),
         (ReplaceableOptimizer, ["optimizer=adamw"], {"optimizer"}),
     ],

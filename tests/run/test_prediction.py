@@ -22,7 +22,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.run.prediction_table import write_predictions
-from project.data import ImageFiles
+from lockstep.vision.data import ImageFiles
 from project.models import MnistCNN
 
 SIZE = 12

@@ -33,7 +33,7 @@ from lockstep.run.report_lines import (
     speed_text,
     start_lines,
 )
-from project import schedules
+from lockstep.vision import schedules
 
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 

@@ -15,7 +15,7 @@ from lockstep.run.training import fit_and_test
 def test_emulated_bf16_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
+    splits = open_data({"_target_": "lockstep.vision.data.synthetic", "samples": 90}, "data")
     monkeypatch.setattr(runs, "launch", lambda *launched, **how: None)
     for has_bf16 in (True, False):
         for decides in ("run.supervisor", "config.check"):

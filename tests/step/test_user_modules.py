@@ -179,4 +179,4 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
 def test_a_mistaken_option_of_a_nested_target_is_refused() -> None:
     net = {"_target_": "torchvision.models.shufflenet_v2_x0_5", "weights": "DEFULT"}
     with pytest.raises(UserError, match=r"^model\.net: shufflenet_v2_x0_5\(weights=DEFULT\): KeyError: 'DEFULT'$"):
-        instantiate("model", {"_target_": "project.models.ImageClassifier", "net": net})
+        instantiate("model", {"_target_": "lockstep.vision.models.ImageClassifier", "net": net})

@@ -18,7 +18,7 @@ from lockstep.data.build import open_data
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
 from lockstep.testing.fake_gpu import DEVICE, ON_CPU, WAITS, fake_gpu, faults_of_steps, move
-from project.class_weights import ClassWeights
+from lockstep.vision.class_weights import ClassWeights
 from project.models import MnistCNN
 
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.checkpoint import foreign_files, paths
+from lockstep.checkpoint import foreign_files, formats, paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
@@ -107,6 +107,8 @@ def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any
     checkpoint = load_plain(checked_source(path, broadcast), path)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
+    if isinstance(record := checkpoint.get("lockstep"), dict):
+        checkpoint["lockstep"] = formats.up_to_date(record, path)
     return checkpoint
 
 

@@ -25,6 +25,7 @@ from lockstep.project import project
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
 HYDRA_KEYS = {"_target_", "_partial_"}
 ANNOTATED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations are reliable
+CHECKED = "lockstep.vision."  # modules that check their options themselves, and say more
 PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's classes that need a further package
 
 
@@ -61,7 +62,7 @@ def instantiate(key: str, config: Mapping[str, Any], yielding: Collection[str] =
     arguments = {name: _argument(f"{key}.{name}", value, numbers, yielding) for name, value in options.items()}
     if yielding:
         takes = takes - {name for name, value in defaults(target).items() if value is not None and name in yielding}
-    if target.__module__.startswith(ANNOTATED):
+    if target.__module__.startswith(ANNOTATED) and not target.__module__.startswith(CHECKED):
         _check_option_types(key, target, arguments)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | arguments)
     return make if config.get("_partial_") else call(key, make)
@@ -224,7 +225,7 @@ def check_target(key: str, target: str) -> None:
         raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
     needed = PACKAGES.get(target.rpartition(".")[2])
     if needed and importlib.util.find_spec(needed) is None:
-        raise UserError(f"{key}={target}: needs {needed}: pip install -e .[{needed}]")
+        raise UserError(f"{key}={target}: needs {needed}: pip install {needed}")
 
 
 def check_targets_named(path: Path, group: str, saved: Any, requested: Any = None) -> None:

@@ -85,7 +85,7 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
 def _no_lightning_module(config: Config) -> UserError:
     return UserError(
         f"model._target_={config.model['_target_']} is not a LightningModule: "
-        "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
+        "pass the network as the net of model._target_=lockstep.vision.models.ImageClassifier (docs/use/own-model.md)"
     )
 
 

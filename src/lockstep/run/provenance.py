@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lockstep
+from lockstep.checkpoint.formats import FORMAT
 from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.files import write
@@ -26,7 +28,16 @@ from lockstep.project import project
 if TYPE_CHECKING:  # the parent imports this module, and must not import torch
     from lockstep.data import Splits
 
-PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "lightning",
+    "torchmetrics",
+    "hydra-core",
+    "numpy",
+    "tensorboard",
+    "pytorch-lockstep",
+)
 SECONDS = 10.0  # timeout of a git command
 MACHINE_KEYS = ("outputs", "data_dir", "resume", "threads", "num_workers")  # keys that may differ between machines
 
@@ -99,6 +110,7 @@ def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
 def checkpoint_record(config: Config, splits: "Splits") -> dict[str, Any]:
     """Return the entry `lockstep` of a run's checkpoints, without metrics, as plain data."""
     return {
+        "format": FORMAT,
         "config": config.record,
         "precision": config.precision,  # resolved; the config may have auto
         "pieces": config.layout.pieces,
@@ -125,10 +137,12 @@ def _machine(config: Config) -> dict[str, Any]:
 
 
 def code_sha256() -> str:
-    """Return the SHA-256 over the names and contents of all Python files in src/."""
-    code = hashlib.sha256()
-    for file in sorted(project().source.rglob("*.py")):
-        code.update(f"{file.relative_to(project().root)}\n".encode() + file.read_bytes())
+    """Return the SHA-256 over the names and contents of the Python files in src/ and of Lockstep."""
+    code, library = hashlib.sha256(), Path(lockstep.__file__).parent
+    files = {file: f"src/{file.relative_to(library.parent)}" for file in library.rglob("*.py")}
+    files |= {file: f"{file.relative_to(project().root)}" for file in project().source.rglob("*.py")}
+    for file in sorted(files):
+        code.update(f"{files[file]}\n".encode() + file.read_bytes())
     return code.hexdigest()
 
 
@@ -142,7 +156,7 @@ def check_same_on_all_ranks(config: Config, splits: Any) -> None:
     """
     record = {key: value for key, value in config.record.items() if key not in MACHINE_KEYS}
     record |= {"accelerator": config.layout.accelerator}  # the resolved value of `auto`
-    facts = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
+    facts = {"the code": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
     facts |= {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
     by_rank = gather_objects((platform.node(), facts))
     first_name, first = by_rank[0]

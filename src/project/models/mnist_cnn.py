@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from project.models.classifier import ImageClassifier
+from lockstep.vision.models.classifier import ImageClassifier
 
 
 class MnistCNN(ImageClassifier):

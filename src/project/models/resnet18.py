@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from lockstep import copy_weights
-from project.models.classifier import ImageClassifier
-from project.models.published import downloaded
+from lockstep.vision.models.classifier import ImageClassifier
+from lockstep.vision.models.published import downloaded
 
 STEMS, NORMS = ("auto", "small", "imagenet"), ("batch", "group")
 SMALL_STEM: dict[str, Any] = {"kernel_size": 3, "padding": 1}

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from project.models import ImageClassifier
+from lockstep.vision.models import ImageClassifier
 
 
 class LinearNet(ImageClassifier):

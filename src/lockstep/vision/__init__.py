@@ -1,0 +1,1 @@
+"""What image classifiers are made of: data sets, nets, schedules, parameter groups, pictures."""

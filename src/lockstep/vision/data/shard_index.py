@@ -1,0 +1,309 @@
+"""The index of shards: where each image lies, so that each can be read without those before it.
+
+The index is made once, and its columns are mapped into memory. So opening it takes as long with ten million samples as
+with ten, and processes share its memory. tar files are read where they lie. Parquet files are compressed in groups of
+rows, so their images are copied once, into a file beside the index.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import UserError
+from lockstep.text import plural
+from lockstep.vision.data.classes import class_names as names_of_classes
+from lockstep.vision.data.classes import clean
+from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
+from lockstep.vision.data.pixels import Reading
+from lockstep.vision.data.shard_files import IMAGES, scan_parquet, scan_tar
+from lockstep.vision.data.walk import passed_over_text
+
+VERSION = 2  # of the index's format
+COLUMNS = ("names", "labels", "places")  # a part has a file for each
+PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
+MAX_LABEL = 200  # characters
+Stamp = tuple[int, int]  # size and time of the last change of a file
+
+
+@dataclass(eq=False)
+class ShardImages(LabelledFiles):
+    """Images in shards, in the order of their classes and names. Each image is read by one `pread`."""
+
+    places: NDArray[Any]  # of dtype PLACE
+    files: Sequence[Path]  # the shards, and after them the file with the images of parquet files, if there are any
+    stamps: Sequence[Stamp]  # of `files`, when they were indexed
+    sha256: str  # the fingerprint
+
+    uses_random_numbers = False  # again, since Lockstep does not read it from a base class
+    skip_hint = ""  # data=shards has no option skip_broken
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.names[index])
+
+    def location(self, index: int) -> str:
+        return f"{self.files[self.places[index]['file']]}: image {self.name(index)}"
+
+    def encoded(self, index: int) -> io.BytesIO:
+        file, start, size = self.places[index].item()
+        file = -1 if self.files[file].suffix == ".parquet" else file  # the last file has the images of parquet files
+        path = self.files[file]
+        try:
+            with open(path, "rb", buffering=0) as shard:
+                if stamp(os.fstat(shard.fileno())) != self.stamps[file]:
+                    raise UserError(f"{path}: changed after it was indexed: start again, and it is indexed again")
+                return io.BytesIO(os.pread(shard.fileno(), size, start))
+        except (OSError, OverflowError, MemoryError) as error:
+            raise UserError(f"{self.location(index)} can't be read ({error})") from error
+
+    def fingerprint(self) -> str:
+        return self.sha256
+
+
+@dataclass(frozen=True)
+class Index:
+    """A complete index of shards.
+
+    Attributes:
+        folder: its folder.
+        parts: the images of each part.
+        classes: names of the classes.
+        passed_over: the number of images of tar files that were not taken, by kind.
+    """
+
+    folder: Path
+    parts: dict[str, ShardImages]
+    classes: list[str]
+    passed_over: Counter[str] = field(default_factory=Counter)
+
+    def cached_arrays(self, name: str, compute: Callable[[], Sequence[NDArray[np.int64]]]) -> list[NDArray[np.int64]]:
+        """Return the arrays that `compute` returns.
+
+        The first call stores them in the folder `name` of the index. Later calls map the stored arrays into memory. If
+        the index's folder can't be written, every call computes them.
+        """
+
+        def fill(new_folder: Path) -> None:
+            for number, array in enumerate(compute()):
+                np.save(new_folder / f"{number}.npy", array)
+
+        folder = self.folder / name
+        if not folder.is_dir() and not os.access(self.folder, os.W_OK):
+            return [*compute()]
+        make_once(folder, fill)
+        return [column(path) for path in sorted(folder.glob("*.npy"), key=lambda path: int(path.stem))]
+
+
+def open_index(
+    root: Path,
+    shards: Mapping[str, Sequence[Path]],
+    options: Mapping[str, Any],
+    index_dir: str | None,
+    image_size: int,
+    channels: int,
+    reading: Reading,
+) -> Index:
+    """Open the index of shards, and make it first if there is none, or if a shard has changed.
+
+    Args:
+        root: the folder of the shards.
+        shards: the files of each part, the training part first.
+        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`, and `known_classes`, see
+            `classes.ordered`.
+        index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
+        image_size: pixels.
+        channels: 1 or 3.
+        reading: how pixels are read.
+
+    Raises:
+        UserError: A shard or an image is damaged, a column is missing, or the index can't be written.
+    """
+    files = [*chain(*shards.values())]
+    stamps = [stamp(file.stat()) for file in files]
+    paths_by_part = {part: [str(file.relative_to(root)) for file in paths] for part, paths in shards.items()}
+    # The folder's name has two hashes, of the options and of the shards. So an index that was made with the same
+    # options before the shards changed is found by the first hash.
+    options_prefix = f"shards-{digest([VERSION, dict(options)])[:16]}"
+    name = f"{options_prefix}-{digest([paths_by_part, stamps])[:24]}"
+
+    def load(folder: Path) -> Index:
+        # images.bin has the images copied from parquet files. Without parquet files there is none.
+        image_files = [path for path in [folder / "images.bin"] if path.is_file()]
+        all_stamps = [*stamps, *(stamp(path.stat()) for path in image_files)]
+        try:
+            content = json.loads((folder / "index.json").read_text("utf-8"))
+            parts = {}
+            for part, sha256 in content["fingerprints"].items():
+                names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
+                all_files = [*files, *image_files]
+                fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
+                parts[part] = ShardImages(*fields, reading=reading)
+            return Index(folder, parts, content["classes"], Counter(content["passed_over"]))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error
+
+    def fill(new_folder: Path) -> None:
+        logging.getLogger("lockstep").info("indexing %s in %s, once", plural(len(files), "shard"), new_folder.parent)
+        build(new_folder, shards, options)
+        check_headers([*load(new_folder).parts.values()])
+
+    root_key = digest(str(root.resolve()))[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
+    folders = [Path(index_dir).expanduser().absolute() / root_key] if index_dir else [root / ".index", cache / root_key]
+    parent = next((each for each in folders if (each / name).is_dir()), None) or first_writable(folders)
+    make_once(parent / name, fill)
+    for index_folder in parent.glob(f"{options_prefix}-*"):
+        if index_folder.name != name:  # made before the shards changed
+            shutil.rmtree(index_folder, ignore_errors=True)
+    return load(parent / name)
+
+
+def first_writable(folders: Sequence[Path]) -> Path:
+    """Return the first of some folders that can be written, and make it if it is missing.
+
+    Raises:
+        UserError: None of them can be written.
+    """
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            reason = error.strerror
+    raise UserError(f"{folder} can't hold an index ({reason}): use data.index_dir=<a folder that can be written>")
+
+
+def stamp(stat: os.stat_result) -> Stamp:
+    return stat.st_size, stat.st_mtime_ns
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def column(path: Path) -> NDArray[Any]:
+    """Return an array that is mapped into memory. Nothing is unpickled."""
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder if it is missing. `fill` writes its files to another folder, which is renamed at the end.
+
+    If several processes call this, one of them makes the folder, and the others wait for it.
+
+    Raises:
+        UserError: The folder can't be written.
+    """
+    new_folder = folder.with_name(f".new_{os.getpid()}")
+    if folder.is_dir():
+        return
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # in a stranger's folder a link may point anywhere
+        with open(os.open(folder.parent / ".lock", flags, 0o666), "wb") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: several make it, and the first wins
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return
+            shutil.rmtree(new_folder, ignore_errors=True)
+            new_folder.mkdir()
+            try:
+                fill(new_folder)
+                for path in new_folder.rglob("*.*"):
+                    with open(path, "rb") as file:
+                        os.fsync(file)
+                os.rename(new_folder, folder)
+            finally:
+                shutil.rmtree(new_folder, ignore_errors=True)
+    except OSError as error:
+        if not folder.is_dir():
+            where = f"{folder.parent}: can't be written ({error.strerror})"
+            raise UserError(f"{where}: free space, or use another data.index_dir") from error
+
+
+def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[str, Any]) -> None:
+    """Write an index of shards to a folder.
+
+    The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
+    the images are distributed to shards.
+    """
+    columns = {name: options[name] for name in ("image", "label")}
+    known_classes: Sequence[str] = options.get("known_classes", ())
+    passed_over: Counter[str] = Counter()
+    label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
+    first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
+    rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
+    files = ((part, path) for part, paths in shards.items() for path in paths)
+    with open(folder / "images.bin", "wb") as images_file:  # for the images of parquet files
+        for file_number, (part, path) in enumerate(files):
+            is_parquet = path.suffix == ".parquet"
+            shard = scan_parquet(path, **columns, packed=images_file) if is_parquet else scan_tar(path, **columns)
+            passed_over += shard.passed_over
+            if not shard.samples:
+                continue
+            first = first or (path, shard.label_source, shard.class_names)
+            first_path, label_source, class_names = first
+            if shard.label_source != label_source:
+                difference = f"from {shard.label_source}, those of {first_path} from {label_source}"
+                raise UserError(f"{path}: its labels come {difference}: all must come from one kind of source")
+            if shard.class_names != class_names:
+                wanted = "all shards must list the same classes in the same order, or none"
+                raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
+            if odd := [
+                each for each in shard.samples if len(each.label) > MAX_LABEL or len(clean(each.label).splitlines()) > 1
+            ]:
+                wanted = f"it must be one line of at most {MAX_LABEL} characters"
+                raise UserError(f"{path}: the label of {odd[0].name} is no class: {wanted}")
+            names = np.array([os.fsencode(each.name) for each in shard.samples])
+            labels = np.array([label_numbers.setdefault(each.label, len(label_numbers)) for each in shard.samples])
+            places = np.array([(file_number, each.start, each.size) for each in shard.samples], dtype=PLACE)
+            rows[part].append((names, labels, places))
+    if not (folder / "images.bin").stat().st_size:
+        (folder / "images.bin").unlink()
+    for part, paths in shards.items():
+        if not rows[part]:
+            known = passed_over_text(passed_over, IMAGES) or f"known are {', '.join(IMAGES)}"
+            raise UserError(f"{paths[0]}: no image in it: {known}")
+    assert first is not None
+    first_path, _, listed = first
+    counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
+    class_of, classes = names_of_classes(
+        dict.fromkeys(listed, 0) | dict(zip(label_numbers, counts, strict=True)),
+        f"shards: {first_path.parent}",
+        order=listed or None,
+        known_classes=known_classes,
+    )
+    class_numbers = {name: number for number, name in enumerate(classes)}
+    class_by_label_number = np.array([class_numbers[class_of[label]] for label in label_numbers])
+    first_labels: NDArray[np.int64] | None = None  # the label numbers of the first part
+    fingerprints = {}
+    for part, arrays in rows.items():
+        names, labels, places = (np.concatenate(each) for each in zip(*arrays, strict=True))
+        present = np.unique(labels)
+        first_labels = present if first_labels is None else first_labels
+        if len(others := np.setdiff1d(present, first_labels)):
+            what = f"only {part} has the class {[*label_numbers][others[0]]}"
+            raise UserError(f"{shards[part][0].parent}: {what}: {next(iter(rows))} must have it, too")
+        labels = class_by_label_number[labels]
+        order = np.lexsort((names, labels))
+        (folder / part).mkdir()
+        for name, array in zip(COLUMNS, (names, labels, places), strict=True):
+            np.save(folder / part / f"{name}.npy", array[order])
+        sizes = places["size"][order].tolist()
+        fingerprints[part] = fingerprint_of(labels[order], map(os.fsdecode, names[order].tolist()), sizes)
+    content = {"classes": classes, "fingerprints": fingerprints, "passed_over": passed_over}
+    (folder / "index.json").write_text(json.dumps(content), "utf-8")
