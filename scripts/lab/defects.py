@@ -83,7 +83,7 @@ def finding_test(folder: Path, defect: dict[str, str], arguments: Sequence[str])
         return ""
     if process.exitcode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise SystemExit(text)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return failed[1] if failed else f"exit code {process.exitcode}"
 
 

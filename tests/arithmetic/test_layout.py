@@ -161,7 +161,7 @@ def test_shares_are_rounded_by_the_largest_remainder() -> None:
     assert split(3, 3, (9.0, 1.0, 1.0)) == [1, 1, 1]
 
 
-def test_layouts_with_more_pieces_divide_the_batch_and_load_all_devices_alike() -> None:
+def test_layouts_with_more_pieces_divide_the_batch_and_load_devices_equally() -> None:
     def pieces(**options: Any) -> list[int]:
         return [each.pieces for each in make(**options).with_more_pieces()]
 

@@ -56,7 +56,7 @@ def test_the_order_by_class_and_by_weight_is_the_same_in_every_release() -> None
     assert weighted.step(0, 1).tolist() == [8, 1]
 
 
-def test_each_seed_is_the_same_in_every_release_and_one_of_its_own() -> None:
+def test_each_kind_of_seed_is_the_same_in_every_release() -> None:
     assert training_step_seed(7, 3, 2) == 1529962013879009333
     assert preparation_seed(7, 3, 2) == 2594764598415686466
     assert evaluation_seed(7, 3) == 8279466631033013167

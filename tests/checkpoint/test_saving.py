@@ -44,7 +44,7 @@ def test_a_smaller_loss_is_better_with_mode_min_and_nan_never(tmp_path: Path) ->
 def test_which_scores_are_better(tmp_path: Path, mode: str, expected: list[int]) -> None:
     """An equal one is. None: the rank has not logged the metric."""
     callback = Checkpoint(tmp_path, monitor="x", mode=mode)
-    better = []
+    better: list[int] = []
     for score in (0.5, 0.75, 0.75, 0.25, None, 0.25, 1.0):
         strategy = SimpleNamespace(broadcast=lambda value: value)
         metrics = {} if score is None else {"x": score}

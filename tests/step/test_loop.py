@@ -249,7 +249,7 @@ def test_a_step_reports_means_over_its_samples(tmp_path: Path) -> None:
     assert [reports["size"] for reports in cut.reports[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
 
 
-def test_each_piece_of_each_step_has_its_own_random_numbers(tmp_path: Path) -> None:
+def test_each_piece_of_each_step_has_other_random_numbers(tmp_path: Path) -> None:
     """Whatever is drawn outside of the steps."""
 
     class Draws(Net):

@@ -191,7 +191,7 @@ def test_what_is_frozen_and_unfrozen_on_all_ranks(ranks: Ranks, net: Net) -> Non
     assert [step[0] is None for step in expected] == [False, True, False]
 
 
-def test_a_stage_sums_its_own_parameters_only(net: Net) -> None:
+def test_a_stage_sums_no_parameters_of_others(net: Net) -> None:
     gradients = make_sum(deepcopy(net), ExactGradientSum, 1)
     whole = take_step(gradients, range(5))
     size = sum(gradients.sum.sizes)
@@ -203,8 +203,8 @@ def test_a_stage_sums_its_own_parameters_only(net: Net) -> None:
     staged = Stages(rare=[3])
     staged.load_state_dict(net.state_dict())
     gradients = make_sum(staged, ExactGradientSum, 1)
-    own = {id(parameter) for parameter in staged.always.parameters()}
-    gradients.strategy.holds = lambda thing: id(thing) in own
+    of_stage = {id(parameter) for parameter in staged.always.parameters()}
+    gradients.strategy.holds = lambda thing: id(thing) in of_stage
     part = take_step(gradients, range(5))
     assert same([part[:2]], [whole[:2]])
     assert (size, sum(gradients.sum.sizes)) == (3 * 15, 15)
