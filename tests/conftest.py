@@ -200,15 +200,10 @@ def python_arguments(program: str | Path, home: Path = ROOT) -> list[str]:
     return ["-m", *command.split()] if command.startswith("lockstep ") else [str(home / program)]
 
 
-def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> Run:
     """Run a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end,
     what the fork has imported is taken apart."""
-    fork = forks.Fork([*python_arguments(program), *arguments], cwd, dict(os.environ))
-    try:
-        stdout, stderr = fork.communicate(TIMEOUT)
-    finally:
-        fork.kill()
-    return subprocess.CompletedProcess(fork.args, fork.returncode or 0, stdout, stderr)
+    return finished(forks.Fork([*python_arguments(program), *arguments], cwd, dict(os.environ)), cwd, TIMEOUT)
 
 
 def apart(one: Run, other: Run) -> float:

@@ -9,8 +9,8 @@ rank, unless it is a restart already), `term` (SIGTERM to the group), `disk` (no
 Moments: `start` (before the first step), `step` (after an optimizer step, before it is saved), `validation` (before
 one), `saving` (half of last.ckpt is written), `saved` (last.ckpt is replaced), `end` (after the last step).
 
-Two faults are planted ones, for controls: `skip@resumed` takes back the first step of a start that resumes, and
-`forget@resumed` starts the optimizer's state again.
+Three faults are planted ones, for controls: `skip@resumed` takes back the first step of a start that resumes,
+`forget@resumed` starts the optimizer's state again, and `unlisted@resumed` reads checkpoints without the ledger's line.
 """
 
 import os
@@ -111,8 +111,16 @@ def plant(fault: Fault) -> None:
             fault.strike()
 
     torch.save, os.replace = save_half, replace_and_strike  # type: ignore[assignment]
-    if fault.moment == "resumed":
+    if (fault.moment, fault.what) == ("resumed", "unlisted"):
+        load = torch.load
+        torch.load = lambda *args, **kwargs: without_line(load(*args, **kwargs))
+    elif fault.moment == "resumed":
         plant_wrong_resume(Checkpoint, fault.what)
+
+
+def without_line(checkpoint: Any) -> Any:
+    """Take the ledger's line out of what a checkpoint file has."""
+    return {key: value for key, value in checkpoint.items() if key != "ledger"}
 
 
 def plant_wrong_resume(checkpoint: Any, what: str) -> None:

@@ -148,7 +148,7 @@ def test_a_failing_history_can_be_typed(tmp_path: Path) -> None:
         @precondition(lambda self: not self.commands)
         @rule()
         def killed(self) -> None:
-            self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@step:3")
+            self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@saved:2")
 
     output = failure(Short, tmp_path, "skip@resumed")
     commands = output.partition("history:\n")[2].partition("\n\n")[0]

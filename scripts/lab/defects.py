@@ -6,6 +6,7 @@
 defects.yaml lists the mistakes: a file of src/lockstep, the text that is replaced, the new text, what it breaks, and
 the file of tests that is run first. Each is made in a copy of the repository, where pytest then runs until a test
 fails: first those tests, then the given ones. A mistake that no test finds shows a missing test, or code without use.
+Without arguments, the table becomes docs/results/defects.md.
 
 Exit codes: 0 all are found, 1 not.
 """
@@ -24,9 +25,17 @@ from typing import Any
 
 import pytest
 import yaml
+from nightly import commit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_suffix(".yaml")
+PAGE = ROOT / "docs" / "results" / "defects.md"
+TITLE = """# Planted mistakes that the tests find
+
+Each of these mistakes was made in the library, alone, and tests ran until one failed: those of `make quick` in the
+rooms step, checkpoint, data and arithmetic. `python scripts/lab/defects.py` does it, and
+`scripts/lab/defects.yaml` has the lines that are changed.
+"""
 COPIED = ("src", "conf", "scripts", "tests", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
 ROOMS = ("tests/step", "tests/checkpoint", "tests/data", "tests/arithmetic")
 LIMIT = 900  # seconds for the tests of one defect; a step that waits forever counts as found
@@ -74,7 +83,7 @@ def finding_test(folder: Path, defect: dict[str, str], arguments: Sequence[str])
         return ""
     if process.exitcode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise SystemExit(text)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return failed[1] if failed else f"exit code {process.exitcode}"
 
 
@@ -103,16 +112,21 @@ def main() -> int:
     wanted: Any = [part.strip() for part in options.only.split(",")]
     listed = read_defects(options.list)
     defects = [each for each in listed if any(part in f"{each['file']}: {each['breaks']}" for part in wanted)]
-    tests = chosen or [*ROOMS, "-m", "unit or ranks"]
-    print("| file | what breaks | found by |\n| --- | --- | --- |", flush=True)
+    tests, commit = chosen or [*ROOMS, "-m", "unit or ranks"], commit_of(ROOT)
+    lines = ["| file | what breaks | found by |", "| --- | --- | --- |"]
+    print(*lines, sep="\n", flush=True)
     detected = 0
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
         for defect in defects:
             test = finding_test(Path(folder), defect, [defect["test"], *tests])
             detected += bool(test)
-            print(f"| {defect['file']} | {defect['breaks']} | {test or 'not found'} |", flush=True)
-    print(f"\n{detected} of {len(defects)} found")
+            lines.append(f"| {defect['file']} | {defect['breaks']} | {test or 'not found'} |")
+            print(lines[-1], flush=True)
+    figures = f"{detected} of {len(defects)} found"
+    print(f"\n{figures}")
+    if len(sys.argv) == 1:
+        PAGE.write_text("\n".join([TITLE, f"{figures}, commit {commit}.", "", *lines, ""]))
     return int(detected < len(defects))
 
 

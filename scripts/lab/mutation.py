@@ -2,10 +2,12 @@
 
     python scripts/lab/mutation.py
     python scripts/lab/mutation.py --number 50 --seed 7 --rooms step
+    python scripts/lab/mutation.py --again
 
 mutmut writes the changed functions (mutants) into mutants/. For each, a fork of this process runs those tests of its
 room that call the function and start no process. Functions with a decorator are not changed. The page has the figures
-and what survived.
+and what survived. `--again` tries only what survived the last time, which may have been interrupted, with the tests of
+today: the other outcomes stay.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -38,12 +41,30 @@ OUTCOMES = {0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed"}  
 SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightnings_loop"  # counts calls, mutmut's too
 ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", "unit or ranks", f"--deselect={SLOWED}"]
 SECONDS, TIMES = 30, 5  # a mutant's tests may take so many seconds, and so many times what they take without it
-COLUMNS = ("killed", "out of time", "survived", "no test")
+SURVIVED = ("survived", "no test")
+COLUMNS = ("killed", "out of time", "survived", "no test", "same program")
+STRICT = re.compile(r",? *(strict=\w+)?(?=\))")  # of `zip`, which then checks that its lists have one length
 EQUIVALENT = {  # a change as `change` returns it, and why no test can tell
     "`return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]` becomes "
     "`return [max(-float(flat.numpy().min(initial=1)), float(flat.numpy().max(initial=0))) for flat in flats]`": (
         "The same program: the largest value starts at 0"
-    )
+    ),
+    '`return [torch.device("cuda", index) for index in range(layout.devices)]` becomes '
+    "`return [torch.device(index) for index in range(layout.devices)]`": (
+        "The same program: to torch, a number alone is a GPU's"
+    ),
+    '`more = f" (and {join_names(differ[1:], 3)})" * (len(differ) > 1)` becomes '
+    '`more = f" (and {join_names(differ[1:], )})" * (len(differ) > 1)`': "The same program: 3 is the default",
+    "`super().on_batch_start(batch, dataloader_idx)` becomes `super().on_batch_start(batch, None)`": (
+        "The same program: an evaluation has one loader, for which Lightning gives None"
+    ),
+    **{
+        "`super().log(one.fx, one.name, neutral, batch_size=0, **options)` becomes "
+        f"`super().log(one.fx, one.name, neutral, {size}**options)`": (
+            "The same result: the value of all ranks replaces it at once, whatever it weighs"
+        )
+        for size in ("", "batch_size=1, ", "batch_size=None, ")
+    },
 }
 
 
@@ -130,18 +151,25 @@ def tried(name: str, tests: Mapping[str, float]) -> str:
 
 
 def try_room(room: str, drawn: Sequence[str]) -> dict[str, str]:
-    """Return how each of some mutants of a room fares; a line of mutants/ROOM.txt says so at once."""
+    """Return how each of some mutants of a room fares; a line at the end of mutants/ROOM.txt says so at once."""
     os.nice(10)
     os.chdir(FOLDER)
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 1)
         pytest.main([*ARGUMENTS, "--collect-only", f"tests/{room}"])  # the forks need not import torch
         tests, outcomes = tests_of_functions(room), {}
-        with (FOLDER / f"{room}.txt").open("w", buffering=1) as lines:
+        with (FOLDER / f"{room}.txt").open("a", buffering=1) as lines:
             for name in drawn:
                 outcomes[name] = tried(name, tests.get(function_of(name), {}))
                 lines.write(f"{outcomes[name]}: {name}\n")
     return outcomes
+
+
+def last_outcomes(room: str) -> dict[str, str]:
+    """Return how the mutants of a room fared the last time, as far as they were tried."""
+    file = FOLDER / f"{room}.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {name: outcome for outcome, _, name in (line.partition(": ") for line in lines)}
 
 
 def function_of(name: str) -> str:
@@ -162,12 +190,19 @@ def change(diff: str) -> str:
     return f"`{old}` becomes `{new}`"
 
 
+def why_equivalent(text: str) -> str:
+    """Return why no test can tell a change, as `change` returns it, from the original; empty if one could."""
+    old, _, new = (STRICT.sub("", part) for part in text.partition("` becomes `"))
+    return EQUIVALENT.get(text, "The same program: the lists always have one length" if f"{old}`" == f"`{new}" else "")
+
+
 def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str], seed: int, commit: str) -> str:
     """Return the page about one run: per room the outcome of each mutant, and the changes that survived."""
     rows = []
+    same = [name for name, text in survivors.items() if why_equivalent(text)]
     for room, of_room in outcomes.items():
-        count = Counter(of_room.values())
-        share = 100 * (count["killed"] + count["out of time"]) / max(len(of_room), 1)
+        count = Counter("same program" if name in same else how for name, how in of_room.items())
+        share = 100 * (count["killed"] + count["out of time"]) / max(len(of_room) - count["same program"], 1)
         counts = " | ".join(str(count[column]) for column in COLUMNS)
         rows.append(f"| {room} | {len(of_room)} | {counts} | {share:.0f}% |")
     untested = {plain(name) for of_room in outcomes.values() for name, how in of_room.items() if how == "no test"}
@@ -176,18 +211,19 @@ def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str]
         "",
         "`make mutants` draws small changes of three rooms (a `+` for a `-`, a call without an argument), and runs for",
         "each the tests of `make quick` that lie in this room and call the changed function. It wrote this page. A",
-        "change that survives is a missing test, dead code, or the same program written otherwise.",
+        "change that survives is a missing test, dead code, or the same program written otherwise. The last ones have",
+        "their reason below, and do not count among those that could be noticed.",
         "",
         f"Commit {commit}, {datetime.now(UTC):%Y-%m-%d}, seed {seed}.",
         "",
         f"| room | drawn | {' | '.join(COLUMNS)} | noticed |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
         *rows,
     ]
     if survivors:
         lines += ["", "Survived:", ""]
         for name, text in sorted(survivors.items()):
-            lines.append(f"- `{plain(name)}`: {text}" + (f". {EQUIVALENT[text]}" if text in EQUIVALENT else ""))
+            lines.append(f"- `{plain(name)}`: {text}" + f". {why_equivalent(text)}" * bool(why_equivalent(text)))
     if untested:
         lines += ["", "Not called by such a test:", "", *(f"- `{name}`" for name in sorted(untested))]
     return "\n".join([*lines, ""])
@@ -210,14 +246,22 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100, help="mutants of each room, %(default)s if not given")
     parser.add_argument("--seed", type=int, default=45, help="%(default)s if not given")
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=[*ROOMS])
+    parser.add_argument("--again", action="store_true", help="try only what survived the last time")
     options = parser.parse_args()
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     commit = commit_of(ROOT)
     write_mutants()
+    last: dict[str, dict[str, str]] = {room: {} for room in options.rooms}
     rooms = [(room, draw(names(room), options.number, options.seed)) for room in options.rooms]
+    if options.again:
+        last = {room: last_outcomes(room) for room in options.rooms}
+        rooms = [(room, [name for name, how in last[room].items() if how in SURVIVED]) for room in options.rooms]
+    for room in () if options.again else options.rooms:
+        (FOLDER / f"{room}.txt").unlink(missing_ok=True)
     with get_context("fork").Pool(2) as pool:
-        outcomes = dict(zip(options.rooms, pool.starmap(try_room, rooms, chunksize=1), strict=True))
+        tried_now = pool.starmap(try_room, rooms, chunksize=1)
+    outcomes = {room: last[room] | now for room, now in zip(options.rooms, tried_now, strict=True)}
     survivors = [name for of_room in outcomes.values() for name, how in of_room.items() if how == "survived"]
     changes = {name: change(shown(name)) for name in survivors}
     PAGE.write_text(page(outcomes, changes, options.seed, commit))

@@ -14,7 +14,7 @@ from kernels import HostReads, Kernels
 from torch import Tensor
 
 from lockstep.arithmetic import exact_sum
-from lockstep.arithmetic.exact_sum import CHUNK, HEAD, CorruptMessage, ExactSum, reduce_alone
+from lockstep.arithmetic.exact_sum import BITS, CHUNK, HEAD, SMALL, CorruptMessage, ExactSum, dense, reduce_alone
 from lockstep.arithmetic.layout import MAX_PIECES_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
@@ -129,6 +129,47 @@ def test_zeros_stay_zero_and_what_comes_after_is_summed_as_before() -> None:
     assert same(actual[0], zeros())
     assert same(actual[2], zeros())
     assert same(actual[1], actual[-1])
+
+
+@pytest.mark.parametrize("exponent", [*range(BITS - HEAD - 2, BITS - HEAD + 3)])
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_a_grid_of_whole_numbers_is_one_as_others_are(exponent: int, on_a_gpu: bool) -> None:
+    """Its exponent is 0, as if there were none."""
+    exact = (on_gpu if on_a_gpu else ExactSum)([torch.zeros(2)])
+    for _ in range(2):  # the first sum chooses the grid
+        exact.begin()
+        for _ in range(3):
+            exact.add([torch.full((2,), 2.0**exponent * 0.25)])
+        assert exact.total()[0].tolist() == [2.0**exponent * 0.75] * 2
+    assert exact.exponents == [exponent]
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_a_tensor_without_elements_is_summed_beside_others(on_a_gpu: bool) -> None:
+    like = [torch.zeros(0), torch.zeros(CHUNK), torch.zeros(2, 0)]
+    exact = (on_gpu if on_a_gpu else ExactSum)(like)
+    for _ in range(2):
+        exact.begin()
+        exact.add([torch.zeros(0), torch.ones(CHUNK), torch.zeros(2, 0)])
+        assert same(exact.total(), [torch.zeros(0), torch.ones(CHUNK), torch.zeros(2, 0)])
+
+
+def test_small_neighbours_of_one_kind_share_a_grid_up_to_a_limit() -> None:
+    like = [torch.zeros(n) for n in (SMALL - 2, 1, 1, 1, SMALL, 1)]
+    assert ExactSum(like).groups == [[0, 1, 2], [3], [4], [5]]
+    assert ExactSum(like[1:4], segment_ids=[0, 1, 1]).groups == [[0], [1, 2]]
+    assert ExactSum([like[1], like[2].double(), like[3].double()]).groups == [[0], [1, 2]]
+
+
+def test_which_tensors_have_no_gaps() -> None:
+    whole = torch.zeros(2, 4, 4)
+    assert all(map(dense, (whole, whole.permute(2, 0, 1), whole[:1], whole[:1, 1:2], torch.zeros(()))))
+    assert not any(map(dense, (whole[..., :3], whole[:, :3], whole[:, :1, :2], whole[0, :, 0], whole[..., 0])))
+
+
+def test_a_sum_lies_where_its_tensors_are() -> None:
+    exact = ExactSum([torch.zeros(3, device="meta")])
+    assert exact.message.device.type == exact.scratch.device.type == "meta"
 
 
 @pytest.mark.usefixtures("whole_run")

@@ -77,6 +77,16 @@ def test_a_checkpoint_comes_back_and_is_an_ordinary_one(saved: Path) -> None:
     assert os.listdir(saved.parent) == ["last.ckpt"]
 
 
+def test_a_file_with_a_changed_byte_is_refused(saved: Path) -> None:
+    content = bytearray(saved.read_bytes())
+    content[content.index(plain()["state_dict"]["w"].numpy().tobytes()) + 2] ^= 1
+    saved.write_bytes(content)
+    assert torch.load(saved, weights_only=True)["state_dict"]["w"][0] != 1, "the control: torch reads it"
+    with pytest.raises(CheckpointError, match=r"last.ckpt: the file is damaged: its checksums do not match$"):
+        checkpoint_io.load(saved)
+    assert checkpoint_io.damage(saved, checksums=False) == ""
+
+
 def test_what_a_worker_has_read_is_handed_over_once(saved: Path) -> None:
     content = checkpoint_io.load(saved)
     writer = AtomicCheckpointIO(loaded=content)

@@ -3,16 +3,19 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep import compose
-from lockstep.checkpoint import resume
+from lockstep.checkpoint import resume, start
 from lockstep.checkpoint.resume import expand_resume, write_hydra_files
 from lockstep.checkpoint.resume import expand_sweep_resume as arguments
-from lockstep.checkpoint.start import checkpoint_to_load, differences
+from lockstep.checkpoint.start import check_checkpoint_fits, checkpoint_to_load, differences
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 
@@ -71,20 +74,39 @@ def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_agai
     record, older = {"overrides.yaml": "- resume=step_5"}, tmp_path / "checkpoints" / "step_5.ckpt"
     write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
 
-    def start() -> Path:
+    def begin() -> Path:
         environment.cache_clear()
         return checkpoint_to_load(tmp_path, str(older), record)
 
-    assert start() == older
+    assert begin() == older
     for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         with monkeypatch.context() as patched:
             patched.setenv("SLURM_JOB_ID", "77")
             patched.setenv(variable, "1")
             write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
-            assert start() == older, "it was killed before its first step"
+            assert begin() == older, "it was killed before its first step"
             write_hydra_files(tmp_path, record)
-            assert start() == older.with_name("last.ckpt")
-    assert start() == older, "the user has typed it once more"
+            assert begin() == older.with_name("last.ckpt")
+    assert begin() == older, "the user has typed it once more"
+
+
+@pytest.mark.parametrize(("limit", "max_steps"), [("max_steps=8", 8), ("max_epochs=4", None)])
+def test_a_run_may_end_where_it_was_saved_and_not_before(
+    monkeypatch: pytest.MonkeyPatch, limit: str, max_steps: int | None
+) -> None:
+    monkeypatch.setattr(start, "_check_same_data", lambda *arguments: None)
+    layout, chosen = SimpleNamespace(batch_size=12), {"model": {"_target_": "Net"}, "optimizer": {"_target_": "SGD"}}
+    config: Any = SimpleNamespace(layout=layout, max_steps=max_steps, max_epochs=4, **chosen)
+
+    def check(step: int) -> None:
+        record = {"config": {"batch_size": 12, **chosen}}
+        saved: dict[str, Any] = {"lockstep": record, "state_dict": {}, "global_step": step}
+        check_checkpoint_fits("last.ckpt", saved, {}, config, Mock(), 8)
+
+    check(8)
+    message = f"{limit} ends the run after step 8, but last.ckpt was saved after step 9: give a larger limit"
+    with pytest.raises(UserError, match=f"^{message}$"):
+        check(9)
 
 
 @pytest.mark.usefixtures("whole_run")

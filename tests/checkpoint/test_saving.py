@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,6 +38,20 @@ def test_a_smaller_loss_is_better_with_mode_min_and_nan_never(tmp_path: Path) ->
     assert callback.best_score == 0.5
     assert step_of(callback.best_path) == 2 * STEPS
     assert callback.best_path == tmp_path / "run" / "checkpoints" / "best.ckpt"
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("max", [1, 1, 1, 0, 0, 0, 1]), ("min", [1, 0, 0, 1, 0, 1, 0])])
+def test_which_scores_are_better(tmp_path: Path, mode: str, expected: list[int]) -> None:
+    """An equal one is. None: the rank has not logged the metric."""
+    callback = Checkpoint(tmp_path, monitor="x", mode=mode)
+    better: list[int] = []
+    for score in (0.5, 0.75, 0.75, 0.25, None, 0.25, 1.0):
+        strategy = SimpleNamespace(broadcast=lambda value: value)
+        metrics = {} if score is None else {"x": score}
+        trainer: Any = SimpleNamespace(callback_metrics=metrics, strategy=strategy, global_step=len(better))
+        better.append(int(callback._improved(trainer)))
+    assert better == expected
+    assert callback.best_score == (1.0 if mode == "max" else 0.25)
 
 
 def test_every_so_many_steps_and_validation_inside_an_epoch(tmp_path: Path) -> None:

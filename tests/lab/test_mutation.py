@@ -25,11 +25,19 @@ def test_the_same_seed_draws_the_same_changes_and_another_one_others() -> None:
 def test_the_page_has_the_figures_of_each_room_and_what_survived() -> None:
     outcomes = dict(zip(NAMES, ["killed"] * 5 + ["out of time", "survived", "no test"], strict=True))
     text = mutation.page({"step": outcomes}, {NAMES[6]: mutation.change(DIFF)}, 45, "0123456789ab and changes")
-    assert "| step | 8 | 5 | 1 | 1 | 1 | 75% |" in text
+    assert "| step | 8 | 5 | 1 | 1 | 1 | 0 | 75% |" in text
     assert "- `lockstep.step.loop.StepLoop.advance`: `return one + 1` becomes `return one - 1`" in text
     assert "seed 45" in text
     assert "0123456789ab and changes" in text
     assert text.partition("Not called")[2].count("lockstep.step.loop.StepLoop.advance") == 1
+
+
+def test_a_change_that_leaves_the_program_as_it_was_does_not_count() -> None:
+    outcomes = dict(zip(NAMES[:5], ["killed"] * 3 + ["survived"] * 2, strict=True))
+    changes = {NAMES[3]: "`zip(a, b, strict=True)` becomes `zip(a, b, )`", NAMES[4]: mutation.change(DIFF)}
+    text = mutation.page({"step": outcomes}, changes, 45, "0123456789ab")
+    assert "| step | 5 | 3 | 0 | 1 | 0 | 1 | 75% |" in text
+    assert "`zip(a, b, )`. The same program: the lists always have one length" in text
 
 
 def sleeping(seconds: float) -> int:
@@ -44,3 +52,21 @@ def test_a_fork_that_takes_too_long_ends_and_so_does_one_that_raises(
     assert mutation.forked(lambda: 0, 60) == 0
     assert mutation.forked(lambda: sleeping(60), 0.2) < 0
     assert mutation.forked(lambda: 1 // 0, 60) == 1
+
+
+def test_what_was_tried_twice_has_the_last_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutation, "FOLDER", tmp_path)
+    assert mutation.last_outcomes("step") == {}
+    lines = f"survived: {NAMES[0]}\nno test: {NAMES[1]}\nkilled: {NAMES[0]}\n"
+    (tmp_path / "step.txt").write_text(lines)
+    assert mutation.last_outcomes("step") == {NAMES[0]: "killed", NAMES[1]: "no test"}
+
+
+def test_a_change_that_leaves_the_program_as_it_was_is_known() -> None:
+    assert mutation.why_equivalent("`zip(a, b, strict=True)` becomes `zip(a, b, )`")
+    assert mutation.why_equivalent(
+        "`for a in zip(x, f(y), strict=True):` becomes `for a in zip(x, f(y), strict=None):`"
+    )
+    assert not mutation.why_equivalent("`zip(a, b, strict=True)` becomes `zip(a, strict=True)`")
+    assert not mutation.why_equivalent("`f(a, b)` becomes `f(a, None)`")
+    assert all(map(mutation.why_equivalent, mutation.EQUIVALENT))

@@ -1,7 +1,7 @@
 """The buffers after a step: the same bits however the pieces are shared, and what can't follow the rule is named."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -147,15 +147,27 @@ class Tied(Layer):
         self.one(x)
 
 
+class TiedInPlace(Tied):
+    def forward(self, x: Tensor) -> None:
+        self.one.center.lerp_(x.mean(0), 0.1)
+
+
 KINDS = [Center, Hidden, CustomNorm, Spectral, Dtypes, Infinite, Rare, Tied]
 
 
-def step_buffers(module: Any, exact: bool, replicas: int, state: dict[str, Any], rank: int = 0) -> StepBuffers:
+def step_buffers(
+    module: Any,
+    exact: bool,
+    replicas: int,
+    state: dict[str, Any],
+    rank: int = 0,
+    holds: Callable[[Any], bool] = lambda thing: True,
+) -> StepBuffers:
     trainer = SimpleNamespace(datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=replicas, pieces=3)))
     vars(module)["trainer"] = trainer
     strategy = SimpleNamespace(
         lightning_module=module,
-        holds=lambda thing: True,
+        holds=holds,
         gather_dicts=lambda values: values,
         staged=False,
         is_global_zero=rank == 0,
@@ -283,6 +295,55 @@ def test_numbers_that_are_the_same_in_all_pieces_are_taken_as_they_are() -> None
     assert infinite["mask"].isinf().sum() == 3
     assert infinite["least"].isfinite().tolist()[0]
     assert infinite["least"].isinf().tolist() == [False, True, False]
+
+
+def test_layers_that_share_a_buffer_share_it_until_one_of_them_replaces_it() -> None:
+    values = trained(Tied)
+    assert torch.equal(values["two.center"], torch.zeros(FEATURES))
+    assert values["one.center"].all()
+    assert "two.center" not in trained(TiedInPlace), "they are one tensor still"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.int64, torch.uint8])
+def test_a_counter_of_any_kind_of_integer(dtype: torch.dtype) -> None:
+    class Counts(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.tensor([[7], [200]], dtype=dtype))
+
+        def forward(self, x: Tensor) -> None:
+            self.count.copy_((self.count.to(torch.int64) + 1).to(dtype))
+
+    values = trained(Counts)
+    assert values["count"].dtype == dtype
+    assert values["count"].tolist() == [[15], [208]]
+
+
+def test_statistics_of_another_stage_stay_as_they_are() -> None:
+    """This process computes the first layer only. A mean over its pieces would round what it does not compute."""
+
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.BatchNorm1d(FEATURES))
+            for layer in self.net:
+                layer.running_mean.fill_(1e-30)  # type: ignore[operator]
+
+        def forward(self, x: Tensor) -> None:
+            self.net[0](x)
+
+    module: Any = Stages()
+
+    def is_first(thing: Any) -> bool:
+        return thing is module.net[0]
+
+    def everything(thing: Any) -> bool:
+        return True
+
+    for holds, expected in ((is_first, True), (everything, False)):  # the control: it is said to compute both
+        step(step_buffers(module, True, 1, {}, holds=holds), 0, data(0), 3)
+        assert bool((module.net[1].running_mean == torch.tensor(1e-30)).all()) == expected
+    assert not (module.net[0].running_mean == torch.tensor(1e-30)).any()
 
 
 def test_what_a_piece_begins_with() -> None:

@@ -40,7 +40,7 @@ from lockstep.data import DataModule, Spec, Splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import TensorHeader, gather_objects
-from lockstep.step.collectives import StateGather, gather_tensors
+from lockstep.step.collectives import StateGather, check_same_shapes, gather_tensors
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
@@ -256,6 +256,18 @@ def gathered_tensors() -> list[Any]:
     except UserError as error:
         results.append(str(error))
     return results
+
+
+def test_the_first_sizes_that_differ_are_named() -> None:
+    headers = [TensorHeader("val/x", (size,), torch.float32) for size in (2, 2, 3, 4, 5, 6, 7)]
+    check_same_shapes(headers[:2], "log it")
+    with pytest.raises(UserError) as refused:
+        check_same_shapes(headers, "log it")
+    sizes = "[2], [3], [4], [5] and 2 more"
+    assert str(refused.value) == f"val/x: the ranks have tensors of different sizes, {sizes}: log it"
+    other = TensorHeader("val/x", (2,), torch.int64)
+    with pytest.raises(UserError, match=r"sizes, \[2\] of torch.float32, \[2\] of torch.int64: log it$"):
+        check_same_shapes([headers[0], other], "log it")
 
 
 @pytest.mark.usefixtures("processes")

@@ -126,6 +126,18 @@ def test_each_step_of_a_run_with_graphs_frees_the_memory_of_the_last_one(
     assert (len(graphs), marked.call_count) == (chosen, chosen)
 
 
+def test_of_an_error_about_a_graph_one_line_is_left_and_others_stay() -> None:
+    graphs = CudaGraphs()
+    text = "Error: accessing tensor output of CUDAGraphs that has been overwritten. Stack trace: File x\nmore"
+    line = "accessing tensor output of CUDAGraphs that has been overwritten"
+    with pytest.raises(StepRefused, match=f"^speed.cuda_graphs=true: {line}: give speed.cuda_graphs=false$"):
+        graphs.on_error(Mock(), RuntimeError(text))
+    with pytest.raises(StepRefused, match=r"^speed.cuda_graphs=true: skipping cudagraphs: give "):
+        graphs.on_error(Mock(), RuntimeError("first\nskipping cudagraphs"))
+    graphs.on_error(Mock(), RuntimeError("out of memory"))
+    graphs.on_error(Mock(), ValueError("cudagraphs"))
+
+
 @pytest.mark.usefixtures("whole_run")  # importing torch's compiler takes seconds
 def test_what_torch_can_not_record_is_refused_in_a_line(tmp_path: Path) -> None:
     import torch._inductor.config

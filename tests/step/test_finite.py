@@ -79,6 +79,18 @@ def test_a_sum_that_overflows_is_finite() -> None:
     assert all_finite([torch.full((4,), 3e38)], exactly=True)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_finite_gradients_whose_sum_overflows_stop_nothing(later: bool) -> None:
+    module = nn.Linear(4, 1, bias=False)
+    strategy = SimpleNamespace(staged=False, optimizers=[torch.optim.SGD(module.parameters())])
+    step: Any = SimpleNamespace(module=module, strategy=strategy, number=0, losses=[], batch=SimpleNamespace())
+    check = FiniteGradientCheck("stop", later)
+    module.weight.grad = torch.full((1, 4), 3e38)
+    check.before_optimizer_step(step)
+    check.flush()
+    assert not hasattr(step.batch, "skipped")
+
+
 def test_sparse_and_mixed_gradients_are_checked() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, float("inf")], (3,), check_invariants=True)
     for exactly in (False, True):
@@ -139,14 +151,17 @@ class Logarithm(Net):
         return F.cross_entropy(logits, y) + (size.flatten(1).sum(1) * logits[:, 0]).mean()
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
-def test_a_sample_whose_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool) -> None:
+def test_a_sample_whose_loss_is_not_finite_is_named_alone(tmp_path: Path, inner: bool, later: bool) -> None:
+    """But none is searched for one step later: the weights are no longer those of the step."""
     x, y = samples()
     x[BROKEN] = 60.0  # its logarithm is that of a negative number
     module = Logarithm()
     module.inner = inner
-    output = message(tmp_path, module, x, y)
-    assert f"nor is the loss of sample {BROKEN} of the training set: nonfinite=skip" in output
+    output = message(tmp_path, module, x, y, later)
+    whose = "the step's samples" if later else f"sample {BROKEN} of the training set"
+    assert f"nor is the loss of {whose}: nonfinite=skip" in output
 
 
 @pytest.mark.parametrize("later", [False, True])

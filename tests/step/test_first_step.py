@@ -3,11 +3,11 @@
 import logging
 import random
 import re
-from collections import deque
+from collections import OrderedDict, deque
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -22,7 +22,7 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ArrayDataset, DataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import StepRefused
-from lockstep.step.first_step import FirstStepCheck, grows
+from lockstep.step.first_step import FirstStepCheck, grows, may_grow
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.trial import CannotRepeat, repeated
@@ -188,6 +188,23 @@ def same_state(one: Net, other: Net) -> None:
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     assert one.calls == other.calls
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([1.0, 1.0, 1.0], False),
+        ([1.0, 1.1, 1.2], False),
+        ([8.0, 9.0, 10.0], False),  # an eighth more, which may be noise
+        ([1.0, 2.0, 1.5], False),
+        ([0.0, 0.0, 1.0], False),
+        ([1.0, 1.2, 1.4], True),
+        ([-1.0, -2.0, -4.0], True),
+        ([3.0, 6.0, 12.0], True),
+    ],
+)
+def test_only_losses_that_grow_need_more_passes(losses: list[float], expected: bool) -> None:
+    assert may_grow(losses) is expected
 
 
 def test_noise_is_no_sum() -> None:
@@ -407,6 +424,23 @@ def test_a_queue_is_refused_with_exact_and_named_without(tmp_path: Path, caplog:
     assert int(module.memory.pointer) == 16, "of two steps, of which each piece, of 8, begins with the step's pointer"
 
 
+def test_all_buffers_that_count_samples_are_named(tmp_path: Path) -> None:
+    class Counts(Net):
+        def set_up(self) -> None:
+            for name in ("a", "b", "c", "d", "e", "f"):
+                self.register_buffer(name, torch.tensor(0))
+
+        def piece_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+            for name, buffer in self.named_buffers(recurse=False):
+                if name != "b":
+                    buffer += len(y)
+            return F.cross_entropy(logits, y)
+
+    names = r"the buffer a of the module \(Counts\) \(and c, d, e and 1 more\)"
+    with pytest.raises(StepRefused, match=f"^exact=true: {names} depends on the samples of a piece"):
+        fit(tmp_path, Counts(), exact=True)
+
+
 # --- no trace ---
 
 
@@ -483,6 +517,11 @@ def test_generators_are_those_of_a_run_without_the_trial(tmp_path: Path) -> None
 # --- parts of a batch ---
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    scale: Tensor
+
+
 def test_the_samples_of_a_batch_are_repeated() -> None:
     x, share = torch.arange(8.0).view(4, 2), torch.tensor(0.3)
     batch = {"x": x, "y": (x[:, 0], None), "names": ["a", "b", "c", "d"], "share": share, "size": 7}
@@ -490,6 +529,13 @@ def test_the_samples_of_a_batch_are_repeated() -> None:
     assert torch.equal(doubled["x"], torch.cat([x[:2], x[:2]]))
     assert torch.equal(doubled["y"][0], torch.tensor([0.0, 2.0, 0.0, 2.0]))
     assert (doubled["names"], doubled["share"], doubled["size"]) == (["a", "b", "a", "b"], share, 7)
+    ordered = repeated(OrderedDict(x=x, rest=[x, "text"]), 4, range(1, 3))
+    assert type(ordered) is OrderedDict
+    assert torch.equal(ordered["x"], x[1:3])
+    assert [torch.equal(ordered["rest"][0], x[1:3]), ordered["rest"][1]] == [True, "text"]
+    pair = repeated(Pair(x, x[:1, :1]), 4, range(3), 2)
+    assert type(pair) is Pair
+    assert (pair.x.shape, pair.scale.shape) == ((6, 2), (1, 1))
     for unknown in (torch.ones(5), object(), [torch.ones(3)] * 4):
         with pytest.raises(CannotRepeat):
             repeated((x, unknown), 4, range(2), 2)

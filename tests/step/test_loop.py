@@ -162,6 +162,7 @@ def weights(module: nn.Module) -> torch.Tensor:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     {"val_check_interval": 2, "max_steps": 5},
     {"max_steps": 4, "limit_val_batches": 0},  # else ours alone has a validation there
     {"check_val_every_n_epoch": 2},
@@ -210,6 +211,16 @@ def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[
     assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
 
 
+@pytest.mark.parametrize(("options", "steps"), [({}, 3), ({"min_steps": 4}, 4), ({"min_epochs": 2}, 6)])
+def test_who_stops_early_waits_for_the_fewest_steps(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
+    class Stops(Net):
+        def on_validation_end(self) -> None:
+            self.trainer.should_stop = self.trainer.global_step > 0
+
+    ours, theirs = (fit(tmp_path, Stops(), ours, max_epochs=3, **options)[0] for ours in (True, False))
+    assert ours.global_step == theirs.global_step == steps
+
+
 class Reports(Net):
     """Returns more than its loss, and keeps what it is told of a step."""
 
@@ -236,6 +247,26 @@ def test_a_step_reports_means_over_its_samples(tmp_path: Path) -> None:
         assert list(one) == list(four) == ["loss", "acc", "size"]  # numbers only
         assert (one["loss"], one["acc"]) == pytest.approx((four["loss"], four["acc"]), rel=1e-6)
     assert [reports["size"] for reports in cut.reports[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
+
+
+def test_each_piece_of_each_step_has_other_random_numbers(tmp_path: Path) -> None:
+    """Whatever is drawn outside of the steps."""
+
+    class Draws(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draws: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.draws.append(float(torch.rand((), dtype=torch.float64)))
+            return super().training_step(batch, batch_idx)
+
+    first, second = Draws(), Draws()
+    for net in (first, second):
+        fit(tmp_path, net, ours=True, pieces=4)
+        torch.rand(3)
+    assert len({*first.draws}) == len(first.draws) == 2 * (4 + 4 + 4)
+    assert first.draws == second.draws
 
 
 class Leaves(Net):
@@ -330,15 +361,18 @@ def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:
     assert rest[0] == rest[1]
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Path, momentum: float | None) -> None:
+def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(
+    tmp_path: Path, momentum: float | None, exact: bool
+) -> None:
     """`momentum=None`: and those of a run the mean over its steps."""
     module = Net(norm=True)
     norm: Any = module.net[2]
     norm.momentum = momentum
     seen: list[torch.Tensor] = []
     norm.register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
-    fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
+    fit(tmp_path, module, ours=True, pieces=2, exact=exact, max_epochs=1)
     expected = torch.zeros(6)
     for number, step in enumerate(torch.stack(seen).view(3, 2, -1).mean(1), 1):
         expected = expected.lerp(step, momentum or 1 / number)

@@ -175,6 +175,41 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(
     assert not same_bits(whole.state, load(path)["state_dict"]), "the control"
 
 
+class UnequalInputs(Net):
+    """Normalises inputs of unequal size, so that the grids of the statistics' sums show in the smallest of them."""
+
+    sizes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("sizes", torch.tensor([1e3, 1.0, 1e-2, 1e-4]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(self.norm(x * self.sizes))
+        return output
+
+
+def test_a_run_continues_with_the_grids_of_its_statistics(ranks: Ranks, tmp_path: Path) -> None:
+    path, net = tmp_path / "last.ckpt", UnequalInputs()
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(path)
+
+    [whole] = fits(ranks, net, 1, callbacks=[Saves()], plugins=[AtomicCheckpointIO()])
+
+    def continued(content: Any) -> dict[str, Tensor]:
+        [end] = fits(ranks, net, 1, plugins=[AtomicCheckpointIO(loaded=content)], ckpt=path)
+        return end.state
+
+    assert same_bits(whole.state, continued(load(path)))
+    without = load(path)
+    del without["loops"]["fit_loop"]["epoch_loop.state_dict"]["statistics"]
+    assert not same_bits(whole.state, continued(without)), "the control"
+
+
 # --- refused on all ranks ---------------------------------------------------------------------------------------------
 
 
@@ -266,6 +301,22 @@ def test_the_epochs_numbers_of_a_step_are_means_over_all_samples(ranks: Ranks) -
         sums = [[row[1:] for row in seen if row[0] == step] for step in range(2)]
         means.append([sum(a for a, _ in rows) / sum(n for _, n in rows) for rows in sums])
     assert means[0] == pytest.approx(means[1])
+
+
+def test_a_hooks_value_has_the_weight_of_the_samples_of_its_rank(ranks: Ranks) -> None:
+    """In the mean of an epoch. The last step has 2 samples, on 4 ranks."""
+
+    class Logs(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("hook", float(batch_idx), on_step=False, on_epoch=True)
+            sizes[self.global_rank, batch_idx] = batch.num_local_samples
+
+    sizes: dict[tuple[int, int], int] = {}
+    net = Logs(norm=False)
+    for rank, result in enumerate(fits(ranks, net, 4, train=14)):
+        first, last = sizes[rank, 0], sizes[rank, 1]
+        assert result.metrics["hook"] == pytest.approx(last / (first + last))
+    assert {sizes[rank, 1] for rank in range(4)} == {0, 1}, "their shares of the two steps are unequal"
 
 
 def test_an_evaluation_of_a_fit_and_one_by_itself_agree(ranks: Ranks, net: Net) -> None:

@@ -191,6 +191,25 @@ def test_what_is_frozen_and_unfrozen_on_all_ranks(ranks: Ranks, net: Net) -> Non
     assert [step[0] is None for step in expected] == [False, True, False]
 
 
+def test_a_stage_sums_no_parameters_of_others(net: Net) -> None:
+    gradients = make_sum(deepcopy(net), ExactGradientSum, 1)
+    whole = take_step(gradients, range(5))
+    size = sum(gradients.sum.sizes)
+
+    class Stages(Net):
+        def stages(self) -> list[nn.Module]:
+            return [self.always, self.sometimes, self.never]
+
+    staged = Stages(rare=[3])
+    staged.load_state_dict(net.state_dict())
+    gradients = make_sum(staged, ExactGradientSum, 1)
+    of_stage = {id(parameter) for parameter in staged.always.parameters()}
+    gradients.strategy.holds = lambda thing: id(thing) in of_stage
+    part = take_step(gradients, range(5))
+    assert same([part[:2]], [whole[:2]])
+    assert (size, sum(gradients.sum.sizes)) == (3 * 15, 15)
+
+
 def test_two_sums_may_run_at_once(ranks: Ranks, net: Net) -> None:
     """As an extra lets them: a sum is applied after the next one has begun, to the same bits."""
 
@@ -215,6 +234,17 @@ def test_two_sums_may_run_at_once(ranks: Ranks, net: Net) -> None:
     assert same(expected, steps(net, ExactGradientSum, [range(5)], 0, 3))
     for result in ranks(3, lambda rank: of_rank(rank, LAYOUTS[1])):
         assert same(result, expected)
+
+
+def test_a_sum_of_one_process_is_started_and_applied_later(net: Net) -> None:
+    gradients = make_sum(deepcopy(net), GradientSum, 1)
+    module = gradients.strategy.lightning_module
+    module.loss(3).backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    started = gradients.start(step_batch([3]))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    gradients.apply(started)
+    assert same([[parameter.grad for parameter in module.parameters()]], [expected])
 
 
 def test_a_result_is_computed_once(ranks: Ranks, net: Net) -> None:

@@ -477,7 +477,7 @@ def _bits(constant: float) -> int:
 def _group(like: Sequence[Tensor], segment_ids: Sequence[int]) -> list[list[int]]:
     """Return groups of tensor indices: small neighbours of one dtype and segment together, large tensors alone."""
     groups: list[list[int]] = []
-    free = 0  # elements that fit into the last group
+    free = -1  # elements that fit into the last group; there is none yet
     for index, tensor in enumerate(like):
         size = tensor.numel()
         if size <= free and (tensor.dtype, segment_ids[index]) == (like[index - 1].dtype, segment_ids[index - 1]):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Program
-from histories import SHORT, History, budget, step_in, tried
+from histories import SHORT, History, budget, failure, step_in, tried
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -106,3 +106,20 @@ def test_a_disturbed_run_has_the_ledger_of_an_undisturbed_one(tmp_path: Path) ->
     seen = tried(Ledger, tmp_path, budget(2, 50, steps=2))
     assert seen["completed"] >= seen["histories"], seen
     assert seen["changed"], seen
+
+
+@pytest.mark.parametrize("planted", ["skip@resumed", "unlisted@resumed"])
+def test_a_ledger_of_a_wrong_resume_is_detected(tmp_path: Path, planted: str) -> None:
+    """The controls: a step that is taken back, and a checkpoint whose line is lost. One history shows each."""
+
+    class Killed(Ledger):
+        begin = resume = lose_the_last_line = None  # type: ignore[assignment]
+
+        @precondition(lambda self: not self.commands)
+        @rule()
+        def killed(self) -> None:
+            self._start([*JOB, f"hydra.run.dir={self.folder}"], LAYOUTS[0], "kill@saved:4")
+
+    output = failure(Killed, tmp_path, planted)
+    assert output.startswith("another ledger than that of an undisturbed run, after this history:")
+    assert f"FAULT={planted} python tests/faults.py" in output
