@@ -62,10 +62,8 @@ LONG_RUN = (
     *(*TINY, "max_epochs=100000", "scheduler=constant", "checkpoint_every=20"),
     *("logger=none", "callbacks.console=null"),
 )
-# Strategies of several devices: those of the core, and what lies beside them in conf/strategy/.
-STRATEGIES = ",".join(
-    ["ddp", "dp", *sorted({f.stem for f in ROOT.glob("conf/strategy/*.yaml")} - {"auto", "ddp", "dp"})]
-)
+# Strategies of several devices: those of the core, and what lies beside them in strategy/ of the config.
+STRATEGIES = ",".join(["ddp", "dp", *sorted({*pages.options("strategy")} - {"auto", "ddp", "dp"})])
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
 SEEN = "LOCKSTEP_TEST_GPUS"  # by the first of all processes: pytest's workers inherit what it hides
 os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else "")

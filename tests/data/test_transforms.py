@@ -33,6 +33,7 @@ NORMALIZE = {"_target_": f"{V2}.Normalize", "mean": [0.25], "std": [0.5]}
 
 def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tmp_path: Path) -> None:
     """Dark and bright images, inverted in evaluation alone, are taken for each other: in the run, and afterwards."""
+    (project / "conf" / "data" / "transforms").mkdir()
     (project / "conf" / "data" / "transforms" / "inverted.yaml").write_text(
         f"train: null\neval:\n  - _target_: {V2}.RandomInvert\n    p: 1.0\n"
     )

@@ -27,7 +27,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkout.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
-    shutil.copytree(ROOT / "src", checkout / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("src", "conf", "scripts"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "lab"))
     done = run(
         *UV, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-o", str(folder), cwd=checkout
     )
@@ -43,6 +44,7 @@ def test_what_is_in_it(wheel: Path) -> None:
         "hydra_plugins/lockstep_sweeps.py",
         "lockstep/py.typed",
         "lockstep/conf/base.yaml",
+        "lockstep/template/src/project/models/resnet18.py",
         "lockstep/conf/hydra/default.yaml",
     } <= {*names}
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hydra_plugins", "lockstep"}
@@ -52,10 +54,8 @@ def test_a_project_runs_with_it(wheel: Path, tmp_path: Path) -> None:
     installed, project = tmp_path / "installed", tmp_path / "dogs"
     done = run(*UV, "pip", "install", "--no-deps", "--target", str(installed), "--python", sys.executable, str(wheel))
     assert done.returncode == 0, done.stderr
-    shutil.copytree(ROOT / "conf", project / "conf")
-    shutil.copytree(ROOT / "src" / "project", project / "src" / "project")
-    for program in (ROOT / "src").glob("*.py"):
-        shutil.copy(program, project / "src")
+    done = run(sys.executable, "-m", "lockstep", "new", "dogs", cwd=tmp_path, path=installed)
+    assert done.returncode == 0, done.stderr
     home = run(sys.executable, "-c", "import lockstep; print(lockstep.__file__)", cwd=project, path=installed)
     assert home.stdout.startswith(str(installed)), "the control: it is not this checkout's"
     ddp = ("strategy=ddp", "devices=2", "max_steps=4", "logger=none", "name=one")

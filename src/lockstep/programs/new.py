@@ -215,11 +215,11 @@ def main(words: list[str]) -> int:
     parser.add_argument("--vendor", action="store_true", help="copy Lockstep into src/, for machines without a network")
     options = parser.parse_args(words)
     folder = Path(os.path.abspath(options.folder or options.name))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists already: name a new folder")
     check_name(options.name)
     if shutil.which("git") is None:
         raise UserError("git is not installed: a project is a git repository")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write(options.name, folder, options.require or requirement(), options.vendor)
     git(folder, "init", "--quiet", "--initial-branch=main")
