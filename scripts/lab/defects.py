@@ -113,20 +113,19 @@ def main() -> int:
     listed = read_defects(options.list)
     defects = [each for each in listed if any(part in f"{each['file']}: {each['breaks']}" for part in wanted)]
     tests, commit = chosen or [*ROOMS, "-m", "unit or ranks"], commit_of(ROOT)
-    lines = ["| file | what breaks | found by |", "| --- | --- | --- |"]
-    print(*lines, sep="\n", flush=True)
+    lines: list[str] = []
     detected = 0
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
         for defect in defects:
             test = finding_test(Path(folder), defect, [defect["test"], *tests])
             detected += bool(test)
-            lines.append(f"| {defect['file']} | {defect['breaks']} | {test or 'not found'} |")
+            lines.append(f"{defect['file']}: {defect['breaks']}\n    {test or 'not found'}")
             print(lines[-1], flush=True)
     figures = f"{detected} of {len(defects)} found"
     print(f"\n{figures}")
     if len(sys.argv) == 1:
-        PAGE.write_text("\n".join([TITLE, f"{figures}, commit {commit}.", "", *lines, ""]))
+        PAGE.write_text("\n".join([TITLE, f"{figures}, commit {commit}.", "", "```text", *lines, "```", ""]))
     return int(detected < len(defects))
 
 

@@ -29,8 +29,8 @@ def test_a_mistake_is_detected_and_a_change_of_nothing_is_not(tmp_path: Path) ->
     before = file.read_text(), file.stat().st_mtime_ns
     done = forked("scripts/lab/defects.py", "--list", str(tmp_path / "list.yaml"), "-m", "unit or ranks")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "| nothing | not found |" in done.stdout
-    assert "| the last class | tests/data/test_labels.py::" in done.stdout
+    assert ": nothing\n    not found\n" in done.stdout
+    assert ": the last class\n    tests/data/test_labels.py::" in done.stdout
     assert "1 of 2 found" in done.stdout
     assert (file.read_text(), file.stat().st_mtime_ns) == before
 

@@ -71,7 +71,7 @@ def test_lockstep_in_the_project_needs_no_other(tmp_path: Path) -> None:
     run(sys.executable, "src/train.py", *SHORT.split(), cwd=cats, path=cats / "src")
 
 
-def test_a_pin_can_be_given(tmp_path: Path) -> None:
+def test_a_pin_can_be_chosen(tmp_path: Path) -> None:
     new(tmp_path, "cats", "--require", "pytorch-lockstep==9.9")
     assert '"pytorch-lockstep==9.9",' in (tmp_path / "cats" / "pyproject.toml").read_text()
 
