@@ -29,7 +29,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
-from lockstep.project import project
+from lockstep.project import VARIABLE, project
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = {"engines": "engine", "lab": "lab"}
@@ -81,6 +81,7 @@ def pytest_collection_finish() -> None:
     import torch
 
     torch.set_num_threads(1)
+    os.environ.pop(VARIABLE, None)  # programs that tests import set it for their own processes
     gc.collect()
     gc.freeze()  # what has been imported stays: it need not be searched for garbage again and again
 

@@ -32,11 +32,10 @@ if __name__ == "__main__":
 
     standard_streams.protect()
 
-from lockstep.errors import UserError
 from lockstep.launch.signals import set_parent_death_signal
-from lockstep.project import project
 
-# What src/train.py imports sooner or later. The first one sets what torch reads when it is imported.
+# What src/train.py imports sooner or later, but for a project's own code: each worker takes that from its project. The
+# first one sets what torch reads when it is imported.
 IMPORTS = (
     "lockstep",
     "torch.distributed.run",
@@ -46,7 +45,7 @@ IMPORTS = (
     "lockstep.run.summary",
     "torch.utils.tensorboard",
     "sklearn.datasets",
-    "project.models",
+    "lockstep.vision.models",
 )
 FORKS = "LOCKSTEP_FORKS"  # the name of the server's socket, and a Python for other programs; see fork.py
 DESCRIPTORS = 3  # standard input, output and error
@@ -55,8 +54,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def main() -> None:
     gc.disable()
-    with suppress(UserError):  # torchrun itself says what is missing
-        sys.path.insert(0, str(project().source))
     for module in IMPORTS:
         with suppress(ImportError):  # a user may have deleted it; the worker's own import has the message
             importlib.import_module(module)
