@@ -221,9 +221,10 @@ def page(outcomes: Mapping[str, Mapping[str, str]], survivors: Mapping[str, str]
         *rows,
     ]
     if survivors:
-        lines += ["", "Survived:", ""]
+        lines += ["", "Survived:", "", "```text"]
         for name, text in sorted(survivors.items()):
             lines.append(f"- `{plain(name)}`: {text}" + f". {why_equivalent(text)}" * bool(why_equivalent(text)))
+        lines.append("```")
     if untested:
         lines += ["", "Not called by such a test:", "", *(f"- `{name}`" for name in sorted(untested))]
     return "\n".join([*lines, ""])
