@@ -113,7 +113,7 @@ def test_a_job_that_goes_on_wrongly_is_detected(tmp_path: Path) -> None:
         @precondition(lambda self: not self.commands)
         @rule()
         def killed(self) -> None:
-            self._start([*SWEEP, f"hydra.sweep.dir={self.folder}"], "kill@saved:2/1")
+            self._start([*SWEEP, f"hydra.sweep.dir={self.folder}"], "job@saved:2/1")
 
     output = failure(Short, tmp_path, "skip@resumed")
     assert output.startswith("job 1: weights_sha256"), output
