@@ -6,7 +6,8 @@ import pytest
 import yaml
 from conftest import ROOT, composed
 
-from lockstep.config.pages import INHERITED, find, options
+from lockstep.config.arguments import help_page
+from lockstep.config.pages import INHERITED, also_inherited, find, options
 from lockstep.errors import UserError
 from lockstep.programs.conf import main, names
 from lockstep.project import use_project_of
@@ -57,3 +58,23 @@ def test_a_front_page_needs_no_key_of_a_newer_lockstep() -> None:
     cfg = composed()
     assert all(cfg[key] == base[key] for key in ("elastic", "hang_timeout", "speed"))
     assert 15 <= len(page) <= 25
+
+
+def test_a_folder_of_the_command_line_comes_between_the_projects_pages_and_the_inherited(
+    dogs: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "more" / "optimizer" / "adamw.yaml"
+    page.parent.mkdir(parents=True)
+    page.write_text("name: theirs\n")
+    more = ["optimizer=adamw", "--config-dir", str(tmp_path / "more")]
+    assert "name: theirs" in help_page("train", more)
+    main(["optimizer/adamw"])
+    assert "name: theirs" not in help_page("train", more)
+
+
+def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None:
+    assert also_inherited("hydra.searchpath=[]") == "hydra.searchpath=[pkg://lockstep.conf]"
+    argument = "hydra.searchpath=['file:///a[,b']"
+    assert also_inherited(argument) == "hydra.searchpath=['file:///a[,b',pkg://lockstep.conf]"
+    assert also_inherited(also_inherited(argument)) == also_inherited(argument)
+    assert also_inherited("lr=0.1") == "lr=0.1"

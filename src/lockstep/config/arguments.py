@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def help_page(config_name: str, arguments: Sequence[str], config_folder: Path | 
     for override in command_line.overrides:
         group, _, names = override.partition("=")
         for name in names.strip("[]").split(",") if pages.is_group(group) else ():
-            file = pages.find(f"{group}/{name}") or next(iter(_existing(further, group, name)), None)
+            file = pages.find(f"{group}/{name}", further)
             if file is None:
                 raise UserError(no_option_message(group, name))
             chosen.append(f"{group}={name}\n\n{_text(file).strip()}")
@@ -141,10 +141,6 @@ def help_page(config_name: str, arguments: Sequence[str], config_folder: Path | 
     if page is None:
         raise UserError(f"{config_name}.yaml: no such page in conf/")
     return front_page(page)
-
-
-def _existing(folders: Iterable[Path], group: str, name: str) -> list[Path]:
-    return [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
 
 
 def front_page(page: Path) -> str:

@@ -18,19 +18,19 @@ INHERITED = Path(__file__).parents[1] / "conf"
 SEARCHED = "pkg://lockstep.conf"  # Hydra's name of it
 
 
-def folders() -> list[Path]:
-    """Return the folders that have pages, in the order in which a page is looked for."""
-    return [project().conf, INHERITED]
+def folders(added: Sequence[Path] = ()) -> list[Path]:
+    """Return the folders that have pages, in the order in which Hydra looks for one: `added` has those in between."""
+    return [project().conf, *added, INHERITED]
 
 
-def find(name: str, more: Sequence[Path] = ()) -> Path | None:
+def find(name: str, added: Sequence[Path] = ()) -> Path | None:
     """Return the file of a page such as `model/resnet18`; None if there is none.
 
     Args:
         name: the page, with its group.
-        more: folders in which it is looked for first.
+        added: see `folders`.
     """
-    files = (folder / f"{name}.yaml" for folder in (*more, *folders()))
+    files = (folder / f"{name}.yaml" for folder in folders(added))
     return next((file for file in files if file.is_file()), None)
 
 
@@ -95,8 +95,10 @@ def search_path_override(paths: Iterable[Path | str]) -> str:
 
 def also_inherited(argument: str) -> str:
     """Return an argument; one that replaces the folders in which Hydra looks for pages has the package's too."""
-    if argument.startswith("hydra.searchpath=[") and argument.endswith("]") and SEARCHED not in argument:
-        return f"{argument[:-1].rstrip(', ')},{SEARCHED}]".replace("[,", "[")
+    key, _, value = argument.partition("=[")
+    if key == "hydra.searchpath" and value.endswith("]") and SEARCHED not in value:
+        paths = value[:-1].strip(" ,")
+        return f"{key}=[{','.join(filter(None, (paths, SEARCHED)))}]"
     return argument
 
 

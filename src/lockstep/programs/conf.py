@@ -15,13 +15,13 @@ from lockstep.config.pages import INHERITED
 from lockstep.errors import UserError
 from lockstep.project import project
 
-OF_HYDRA = ("base",)  # it stays inherited, so that a project gets the keys of a newer Lockstep
+NOT_COPIED = ("base",)  # it stays inherited, so that a project gets the keys of a newer Lockstep
 
 
 def names() -> list[str]:
     """Return the names of the pages that can be copied, with their groups."""
     files = (file.relative_to(INHERITED).with_suffix("").as_posix() for file in INHERITED.rglob("*.yaml"))
-    return sorted(name for name in files if name not in OF_HYDRA and not name.startswith(("primary/", "program/")))
+    return sorted(name for name in files if name not in NOT_COPIED and not name.startswith(("primary/", "program/")))
 
 
 def main(words: list[str]) -> int:
