@@ -28,7 +28,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.metrics import Known, direction_of_name, directions_of_module, known_of_model, with_mode
-from lockstep.data import DataModule, Splits
+from lockstep.data import ImageDataModule, Splits
 from lockstep.data.datasets import TASKS, fetch
 from lockstep.data.labels import first_label, label_checks
 from lockstep.errors import UserError
@@ -175,14 +175,14 @@ def sample_images(splits: Splits) -> Any:
     return x.float() if numbers else x
 
 
-def make_data(config: Config, splits: Splits) -> DataModule:
-    """Return the DataModule of this worker."""
+def make_data(config: Config, splits: Splits) -> ImageDataModule:
+    """Return the ImageDataModule of this worker."""
     # In a staged layout each process has a part of one network, so all processes get the same pieces.
     rank = environment().rank if config.layout.replicas > 1 else 0
     assignment = Assignment(config.layout)
     for extra in config.extras.values():
         assignment = extra.wrap_assignment(assignment)
-    return DataModule(
+    return ImageDataModule(
         splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, config.trains, assignment
     )
 

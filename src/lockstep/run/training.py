@@ -26,7 +26,7 @@ from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, loa
 from lockstep.checkpoint.weights import load_initial_weights
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
-from lockstep.data import DataModule, Splits
+from lockstep.data import ImageDataModule, Splits
 from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.launch.environment import environment
 from lockstep.launch.failures import is_lost_rank, place_of
@@ -150,7 +150,7 @@ def _notes(config: Config, splits: Splits, module: pl.LightningModule, checkpoin
     return notes
 
 
-def _test_best(trainer: Any, module: pl.LightningModule, data: DataModule) -> None:
+def _test_best(trainer: Any, module: pl.LightningModule, data: ImageDataModule) -> None:
     """Test the weights of the best checkpoint, or those that training has ended with if there is none."""
     paths = [str(path) for callback in trainer.callbacks if (path := getattr(callback, "best_path", None))]
     best = broadcast_from_rank_zero(paths[0] if paths else None)  # other ranks may not see the file
