@@ -128,7 +128,7 @@ def test_pretrained_weights_are_not_requested_where_a_checkpoint_brings_them(mon
     assert calls == ["downloaded"] * 2
 
 
-class WeightsOfItsOwn(ImageClassifier):
+class SameOptionName(ImageClassifier):
     """A module with an option of the same name as one that loads weights elsewhere."""
 
     def __init__(self, *, image_size: int, num_classes: int, weights: str | None = None, **options: Any) -> None:
@@ -141,10 +141,10 @@ def test_an_option_keeps_its_value_where_a_checkpoint_is_loaded(monkeypatch: pyt
     """Only a module knows which of its options load weights."""
     config = check(dict(compose("data=synthetic", "data.samples=20")))
     splits = open_data(config.data, config.data_dir)
-    model = {"_target_": f"{__name__}.WeightsOfItsOwn", "name": "own", "weights": "balanced"}
+    model = {"_target_": f"{__name__}.SameOptionName", "name": "own", "weights": "balanced"}
     config = replace(config, model=model, resume="last.ckpt")
     module: Any = make_module(config, splits)
     assert module.weights == "balanced"
-    monkeypatch.setattr(WeightsOfItsOwn, "without_pretrained", {"weights": None}, raising=False)
+    monkeypatch.setattr(SameOptionName, "without_pretrained", {"weights": None}, raising=False)
     module = make_module(config, splits)
     assert module.weights is None
