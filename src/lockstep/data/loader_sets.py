@@ -63,7 +63,7 @@ class LoaderSet:
     Attributes:
         dataset: the map-style data set, with the loader's `collate_fn`.
         weights: the weights by which it draws samples, float64 [n]; None: each sample once.
-        batch_size: samples of a batch.
+        batch_size: samples of a batch; None: unknown.
         num_workers: loader processes.
         shuffle: whether each epoch has another order.
         drop_last: whether a short last batch is left out.
@@ -71,7 +71,7 @@ class LoaderSet:
 
     dataset: Any
     weights: Weights | None
-    batch_size: int
+    batch_size: int | None
     num_workers: int
     shuffle: bool
     drop_last: bool
