@@ -1,11 +1,12 @@
-"""Lockstep in one file: one step of 64 samples in 6 pieces, on any layout, to the same bits.
+"""Lockstep in one file: one step of 60 samples in 6 pieces, on any layout, to the same bits.
 
     python examples/one_file.py                                    # one device, 6 pieces one after the other
     python examples/one_file.py --strategy dp --devices 2          # one process, two devices
     python examples/one_file.py --devices 3                        # three processes
     torchrun --nproc-per-node=2 examples/one_file.py               # two, started by torchrun
 
-All print the same SHA-256 of the weights. Another `--seed` prints another one.
+All print the same SHA-256 of the weights; another `--seed` prints another one. Kill one of them, and start another one
+with `--resume` in the same folder: it continues from the last epoch, to the same SHA-256.
 """
 
 import argparse
@@ -44,8 +45,9 @@ def train(options: dict) -> str:
     samples = TensorDataset(x, (x[:, :3] + 0.5 * x[:, 3:6]).argmax(1))
     module = Net()
     data = lockstep.DataModule(train=samples, val=samples)
-    trainer = lockstep.Trainer(batch_size=60, pieces=6, exact=True, max_epochs=3, accelerator="cpu", logger=False, **options)
-    trainer.fit(module, data, ckpt_path="last")
+    resume = options.pop("resume")
+    trainer = lockstep.Trainer(batch_size=60, pieces=6, exact=True, max_epochs=3, accelerator="cpu", **options)
+    trainer.fit(module, data, ckpt_path="last" if resume else None)
     return lockstep.weights_sha256(module.state_dict())
 
 
@@ -54,6 +56,7 @@ if __name__ == "__main__":
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
     options = vars(parser.parse_args())
     workers = 1 if options["strategy"] == "dp" else options["devices"]
     print(lockstep.launch(train, options, devices=workers))

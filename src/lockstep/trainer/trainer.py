@@ -2,7 +2,6 @@
 
 import atexit
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
-from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout, resolve
+from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import Checkpoint, DummyBatchOnEmptyRank, EvaluationSeed, Preemption, ReplicaConsistencyCheck
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint import io as checkpoint_io
@@ -29,8 +28,8 @@ from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable
 from lockstep.data.datasets import fingerprint
 from lockstep.errors import UserError
-from lockstep.launch.environment import devices_of_engine, environment, external_workers, refuse_unknown_rank
-from lockstep.launch.machine import choose_devices
+from lockstep.launch.environment import external_workers, refuse_unknown_rank
+from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
 from lockstep.launch.rendezvous import join_external, leave_group
 from lockstep.step.finite import FiniteGradientCheck
@@ -38,9 +37,20 @@ from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
-from lockstep.strategies import DDP, DP, Auto, Strategy
+from lockstep.strategies import Strategy
 from lockstep.text import plural
 from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
+from lockstep.trainer.options import (
+    PRECISIONS,
+    check_numbers,
+    check_pairs,
+    check_values,
+    check_weights_only,
+    checked_options,
+    chosen_devices,
+    chosen_strategy,
+    set_up_process,
+)
 from lockstep.trainer.parts import (
     OneOptimizerCheck,
     callbacks_of,
@@ -51,18 +61,6 @@ from lockstep.trainer.parts import (
     refuse_hooks,
 )
 
-STRATEGIES = {"auto": Auto, "ddp": DDP, "dp": DP}
-ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
-PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
-# Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
-REFUSED_OPTIONS = {
-    "plugins": (None, "Lockstep has its own: leave it out"),
-    "overfit_batches": (0.0, "give a torch.utils.data.Subset as the training set"),
-    "limit_train_batches": (None, "it would leave out samples of each epoch: use max_steps"),
-    "reload_dataloaders_every_n_epochs": (0, "the training set must stay, since the order of its samples follows it"),
-    "barebones": (False, "leave it out"),
-    "model_registry": (None, "leave it out"),
-}
 REMEDIES = {
     BatchSizeFinder: "give more pieces, which need less memory at a time",
     GradientAccumulationScheduler: "use Trainer(accumulate_grad_batches=...) or pieces=...",
@@ -70,16 +68,6 @@ REMEDIES = {
 }
 UNCHANGED = ("batch_size", "samples", "drop_last", "weighted")  # what a run counts its steps by
 SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a Trainer with which a strategy may conflict; see `lockstep.strategies.RunSettings`."""
-
-    layout: Layout
-    precision: str
-    compile: bool = False
-    elastic: bool = False
 
 
 class Trainer(StepTrainer):
@@ -131,7 +119,7 @@ class Trainer(StepTrainer):
         default_root_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        _check_numbers(
+        check_numbers(
             devices=devices,
             num_nodes=num_nodes,
             batch_size=batch_size,
@@ -139,18 +127,14 @@ class Trainer(StepTrainer):
             accumulate_grad_batches=accumulate_grad_batches,
             checkpoint_every=checkpoint_every,
         )
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-            raise UserError(f"Trainer(seed={seed!r}): must be a whole number from 0 to 2**32 - 1")
-        if exact not in (True, False, portable.PORTABLE):
-            raise UserError(f"Trainer(exact={exact!r}): must be True, False or 'portable'")
-        if nonfinite not in ("stop", "skip"):
-            raise UserError(f"Trainer(nonfinite={nonfinite!r}): must be 'stop' or 'skip'")
-        options = _checked_options(options, exact)
-        kind = _strategy(strategy, bool(options.pop("sync_batchnorm", False)))
+        check_values(seed, exact, nonfinite)
+        options = checked_options(options, exact)
+        kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
         self.seed, self.batch_size = seed, batch_size
+        hide_harmless_warnings()
         self._join()
         self._layout_options = {
-            **_devices(kind, devices, num_nodes, accelerator),
+            **chosen_devices(kind, devices, num_nodes, accelerator),
             "pieces": pieces,
             "accumulate_grad_batches": accumulate_grad_batches,
             "exact": exact,
@@ -158,7 +142,7 @@ class Trainer(StepTrainer):
         }
         layout = self._layout(batch_size)
         precision = PRECISIONS.get(precision, precision)
-        _check_pairs(kind, layout, precision, options)
+        check_pairs(kind, layout, precision, options)
         portable.set_up_worker(exact)
         set_up_process(layout)
 
@@ -226,7 +210,7 @@ class Trainer(StepTrainer):
         Raises:
             UserError: the module or the data can't be used, or the checkpoint does not fit.
         """
-        _check_weights_only(weights_only)
+        check_weights_only(weights_only)
         self._check_module(model)
         data = self._prepared_data("fit", train_dataloaders, val_dataloaders, datamodule)
         path = self._checkpoint_path("fit", ckpt_path)
@@ -441,7 +425,7 @@ class Trainer(StepTrainer):
         **options: Any,
     ) -> Any:
         """Run `validate`, `test` or `predict`."""
-        _check_weights_only(weights_only)
+        check_weights_only(weights_only)
         if model is None and self.lightning_module is None:
             raise UserError(f"trainer.{stage} needs a module: give one")
         data = self._prepared_data(stage, loaders, None, datamodule)
@@ -451,121 +435,6 @@ class Trainer(StepTrainer):
         path = self._checkpoint_path(stage, ckpt_path)
         method = getattr(super(), stage)
         return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
-
-
-def _check_numbers(**numbers: Any) -> None:
-    """Refuse numbers that are neither None nor whole and above 0; `devices` may be `auto`."""
-    for name, value in numbers.items():
-        if value is None or (name == "devices" and value in ("auto", -1, "-1")):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"Trainer({name}={value!r}): must be a whole number above 0")
-
-
-def _checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any]:
-    """Return the options for Lightning's Trainer. Refuse those that can't work with steps in pieces."""
-    options = dict(options)
-    options.pop("use_distributed_sampler", None)  # every process gets its samples by the order
-    for name, (default, remedy) in REFUSED_OPTIONS.items():
-        value = options.pop(name, default)
-        if value not in (default, None, []) and not (name == "limit_train_batches" and value == 1.0):
-            raise UserError(f"Trainer({name}={value!r}) can't be used: {remedy}")
-    if exact and options.get("deterministic", True) not in (True, None):
-        raise UserError(f"Trainer(deterministic={options['deterministic']!r}) and exact=True don't go together")
-    if exact and options.get("benchmark"):
-        raise UserError(
-            "Trainer(benchmark=True) and exact=True don't go together: it may choose other kernels each time"
-        )
-    if options.get("deterministic", True) is None:
-        del options["deterministic"]
-    return options
-
-
-def _strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
-    """Return the strategy that a user has named."""
-    if isinstance(strategy, Strategy):
-        chosen = strategy
-    elif strategy in ("auto", "ddp", "dp"):
-        chosen = STRATEGIES[strategy]()
-    else:
-        shown = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
-        raise UserError(f"Trainer(strategy={shown}): must be 'auto', 'ddp', 'dp' or one of lockstep.strategies")
-    if sync_batchnorm and not isinstance(chosen, DDP):
-        raise UserError("Trainer(sync_batchnorm=True) needs strategy='ddp'")
-    if sync_batchnorm:
-        chosen = DDP(chosen.shares or None, True, "none" if chosen.compression == "none" else chosen.compression)  # type: ignore[arg-type]
-    return chosen
-
-
-def _devices(strategy: Strategy, devices: int | str | None, num_nodes: int | None, accelerator: Any) -> dict[str, Any]:
-    """Return those options of `resolve` that follow from the devices.
-
-    Raises:
-        UserError: this process is alone, and the strategy needs more workers; or the numbers do not fit.
-    """
-    if accelerator not in ACCELERATORS:
-        raise UserError(f"Trainer(accelerator={accelerator!r}): must be one of {', '.join(ACCELERATORS)}")
-    workers, several = external_workers(), f"{environment().started_by} has started several workers"
-    one_process = isinstance(strategy, DP)
-    if one_process and workers > 1:
-        raise UserError(f"Trainer(strategy='dp') runs in one process, but {several}: use strategy='ddp'")
-    chosen: dict[str, Any] = {"devices": devices, "num_nodes": num_nodes}
-    if workers > 1 or (workers and not one_process):
-        chosen |= devices_of_engine({name: value for name, value in chosen.items() if value is not None})
-    if chosen["num_nodes"] not in (None, 1) and not workers:
-        raise UserError(
-            f"Trainer(num_nodes={num_nodes}): on several machines torchrun, SLURM or MPI must start the workers: use "
-            f"torchrun --nnodes={num_nodes} --nproc-per-node={devices or 1}"
-        )
-    wanted: Any = "auto" if chosen["devices"] in ("auto", -1, "-1") else chosen["devices"] or 1
-    kind, number = choose_devices(ACCELERATORS[accelerator], wanted)
-    nodes = chosen["num_nodes"] or 1
-    name = strategy.layout_name(number * nodes)
-    if number * nodes == 1 and isinstance(strategy, DDP):
-        name = "single"  # one process needs no group
-    if name == "ddp" and not workers:
-        raise UserError(
-            f"Trainer(devices={number}, strategy='ddp'): this process is alone: call lockstep.launch(function, "
-            f"devices={number}), where the function makes the Trainer, or start it by torchrun "
-            f"--nproc-per-node={number}"
-        )
-    return {"strategy": name, "accelerator": kind, "devices": number, "num_nodes": nodes}
-
-
-def _check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dict[str, Any]) -> None:
-    """Refuse settings that can't be combined."""
-    exact = bool(layout.exact)
-    if exact and precision not in EXACT_PRECISIONS:
-        raise UserError(
-            f"Trainer(precision={precision!r}) with exact=True: exact needs one of {', '.join(EXACT_PRECISIONS)}"
-        )
-    if layout.exact == portable.PORTABLE and (precision != "32-true" or layout.accelerator != "cpu"):
-        raise UserError("Trainer(exact='portable') needs accelerator='cpu' and precision='32-true'")
-    if isinstance(precision, str) and precision.startswith("16-") and layout.accelerator == "cpu":
-        raise UserError(f"Trainer(precision={precision!r}): fp16 needs a GPU: use 'bf16-mixed' or '32-true'")
-    if options.get("gradient_clip_algorithm") is not None and options.get("gradient_clip_val") is None:
-        raise UserError("Trainer(gradient_clip_algorithm=...) without gradient_clip_val clips nothing: give both")
-    if layout.shares and len(layout.shares) != layout.num_devices:
-        raise UserError(f"strategy: shares={list(layout.shares)}: must be {layout.num_devices} numbers, one per device")
-    for one, other, why in strategy.conflicts(Settings(layout, str(precision))):
-        raise UserError(f"{one} and {other} don't go together: {why}")
-
-
-def _check_weights_only(weights_only: bool | None) -> None:
-    if weights_only is False:
-        raise UserError("weights_only=False: a checkpoint is always loaded as plain data and tensors: leave it out")
-
-
-def set_up_process(layout: Layout) -> None:
-    """Set what the bits of a step depend on in this process: subnormal numbers, and under `exact` the threads.
-
-    The order of sums depends on the number of threads, so under `exact` it must not depend on the layout.
-    """
-    torch.set_flush_denormal(True)
-    if layout.exact:
-        torch.set_num_threads(1)
-    if layout.has_process_group:
-        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # otherwise Lightning's ddp sets its own number
 
 
 def _single_value_message(data: OwnedData) -> str:
