@@ -108,7 +108,7 @@ class UserData:
             sets = {
                 part: set_of_loader(
                     self.loaders.get(method),
-                    f"data: what {stage} got as {method}",
+                    f"data: the {method} of trainer.{stage}",
                     method == "train_dataloader",
                     "a WeightedRandomSampler",
                 )

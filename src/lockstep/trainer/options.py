@@ -1,9 +1,12 @@
 """The options of a `lockstep.Trainer`: they are checked before anything starts."""
 
+import difflib
+import inspect
 import os
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
@@ -17,6 +20,7 @@ STRATEGIES = {"auto": Auto, "ddp": DDP, "dp": DP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
 # Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
+OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
 REFUSED_OPTIONS = {
     "plugins": (None, "Lockstep has its own: leave it out"),
     "overfit_batches": (0.0, "give a torch.utils.data.Subset as the training set"),
@@ -59,6 +63,10 @@ def check_values(seed: Any, exact: Any, nonfinite: Any) -> None:
 def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any]:
     """Return the options for Lightning's Trainer. Refuse those that can't work with steps in pieces."""
     options = dict(options)
+    known = inspect.signature(pl.Trainer.__init__).parameters
+    if unknown := [name for name in options if name not in known]:
+        near = difflib.get_close_matches(unknown[0], [*known, *OURS], n=1)
+        raise UserError(f"Trainer({unknown[0]}=...): there is no such option{f': use {near[0]}' if near else ''}")
     options.pop("use_distributed_sampler", None)  # every process gets its samples by the order
     for name, (default, remedy) in REFUSED_OPTIONS.items():
         value = options.pop(name, default)

@@ -37,7 +37,7 @@ from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
-from lockstep.strategies import Strategy
+from lockstep.strategies import Auto, Strategy
 from lockstep.text import plural
 from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
 from lockstep.trainer.options import (
@@ -141,6 +141,8 @@ class Trainer(StepTrainer):
             "shares": kind.shares,
         }
         layout = self._layout(batch_size)
+        if layout.strategy == "single":
+            kind = Auto()  # ddp on one device needs no process group
         precision = PRECISIONS.get(precision, precision)
         check_pairs(kind, layout, precision, options)
         portable.set_up_worker(exact)
