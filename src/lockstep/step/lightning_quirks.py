@@ -302,9 +302,10 @@ class StepEpochLoop(_TrainingEpochLoop):
     def no_longer_restarting(self) -> None:
         """Clear the restart flag after the first step of a resumed run.
 
-        Otherwise schedules that follow a metric are not updated at the end of this epoch.
+        Otherwise schedules that follow a metric are not updated at the end of this epoch. This loop's own flag is
+        cleared before, if the run continued in a validation.
         """
-        if self.restarting:
+        if self.trainer.fit_loop._restarting:
             self.trainer.fit_loop._restarting = False
 
     def resumes_in_validation(self, data_fetcher: Any) -> bool:

@@ -3,11 +3,14 @@
 import difflib
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
 from lockstep.config import portable
@@ -151,6 +154,15 @@ def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dic
         raise UserError(f"strategy: shares={list(layout.shares)}: must be {layout.num_devices} numbers, one per device")
     for one, other, why in strategy.conflicts(Settings(layout, str(precision))):
         raise UserError(f"{one} and {other} don't go together: {why}")
+
+
+@contextmanager
+def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Inside the `with` block, turn Lightning's errors about bad input, and those of `kinds`, into UserErrors."""
+    try:
+        yield
+    except (MisconfigurationException, *kinds) as error:
+        raise UserError(" ".join(str(error).split())) from error
 
 
 def check_weights_only(weights_only: bool | None) -> None:

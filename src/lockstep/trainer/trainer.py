@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 
@@ -49,6 +50,7 @@ from lockstep.trainer.options import (
     checked_options,
     chosen_devices,
     chosen_strategy,
+    one_line_errors,
     set_up_process,
 )
 from lockstep.trainer.parts import (
@@ -60,6 +62,7 @@ from lockstep.trainer.parts import (
     refuse_callback,
     refuse_hooks,
 )
+from lockstep.trainer.saves import SaveAfterStep
 
 REMEDIES = {
     BatchSizeFinder: "give more pieces, which need less memory at a time",
@@ -99,6 +102,7 @@ class Trainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
+    _saves: SaveAfterStep | None
 
     def __init__(
         self,
@@ -157,10 +161,11 @@ class Trainer(StepTrainer):
         # With a ModelCheckpoint that saves the last one, `last` means its file.
         saves_last = any(isinstance(each, ModelCheckpoint) and each.save_last for each in user_callbacks)
         ours: list[pl.Callback] = []
-        self._preemption = Preemption(root)
+        self._preemption, self._saves = Preemption(root), None
         if options.get("enable_checkpointing") is not False and not options.get("fast_dev_run"):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
-            ours.append(self._preemption)
+            self._saves = SaveAfterStep(super().save_checkpoint)
+            ours += [self._preemption, self._saves]
         if "num_sanity_val_steps" not in options:
             options["num_sanity_val_steps"] = 0
             named = {f"{type(each).__name__}": each for each in user_callbacks}
@@ -173,20 +178,21 @@ class Trainer(StepTrainer):
             FirstStepCheck(compiled=False),
             FiniteGradientCheck(nonfinite, one_step_later=layout.accelerator == "gpu", can_skip=True, compiled=False),
         ]
-        super().__init__(
-            make_gradient_sum(kind, layout),
-            hooks,
-            seed,
-            precision=precision,
-            callbacks=[
-                *(EvaluationSeed(), DummyBatchOnEmptyRank(), ReplicaConsistencyCheck(), OneOptimizerCheck()),
-                *user_callbacks,
-                *ours,
-            ],
-            plugins=[self._checkpoint_io],
-            default_root_dir=root,
-            **(device_options(layout) | options),
-        )
+        with one_line_errors(ValueError, TypeError):
+            super().__init__(
+                make_gradient_sum(kind, layout),
+                hooks,
+                seed,
+                precision=precision,
+                callbacks=[
+                    *(EvaluationSeed(), DummyBatchOnEmptyRank(), ReplicaConsistencyCheck(), OneOptimizerCheck()),
+                    *user_callbacks,
+                    *ours,
+                ],
+                plugins=[self._checkpoint_io],
+                default_root_dir=root,
+                **(device_options(layout) | options),
+            )
 
     # --- Lightning's methods ---
 
@@ -228,7 +234,7 @@ class Trainer(StepTrainer):
         self.callbacks = [*self._of_fit, *kept]
         rank_zero_info(data.layout.describe())
         try:
-            with names.recording():
+            with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
         except ValueError as error:
             if SINGLE_VALUE_TEXT in str(error):
@@ -275,9 +281,19 @@ class Trainer(StepTrainer):
         return self._evaluate("predict", model, dataloaders, datamodule, ckpt_path, weights_only, **options)
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
-        """Save a checkpoint; see Lightning's method. Between two fits, the file is complete on return."""
+        """Save a checkpoint; see Lightning's method.
+
+        Inside a step it is saved when the step is complete; outside of `fit`, the file is complete on return.
+        """
+        fits = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.RUNNING
+        ours = Path(filepath) == self._last
+        if fits and not ours and self._saves and self._saves.add(self, filepath, weights_only, storage_options):
+            return
+        if fits and ours:  # saved by our callbacks, which wait for the end of a step
+            loop: Any = self.fit_loop.epoch_loop
+            loop.follow_metrics()
         super().save_checkpoint(filepath, weights_only, storage_options)
-        if not self.training:
+        if not fits:
             self._checkpoint_io.wait()
 
     # --- parts ---
@@ -436,7 +452,8 @@ class Trainer(StepTrainer):
             ckpt_path = "best"
         path = self._checkpoint_path(stage, ckpt_path)
         method = getattr(super(), stage)
-        return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
+        with one_line_errors():
+            return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
 
 
 def _single_value_message(data: OwnedData) -> str:
