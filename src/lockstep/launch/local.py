@@ -17,6 +17,7 @@ from lockstep.launch.failures import is_lost_rank, user_code_location
 from lockstep.launch.machine import choose_devices, cores_per_worker
 from lockstep.launch.parent import launch as launch_workers
 from lockstep.launch.parent import start_method
+from lockstep.launch.process_group import gather_objects
 
 TRIAL_SECONDS = 2.0  # how long a fork may take to compute in parallel
 
@@ -87,6 +88,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], threads: int | No
     if threads is not None:
         torch.set_num_threads(threads)
         tempfile.tempdir = environment().scratch or None  # the parent removes this folder at its end
+        gather_objects(None)  # a function that ends at once would close connections that others are still opening
     try:
         return function(*args)
     except Exception as error:

@@ -159,9 +159,10 @@ def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dic
 @contextmanager
 def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Inside the `with` block, turn Lightning's errors about bad input, and those of `kinds`, into UserErrors."""
+    bad_input: tuple[type[Exception], ...] = (MisconfigurationException, *kinds)
     try:
         yield
-    except (MisconfigurationException, *kinds) as error:
+    except bad_input as error:
         raise UserError(" ".join(str(error).split())) from error
 
 

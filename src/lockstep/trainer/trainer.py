@@ -145,10 +145,10 @@ class Trainer(StepTrainer):
             "shares": kind.shares,
         }
         layout = self._layout(batch_size)
-        if layout.strategy == "single":
-            kind = Auto()  # ddp on one device needs no process group
         precision = PRECISIONS.get(precision, precision)
         check_pairs(kind, layout, precision, options)
+        if layout.strategy == "single":
+            kind = Auto()  # ddp on one device needs no process group
         portable.set_up_worker(exact)
         set_up_process(layout)
 
@@ -168,7 +168,7 @@ class Trainer(StepTrainer):
             ours += [self._preemption, self._saves]
         if "num_sanity_val_steps" not in options:
             options["num_sanity_val_steps"] = 0
-            named = {f"{type(each).__name__}": each for each in user_callbacks}
+            named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
         self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=600.0)
         self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
@@ -226,6 +226,7 @@ class Trainer(StepTrainer):
         if path is not None:
             content = checkpoint_io.load(path, broadcast=True)
             self._check_fits(path, content, model, record["trainer"])
+            self._check_length(path, content["global_step"], data.order.steps_per_epoch)
             self._checkpoint_io.expect(content)
             del content  # free the memory once it is restored
         names = ParameterNameCheck(model)
@@ -431,6 +432,18 @@ class Trainer(StepTrainer):
         if module.strict_loading and not overrides_method(module, "on_load_checkpoint", pl.LightningModule):
             remedy = "give the module that it was saved from, or leave ckpt_path out"
             checkpoint_io.check_same_shapes(path, content["state_dict"], module.state_dict(), remedy)
+
+    def _check_length(self, path: str, steps: int, steps_per_epoch: int) -> None:
+        """Check that a run is not shorter than it was when a checkpoint was saved."""
+        limits = {f"max_steps={self.max_steps}": self.max_steps}
+        if self.max_epochs is not None:
+            limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * steps_per_epoch
+        for name, limit in limits.items():
+            if 0 <= limit < steps:
+                raise UserError(
+                    f"{name} ends the run after step {limit}, but {path} was saved after step {steps}: give a larger "
+                    "limit"
+                )
 
     def _evaluate(
         self,
