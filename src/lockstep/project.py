@@ -1,11 +1,14 @@
 """The project whose programs run: the folder that a user owns, with `conf/`, `src/` and `outputs/`."""
 
+import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 
@@ -37,6 +40,14 @@ class Project:
         """The program that trains."""
         return self.source / "train.py"
 
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function `name(job)` of the program `src/<name>.py`.
+
+        Raises:
+            UserError: the program has none.
+        """
+        return _function(self.source / f"{name}.py")
+
 
 def use_project_of(path: Path | str) -> None:
     """Make the project of a file or folder the one of this process and of the processes that it starts.
@@ -62,6 +73,19 @@ def project() -> Project:
         return Project(Path(root))
     installed = [Path(folder).parent for folder in sys.path if Path(folder).name == "src"]
     return Project(_find(Path.cwd(), installed))
+
+
+@cache
+def _function(program: Path) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location(f"_{program.stem}_program", program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Any = getattr(module, program.stem, None)
+    if not inspect.isfunction(function) or list(inspect.signature(function).parameters) != ["job"]:
+        raise UserError(f"{program}: it must define {program.stem}(job), as docs/use/own-project.md shows")
+    return function
 
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
