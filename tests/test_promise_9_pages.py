@@ -125,7 +125,7 @@ def test_old_names_lead_to_classes_of_the_library_only(home: Path) -> None:
 def test_init_from_reads_weights_and_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source").write_text("evil")
-    config = {group: EVIL for group in ("model", *GROUPS, "callbacks", "extras", "logger", "debug")}
+    config = dict.fromkeys(("model", *GROUPS, "callbacks", "extras", "logger", "debug"), EVIL)
     weights = {"weight": torch.full((2, 2), 2.0)}
     content = {"state_dict": weights, "lockstep": {"config": config, "spec": EVIL}, "hyper_parameters": EVIL}
     torch.save(content, tmp_path / "evil.ckpt")

@@ -94,8 +94,7 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
     recorded = about.get("config")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("strategy"), dict):
         raise UserError(f"{path}: its record of the run has no config: it was changed")
-    # A ledger records none of the others, nor callbacks that do not change the weights. Some of them write to where their
-    # options say.
+    # A ledger records no other keys, and no callbacks that leave the weights as they are. They could write anywhere.
     decisive_keys = {key: value for key, value in recorded.items() if key not in NOT_DECISIVE}
     for group, value in decisive_keys.items():
         if group != "strategy":  # it is this command's
