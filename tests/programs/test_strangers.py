@@ -1,5 +1,5 @@
-"""Promise 9, both layers of the config: a stranger's run can name what the project's pages and the package's name, and
-no folder that the run brings, names or stands in adds pages."""
+"""What a stranger's run may name: what the pages of the project and of the package name. No folder that the run brings,
+names or stands in adds pages. More of promise 9: tests/test_promise_9_*."""
 
 import copy
 import json
