@@ -4,6 +4,8 @@ older/<version>.json has the files of conf/, src/ and tests/ of a project `dogs`
 wrote them. No change of the library may need a change of them, but for a new major version.
 """
 
+import ast
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -58,9 +60,12 @@ def test_its_pages_compose_and_are_accepted(dogs: Path) -> None:
     for group in ("model", "data", "strategy"):
         for file in (dogs / "conf" / group).glob("*.yaml"):
             checked(f"{group}={file.stem}", "devices=1" if file.stem == "auto" else "devices=2", "pieces=4")
-    checked("model=fast_cnn", "data=synthetic", "optimizer=adamw", "scheduler=cosine", "callbacks=ema", "extras=[ledger]")
+    checked(
+        "model=fast_cnn", "data=synthetic", "optimizer=adamw", "scheduler=cosine", "callbacks=ema", "extras=[ledger]"
+    )
 
 
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 def test_what_today_lacks_is_seen(dogs: Path) -> None:
     """The control: of a page, of a key, of a class, and of the line that names the inherited pages."""
     page = dogs / "conf" / "train.yaml"
@@ -79,6 +84,33 @@ def test_what_today_lacks_is_seen(dogs: Path) -> None:
     net.write_text(net.read_text().replace("from lockstep.vision", "from lockstep.gone"))
     with pytest.raises(UserError, match=r"dogs\.models imports lockstep\.gone|there is no module"):
         checked()
+
+
+def missing(source: Path) -> list[str]:
+    """Return what the files of a project import of the library, and is not there."""
+    statements = [each for file in source.rglob("*.py") for each in ast.walk(ast.parse(file.read_text()))]
+    named = [
+        f"{each.module}:{alias.name}"
+        for each in statements
+        if isinstance(each, ast.ImportFrom) and each.module and each.module.startswith("lockstep")
+        for alias in each.names
+    ]
+    assert named
+    return [each for each in named if not _exists(*each.split(":"))]
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_what_its_files_import_is_there(dogs: Path) -> None:
+    """Its programs import more than the public names."""
+    assert missing(dogs / "src") == []
+    (dogs / "src" / "mine.py").write_text("from lockstep.run.cli import gone\nfrom lockstep.gone import cli\n")
+    assert missing(dogs / "src") == ["lockstep.run.cli:gone", "lockstep.gone:cli"]
 
 
 def test_it_trains_to_the_bits_of_a_new_project(dogs: Path, run_train: Program) -> None:
