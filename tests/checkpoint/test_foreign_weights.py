@@ -7,7 +7,7 @@ import io
 import pathlib
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,13 +244,17 @@ def test_safetensors_are_known_by_their_content(tmp_path: Path) -> None:
 class Frozen(nn.Module):
     """A frozen part with a norm, one without parameters and own buffers, and a head that is trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen_parameters: Sequence[str] = ()) -> None:
         super().__init__()
+        self.frozen_parameters = frozen_parameters
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False))
         self.body.register_buffer("center", torch.zeros(4))
         self.body.register_buffer("scratch", torch.zeros(4), persistent=False)
         self.head = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
         self.body.requires_grad_(False)
+
+
+BODY = [name for name, _ in Frozen().named_parameters() if name.startswith("body.")]
 
 
 def missing(path: Path, *names: str) -> list[str]:
@@ -260,23 +264,24 @@ def missing(path: Path, *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["body.1.running_mean", "body.1.running_var", "body.2.running_var", "body.center"])
-@pytest.mark.parametrize("freeze", [["body.*"], []])
-def test_buffers_of_frozen_layers_must_be_in_the_file(tmp_path: Path, name: str, freeze: list[str]) -> None:
+@pytest.mark.parametrize("by_option", [True, False])
+def test_buffers_of_frozen_layers_must_be_in_the_file(tmp_path: Path, name: str, by_option: bool) -> None:
+    freeze = BODY if by_option else []
     not_loaded = missing(tmp_path / "a.pth", name)
     with pytest.raises(UserError, match=f"^init_from=a: has no {name}, which frozen layers compute with: give"):
-        refuse_frozen_unloaded("init_from=a", Frozen(), not_loaded, freeze)
-    refuse_frozen_unloaded("init_from=a", Frozen(), not_loaded, freeze, ["body.*"])  # trained later
-    trained = Frozen()
+        refuse_frozen_unloaded("init_from=a", Frozen(freeze), not_loaded)
+    refuse_frozen_unloaded("init_from=a", Frozen(freeze), not_loaded, [types.SimpleNamespace(trains_later=["body.*"])])
+    trained = Frozen(freeze)
     trained.body.requires_grad_(True)
-    refuse_frozen_unloaded("init_from=a", trained, not_loaded, freeze)
+    refuse_frozen_unloaded("init_from=a", trained, not_loaded)
 
 
 def test_buffers_that_no_frozen_layer_needs_may_be_missing(tmp_path: Path) -> None:
     counters = [name for name in Frozen().state_dict() if name.endswith("num_batches_tracked")]
     head = [name for name in Frozen().state_dict() if name.startswith("head.1.running")]
-    refuse_frozen_unloaded("init_from=a", Frozen(), missing(tmp_path / "a.pth", *counters, *head), ["body.*"])
+    refuse_frozen_unloaded("init_from=a", Frozen(BODY), missing(tmp_path / "a.pth", *counters, *head))
     whole_body = [name for name in Frozen().state_dict() if name.startswith("body.")]
-    refuse_frozen_unloaded("init_from=a", Frozen(), missing(tmp_path / "a.pth", *whole_body), [])  # by its own code
+    refuse_frozen_unloaded("init_from=a", Frozen(), missing(tmp_path / "a.pth", *whole_body))  # by its own code
 
 
 def test_the_file_is_broadcast_by_the_same_road(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ NOT_RUN = (
     (r"lockstep (parity|search|fit-memory|dashboard|proof)", "makes many runs: tests/programs/ run it"),
     (r"(lockstep (export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
     (r".*seed=0,1,2,3,4|lockstep compare .* --by", "60 runs"),
-    (r"lockstep compare .* --why", "tests/lab/test_planted_differences.py runs it"),
+    (r"lockstep compare .* --why", "tests/programs/test_compare_why.py runs it"),
     (r"python src/train.py( -m seed=0,1,2)?$", "trains to its end: the console block of first-run.md does"),
     (r".*(<their checkpoint>|debug=profile)", "has tests of its own"),
 )

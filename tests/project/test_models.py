@@ -15,6 +15,7 @@ from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
+from lockstep.vision.models import ImageClassifier
 
 
 @pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 19, 2), (4, 35, 3)])
@@ -125,3 +126,25 @@ def test_pretrained_weights_are_not_requested_where_a_checkpoint_brings_them(mon
     monkeypatch.setattr(project.models.ResNet18, "strict_loading", False)
     make_module(replace(config, resume="last.ckpt"), splits)  # whose checkpoint may lack weights
     assert calls == ["downloaded"] * 2
+
+
+class SameOptionName(ImageClassifier):
+    """A module with an option of the same name as one that loads weights elsewhere."""
+
+    def __init__(self, *, image_size: int, num_classes: int, weights: str | None = None, **options: Any) -> None:
+        net = nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+        super().__init__(net, image_size=image_size, num_classes=num_classes, **options)
+        self.weights = weights
+
+
+def test_an_option_keeps_its_value_where_a_checkpoint_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a module knows which of its options load weights."""
+    config = check(dict(compose("data=synthetic", "data.samples=20")))
+    splits = open_data(config.data, config.data_dir)
+    model = {"_target_": f"{__name__}.SameOptionName", "name": "own", "weights": "balanced"}
+    config = replace(config, model=model, resume="last.ckpt")
+    module: Any = make_module(config, splits)
+    assert module.weights == "balanced"
+    monkeypatch.setattr(SameOptionName, "without_pretrained", {"weights": None}, raising=False)
+    module = make_module(config, splits)
+    assert module.weights is None

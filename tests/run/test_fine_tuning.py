@@ -21,6 +21,7 @@ from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
 from lockstep.run.report_lines import parameters_text
+from lockstep.vision.parameters import Unfreeze
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
@@ -102,7 +103,7 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
         ),
         (
             ("model.freeze=[net.logits.w*]",),
-            "error: init_from=base: has no net.logits.weight, which are frozen and would stay random: train them too",
+            "error: init_from=base: has no net.logits.weight, which are frozen and would stay random: train them",
         ),
         (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*5.*: 1}"),
@@ -268,13 +269,14 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     parts = f"{total - frozen:,} trained, {frozen:,} frozen, {logits:,} newly initialised"
     assert text == f"{total:,} parameters: {parts}"
     model.net.logits.requires_grad_(False)
-    trains_later = ["net.log*"]
-    weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, ["net.logits.*"], trains_later)
-    weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, [])  # frozen by its own code
+    weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded)  # frozen by its own code
+    model.frozen_parameters = ["net.logits.weight", "net.logits.bias"]
+    unfreeze = Unfreeze({"net.log*": 1})
+    weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, [unfreeze])
     with pytest.raises(
         UserError, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, which are frozen"
     ):
-        weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded, ["net.logits.*"])
+        weights.refuse_frozen_unloaded("init_from=x", model, begun.not_loaded)
 
 
 def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> None:

@@ -238,28 +238,15 @@ def load_initial_weights(config: Config, module: nn.Module) -> LoadedWeights:
         The result; empty for a run without `init_from`, and for one that continues from a checkpoint.
 
     Raises:
-        UserError: as in `load_weights` and `refuse_frozen_unloaded`.
+        UserError: as in `load_weights`.
     """
     if config.resume or not config.init_from:
         return LoadedWeights("", [])
-    loaded = load_weights("init_from", module, config.init_from, broadcast=True)
-    freeze = config.model.get("freeze") or ("*" if config.model.get("train_only") else ())
-    setting = f"init_from={config.init_from}"
-    refuse_frozen_unloaded(setting, module, loaded.not_loaded, freeze, _unfrozen_later(config))
-    return loaded
-
-
-def _unfrozen_later(config: Config) -> list[str]:
-    """Return the patterns of the parameter names that `callbacks.unfreeze` trains from some epoch on."""
-    options = config.callbacks.get("unfreeze")
-    if not options:
-        return []
-    epochs = options.get("epoch")
-    return [str(pattern) for pattern in epochs] if isinstance(epochs, dict) else ["*"]
+    return load_weights("init_from", module, config.init_from, broadcast=True)
 
 
 def refuse_frozen_unloaded(
-    key: str, module: nn.Module, not_loaded: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
+    key: str, module: nn.Module, not_loaded: Iterable[str], callbacks: Iterable[object] = ()
 ) -> None:
     """Refuse frozen parameters, and buffers of frozen layers, that a file has not set: they would stay as they are.
 
@@ -268,21 +255,22 @@ def refuse_frozen_unloaded(
 
     Args:
         key: the setting that names the file, `init_from=...`.
-        module: its frozen parameters have `requires_grad=False`.
+        module: its frozen parameters have `requires_grad=False`, and `frozen_parameters` has the names of those that
+            an option has frozen.
         not_loaded: names of the tensors that the file has not set.
-        freeze: patterns of the names of frozen parameters.
-        unfrozen: patterns of the names that a callback unfreezes later.
+        callbacks: those with `trains_later` unfreeze the parameters whose names match one of these patterns.
 
     Raises:
         UserError: there are such parameters or buffers.
     """
-    new, unfrozen = set(not_loaded), list(unfrozen)
+    new, frozen_by_option = set(not_loaded), set(getattr(module, "frozen_parameters", ()))
+    later = [pattern for callback in callbacks for pattern in getattr(callback, "trains_later", ())]
     unfilled = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
-    unfilled = [name for name in unfilled if _matches(name, freeze) and not _matches(name, unfrozen)]
+    unfilled = [name for name in unfilled if name in frozen_by_option and not _matches(name, later)]
     if unfilled:
         raise UserError(
-            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, which are frozen and would stay random: train them too, "
-            "or give callbacks=unfreeze"
+            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, which are frozen and would stay random: train them, "
+            "from the beginning or from a later epoch on"
         )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -290,9 +278,9 @@ def refuse_frozen_unloaded(
         if name not in new or not buffer.is_floating_point():
             continue
         layer = _parameters_of_layer(name, parameters)
-        if not layer or any(parameters[each].requires_grad or _matches(each, unfrozen) for each in layer):
+        if not layer or any(parameters[each].requires_grad or _matches(each, later) for each in layer):
             continue
-        if all(_matches(each, freeze) for each in layer) or not new.issuperset(layer):
+        if frozen_by_option.issuperset(layer) or not new.issuperset(layer):
             unfilled.append(name)
     if unfilled:
         raise UserError(

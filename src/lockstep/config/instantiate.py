@@ -215,7 +215,7 @@ def targets_in(key: str, value: Any) -> Iterable[tuple[str, str]]:
 def check_target(key: str, target: str) -> None:
     """Refuse a target that is not a dotted path, or whose package is not installed. Nothing is imported."""
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
-        raise UserError(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
+        raise UserError(f"{key}={target}: must be a dotted path such as lockstep.vision.models.ImageClassifier")
     package = target.split(".")[0]
     try:
         module_spec = importlib.util.find_spec(package)

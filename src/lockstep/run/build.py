@@ -64,22 +64,22 @@ REFUSED_HOOKS = {
 # Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
 # They are not passed to a model that takes no such argument.
 KEYS_FOR_CALLBACKS = ("monitor", "mode")
-# Keys of the `model` group that load pretrained weights, each with the value that loads none.
-PRETRAINED = {"pretrained": False, "weights": None}
 
 
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """Return the config's LightningModule, with weights that depend on the seed only.
 
-    A run that loads a checkpoint does not load pretrained weights first, from a file or the network.
+    A run that loads a checkpoint does not load pretrained weights first, from a file or the network, if the module's
+    class says by `without_pretrained` which options do without.
     """
-    without_pretrained = {key: no_weights for key, no_weights in PRETRAINED.items() if config.model.get(key)}
-    skips_pretrained = (config.checkpoint or config.resume) and without_pretrained
-    options = {**config.model, **without_pretrained} if skips_pretrained else config.model
-    module = _module(config, splits, options)
-    if skips_pretrained and not module.strict_loading:  # its checkpoints may lack some of the weights
-        module = _module(config, splits, config.model)
-    return module
+    if config.checkpoint or config.resume:
+        target = locate("model._target_", config.model["_target_"])
+        without = {key: off for key, off in getattr(target, "without_pretrained", {}).items() if config.model.get(key)}
+        if without:
+            module = _module(config, splits, {**config.model, **without})
+            if module.strict_loading:  # otherwise its checkpoints may lack some of the weights
+                return module
+    return _module(config, splits, config.model)
 
 
 def _no_lightning_module(config: Config) -> UserError:

@@ -23,7 +23,7 @@ from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
-from lockstep.checkpoint.weights import load_initial_weights
+from lockstep.checkpoint.weights import load_initial_weights, refuse_frozen_unloaded
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import DataModule, Splits
@@ -78,6 +78,9 @@ def fit_and_test(
     if path:
         check_checkpoint_fits(path, checkpoint, module.state_dict(), config, splits, length.steps)
 
+    chosen = make_callbacks(config, splits, folder, module)
+    refuse_frozen_unloaded(f"init_from={config.init_from}", module, initial.not_loaded, chosen)
+
     notes = [splits.about, initial.message, *_notes(config, splits, module, checkpoint)]
     start_lines = StartLines(config, splits, folder, initial.not_loaded, notes)
     record = provenance.checkpoint_record(config, splits)
@@ -87,7 +90,7 @@ def fit_and_test(
         DummyBatchOnEmptyRank(),
         ReplicaConsistencyCheck(),
         *store_leases(),
-        *make_callbacks(config, splits, folder, module),
+        *chosen,
         ResumeState(record, settings(config, len(splits.train)), length.steps_per_epoch),
         names,
         Preemption(folder),

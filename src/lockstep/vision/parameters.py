@@ -42,6 +42,9 @@ class Freeze(Callback):
         patterns: patterns of their names, `net.layer1.*`.
         train_only: instead of `patterns`: patterns of the names of all other parameters.
 
+    Attributes:
+        names: the names of the parameters that it has frozen.
+
     Raises:
         ValueError: A pattern matches no name, no parameter is left to train or to freeze, or both are given.
     """
@@ -60,9 +63,9 @@ class Freeze(Callback):
             raise ValueError(f"{option}={list(chosen)}: {error}") from None
         if named and len(matched) == len(named):
             raise ValueError(f"{option}={list(chosen)}: no parameter is left to {'freeze' if train_only else 'train'}")
-        for name, parameter in named.items():
-            if chosen and (name in matched) != bool(train_only):
-                parameter.requires_grad_(False)
+        self.names = [name for name in named if chosen and (name in matched) != bool(train_only)]
+        for name in self.names:
+            named[name].requires_grad_(False)
         self.on_train_start(None, module)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -87,6 +90,7 @@ class Unfreeze(BaseFinetuning):
         self.epochs = dict(epoch) if isinstance(epoch, Mapping) else {"*": epoch}
         if not all(type(each) is int and each >= 1 for each in self.epochs.values()):
             raise ValueError(f"epoch={epoch}: must be whole numbers of at least 1")
+        self.trains_later = list(self.epochs)  # see docs/use/own-model.md
         self.patterns: dict[str, str] = {}  # by parameter name: the pattern that matches it
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:

@@ -1,6 +1,6 @@
 """Adapt torchvision's ResNet18 to images of any size, channels and classes."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,6 +27,8 @@ class ResNet18(ImageClassifier):
     Raises:
         ValueError: An option is out of range, the images are too small, or pretrained weights do not fit.
     """
+
+    without_pretrained: ClassVar = {"pretrained": False}  # a run that loads a checkpoint gets this value
 
     def __init__(
         self,

@@ -64,6 +64,7 @@ class ImageClassifier(LightningModule):
         self.label_smoothing = label_smoothing
         self.class_weights = ClassWeights(class_weights, num_classes)
         self.frozen = Freeze(self, freeze, train_only)
+        self.frozen_parameters = self.frozen.names
         self.decay_norms_and_biases = decay_norms_and_biases
         self.scores = Scores(num_classes)
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)

@@ -1,6 +1,6 @@
 """Train a net on several labels per image."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -15,6 +15,7 @@ class MultiLabel(LightningModule):
     """Decides for each label whether an image has it. lockstep/conf/model/multi_label.yaml describes the options."""
 
     task = "multi_label"  # of the data: targets are 0 or 1, float [n, num_classes]
+    without_pretrained: ClassVar = {"pretrained": False}
 
     def __init__(
         self,

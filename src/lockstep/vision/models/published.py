@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class Published(ImageClassifier):
         ValueError: There is no such net, it does not fit the images, or its weights can't be loaded.
         TypeError: `options` has a key that the net does not take.
     """
+
+    without_pretrained: ClassVar = {"pretrained": False, "weights": None}
 
     def __init__(
         self,

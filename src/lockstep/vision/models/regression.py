@@ -1,6 +1,6 @@
 """Train a net on numbers."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -17,6 +17,7 @@ class Regression(LightningModule):
     """
 
     task = "regression"  # of the data: targets are float [n, num_classes]
+    without_pretrained: ClassVar = {"pretrained": False}
 
     def __init__(
         self,

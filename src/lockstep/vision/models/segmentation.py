@@ -1,6 +1,6 @@
 """Train a segmentation net of torchvision."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -18,6 +18,7 @@ class Segmentation(LightningModule):
     """
 
     task = "segmentation"  # of the data: targets are uint8 [n, size, size], 255 where a pixel does not count
+    without_pretrained: ClassVar = {"pretrained": False}
 
     def __init__(self, arch: str, channels: int, num_classes: int, optimizer: Any, scheduler: Any, pretrained: bool):
         super().__init__()
