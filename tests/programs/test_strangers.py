@@ -166,7 +166,8 @@ def put(config: dict[str, Any], place: str) -> None:
     for key in above:
         config[key] = config.get(key) or {}
         config = config[key]
-    config[last] = (config.get(last) if isinstance(config.get(last), dict) else {}) | EVIL
+    before = config.get(last)
+    config[last] = {**(before if isinstance(before, dict) else {}), **EVIL}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -206,7 +207,7 @@ def test_steps_that_are_taken_again_write_no_profile(tmp_path: Path, monkeypatch
     monkeypatch.setattr(training, "launch", launched)
     config = verified(lambda config: config["debug"]["trainer"].update(limit_val_batches=0))
     splits: Any = None
-    assert training.train_from(None, config, splits, tmp_path) == {"limit_val_batches": 0}
+    assert training.train_from(None, config, splits, tmp_path) == {"limit_val_batches": 0, "profiler": None}
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -53,8 +53,7 @@ def train_from(
         UserError, WorkerFailed, Interrupted: see `launch`.
     """
     (folder / "checkpoints").mkdir(parents=True)
-    trainer = {name: value for name, value in config.debug.trainer.items() if name != "profiler"}
-    config = replace(config, debug=replace(config.debug, trainer=trainer))
+    config = replace(config, debug=replace(config.debug, trainer={**config.debug.trainer, "profiler": None}))
     if start is not None:
         shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
     return launch(work, config, data, folder, layout=config.layout, hang_timeout=config.hang_timeout)
