@@ -87,7 +87,7 @@ def test_a_page_elsewhere_allows_nothing(
 
 
 @pytest.mark.parametrize("depth", ["in a list", "in a mapping", "in a target that a page names"])
-def test_a_target_is_found_at_any_depth(home: Path, depth: str) -> None:
+def test_a_target_is_seen_at_any_depth(home: Path, depth: str) -> None:
     config = copy.deepcopy(composed("model=torchvision", "model.arch=resnet18"))
     evaluated(home / "x.ckpt", config)  # the control
     places: dict[str, Any] = {"in a list": [{"a": [EVIL]}], "in a mapping": {"a": {"b": EVIL}}}
@@ -183,7 +183,7 @@ def test_a_ledger_has_nothing_built_that_no_page_names(place: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["logger", "resume", "checkpoint_keep", "outputs"])
-def test_a_ledger_says_nothing_about_where_is_written(key: str, tmp_path: Path) -> None:
+def test_a_ledger_does_not_choose_where_files_are_written(key: str, tmp_path: Path) -> None:
     named = "lightning.pytorch.loggers.CSVLogger"  # by conf/logger/csv.yaml
     values = {"logger": {"csv": {"_target_": named, "save_dir": str(tmp_path)}}, "checkpoint_keep": 77}
     config = verified(lambda config: config.update({key: values.get(key, str(tmp_path))}))

@@ -106,7 +106,7 @@ def _exists(module: str, name: str) -> bool:
         return False
 
 
-def test_what_its_files_import_is_there(dogs: Path) -> None:
+def test_its_files_import_nothing_that_is_gone(dogs: Path) -> None:
     """Its programs import more than the public names."""
     assert missing(dogs / "src") == []
     (dogs / "src" / "mine.py").write_text("from lockstep.run.cli import gone\nfrom lockstep.gone import cli\n")

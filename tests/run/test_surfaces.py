@@ -46,8 +46,8 @@ def today() -> Surfaces:
 
 
 def _public(module: Any) -> Iterable[str]:
-    own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
-    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    here = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+    return getattr(module, "__all__", [name for name in here if not name.startswith("_")])
 
 
 def _keys(content: Mapping[str, Any], above: str = "") -> Iterable[str]:
@@ -90,8 +90,8 @@ def test_each_name_of_format_1_has_a_successor_that_a_page_names() -> None:
     named = {line.partition(": ")[2] for line in today()["targets"]}
     successors = {*formats._moved_names().values()}
     assert len(successors) == sum(map(len, formats.MOVED.values()))
-    not_of_pages = successors - named
-    assert {name.rpartition(".")[2] for name in not_of_pages} == {"ImageClassifier"}, "a class for pages of users"
+    of_no_page = successors - named
+    assert {name.rpartition(".")[2] for name in of_no_page} == {"ImageClassifier"}, "a class for pages of users"
     for name in successors:
         assert callable(locate("x._target_", name))
 

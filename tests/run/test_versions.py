@@ -32,14 +32,14 @@ def faults(changelog: str, record: Record) -> list[str]:
     for version, older in pairwise(lines):
         changed = any(record[version].get(name) != sha256 for name, sha256 in record[older].items())
         is_patch = version != NEXT and version.rpartition(".")[0] == older.rpartition(".")[0]
-        says_changed = re.match(r"Bits: changed: \S", lines[version])
+        announces_a_change = re.match(r"Bits: changed: \S", lines[version])
         if changed and is_patch:
             wrong.append(f"{version}: a patch release changes no golden hash")
-        elif is_patch and says_changed:
+        elif is_patch and announces_a_change:
             wrong.append(f"{version}: bits change in a minor release only")
-        elif changed and not says_changed:
+        elif changed and not announces_a_change:
             wrong.append(f"{version}: a golden hash changed: its first line must be `Bits: changed: ...`")
-        elif not says_changed and lines[version] != f"Bits: as in {older}":
+        elif not announces_a_change and lines[version] != f"Bits: as in {older}":
             wrong.append(f"{version}: its first line must be `Bits: as in {older}` or `Bits: changed: ...`")
     oldest = [*lines][-1]
     if lines[oldest] != "Bits: the first version":
@@ -48,7 +48,7 @@ def faults(changelog: str, record: Record) -> list[str]:
 
 
 @pytest.mark.xfail(strict=True, reason="CHANGELOG.md does not have these lines yet")
-def test_the_changelog_says_first_whether_bits_changed() -> None:
+def test_the_changelog_has_first_whether_bits_changed() -> None:
     assert faults((ROOT / "CHANGELOG.md").read_text(), RECORD) == []
 
 
@@ -82,9 +82,9 @@ def test_a_wrong_line_is_seen(versions: list[tuple[str, str, str]], wrong: str) 
         f"## [{version}] - 2026-11-23\n\n{f'Bits: {line}' if line else '### Added'}\n\n- More.\n\n"
         for version, line, _ in versions
     )
-    found = faults(changelog, {version: {"golden": sha256} for version, _, sha256 in versions})
-    assert wrong in "".join(found)
-    assert bool(found) == bool(wrong)
+    seen = faults(changelog, {version: {"golden": sha256} for version, _, sha256 in versions})
+    assert wrong in "".join(seen)
+    assert bool(seen) == bool(wrong)
 
 
 def test_a_version_without_a_record_is_seen() -> None:
