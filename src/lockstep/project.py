@@ -1,11 +1,14 @@
 """The project whose programs run: the folder that a user owns, with `conf/`, `src/` and `outputs/`."""
 
+import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UserError
 
@@ -36,6 +39,14 @@ class Project:
     def train_program(self) -> Path:
         """The program that trains."""
         return self.source / "train.py"
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function `name(job)` of the program `src/<name>.py`.
+
+        Raises:
+            UserError: the program has none.
+        """
+        return _function(self.source / f"{name}.py")
 
 
 def use_project_of(path: Path | str) -> None:
@@ -71,6 +82,19 @@ def project() -> Project:
 
 def _is_project(folder: Path) -> bool:
     return (folder / "conf" / "train.yaml").is_file()
+
+
+@cache
+def _function(program: Path) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location(f"_{program.stem}_program", program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Any = getattr(module, program.stem, None)
+    if not inspect.isfunction(function) or list(inspect.signature(function).parameters) != ["job"]:
+        raise UserError(f"{program}: it must define {program.stem}(job), as docs/use/own-project.md shows")
+    return function
 
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
