@@ -64,7 +64,8 @@ def project() -> Project:
     """Return the project of this process.
 
     It is that of the command, else the nearest one above the working folder, else the one that is installed in this
-    environment by `pip install -e`, whose `src/` is then in Python's import path.
+    environment by `pip install -e`, whose `src/` is then in Python's import path. A folder in the `outputs/` of another
+    project is none: a run may come from somebody else, with pages and code in its folder.
 
     Raises:
         UserError: there is none.
@@ -72,7 +73,15 @@ def project() -> Project:
     if root := os.environ.get(VARIABLE):
         return Project(Path(root))
     installed = [Path(folder).parent for folder in sys.path if Path(folder).name == "src"]
-    return Project(_find(Path.cwd(), installed))
+    here = Path.cwd()
+    outer = [folder for folder in here.parents if _is_project(folder)]
+    while any(here.is_relative_to(folder / "outputs") for folder in outer):
+        here = here.parent
+    return Project(_find(here, installed))
+
+
+def _is_project(folder: Path) -> bool:
+    return (folder / "conf" / "train.yaml").is_file()
 
 
 @cache
@@ -90,6 +99,6 @@ def _function(program: Path) -> Callable[..., Any]:
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
     for folder in (path, *path.parents, *installed):
-        if (folder / "conf" / "train.yaml").is_file():
+        if _is_project(folder):
             return folder
     raise UserError(f"{path} is in no project: the project's folder has conf/train.yaml")
