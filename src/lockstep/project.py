@@ -40,12 +40,8 @@ class Project:
         """The program that trains."""
         return self.source / "train.py"
 
-    def function(self, name: str) -> Callable[..., Any]:
-        """Return the function `name(job)` of the program `src/<name>.py`.
-
-        Raises:
-            UserError: the program has none.
-        """
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """Return the function `name(job)` of the program `src/<name>.py`; None if an older program has none."""
         return _function(self.source / f"{name}.py")
 
 
@@ -85,16 +81,15 @@ def _is_project(folder: Path) -> bool:
 
 
 @cache
-def _function(program: Path) -> Callable[..., Any]:
+def _function(program: Path) -> Callable[..., Any] | None:
     spec = importlib.util.spec_from_file_location(f"_{program.stem}_program", program)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Any = getattr(module, program.stem, None)
-    if not inspect.isfunction(function) or list(inspect.signature(function).parameters) != ["job"]:
-        raise UserError(f"{program}: it must define {program.stem}(job), as docs/use/own-project.md shows")
-    return function
+    takes_job = inspect.isfunction(function) and list(inspect.signature(function).parameters) == ["job"]
+    return function if takes_job else None
 
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
