@@ -41,11 +41,11 @@ class JobLauncher(BasicLauncher):
     """Runs each job as Hydra's own launcher does, in a process and on devices of its own."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from lockstep.run.sweeps import Job, jobs_of, launch
+        from lockstep.run.sweeps import SweepJob, jobs_of, launch
 
         assert self.config is not None
 
-        def run(job: Job) -> None:
+        def run(job: SweepJob) -> None:
             (done,) = BasicLauncher.launch(self, [job.overrides], job.number)
             if done.status is JobStatus.FAILED:
                 raise done._return_value  # `return_value` would print before it raises

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.run.api import Composed as Composed
     from lockstep.run.api import compose as compose
     from lockstep.run.api import train as train
+    from lockstep.run.commands import command as command
+    from lockstep.run.job import Job as Job
     from lockstep.run.summary import weights_sha256 as weights_sha256
     from lockstep.step.batch import StepBatch as StepBatch
     from lockstep.step.lightning_quirks import is_last_step as is_last_step
@@ -40,12 +42,14 @@ HOMES = {
     "DataModule": "lockstep.trainer.data",
     "ExactMean": "lockstep.step.metrics",
     "Interrupted": "lockstep.launch.signals",
+    "Job": "lockstep.run.job",
     "Source": "lockstep.data.datasets",
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
     "Trainer": "lockstep.trainer.trainer",
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.errors",
+    "command": "lockstep.run.commands",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights",
     "gather_objects": "lockstep.launch.process_group",

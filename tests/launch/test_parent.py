@@ -30,7 +30,7 @@ from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
 from lockstep.run.cli import error_line
 from lockstep.run.supervisor import run_in_workers
-from lockstep.run.sweeps import Job, Slot, run_jobs
+from lockstep.run.sweeps import Slot, SweepJob, run_jobs
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 
@@ -138,7 +138,7 @@ def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
         return pid
 
     def job(start: Callable[[float], Any], seconds: float, **_: object) -> None:
-        jobs = [Job(0, tmp_path, [])]
+        jobs = [SweepJob(0, tmp_path, [])]
         run_jobs(jobs, lambda _: start(seconds), lambda _, outcome: errors.append(outcome["error"]), [Slot()])
 
     monkeypatch.setattr(os, "fork", interrupted)

@@ -111,12 +111,12 @@ def test_a_signal_while_modules_are_imported_is_one_line(tmp_path: Path, module:
 SAVE = """
 import os, signal, sys
 sys.path.insert(0, "src")
-from lockstep.run import cli
+from lockstep.run import cli, commands
 from train import train
 
 def job(raw, folder):
     os.kill(os.getpid(), signal.SIGUSR1)
-    result = train(raw, folder)
+    result = commands.train(train, raw, folder)
     os.kill(os.getpid(), signal.SIGUSR1)
     return result
 

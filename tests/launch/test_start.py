@@ -10,10 +10,11 @@ pytestmark = pytest.mark.usefixtures("processes")
 # train.py, whose worker then tells of itself
 COMMAND = """
 import gc, sys
-from lockstep.run import cli, supervisor
+from lockstep import command
+from lockstep.run import commands
 from train import train
 
-in_workers = supervisor.run_in_workers
+in_workers = commands.run_in_workers
 
 def work(*args):
     from lockstep.run.training import fit_and_test as fit
@@ -24,8 +25,8 @@ def work(*args):
     return result
 
 print("COLLECTS", gc.isenabled())
-supervisor.run_in_workers = lambda _, *args: in_workers(work, *args)
-cli.command(train, "train")
+commands.run_in_workers = lambda _, *args: in_workers(work, *args)
+command(train, "src/train.py")
 """
 
 

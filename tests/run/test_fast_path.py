@@ -24,9 +24,10 @@ TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", 
 COUNTED = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT / "src")!r})
-from lockstep.run import cli
+from functools import partial
+from lockstep.run import cli, commands
 from train import train
-code, said = cli.run_command(train, "train")
+code, said = cli.run_command(partial(commands.train, train), "train")
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, flush=True)
 sys.exit(said or code)
 """

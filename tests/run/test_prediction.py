@@ -21,6 +21,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.programs import export
+from lockstep.run import commands, prediction
 from lockstep.run.prediction_table import write_predictions
 from lockstep.vision.data import ImageFiles
 from project.models import MnistCNN
@@ -152,8 +153,8 @@ def test_images_are_predicted_with_the_pixels_of_the_training(tmp_path: Path) ->
     Image.fromarray(np.full((SIZE, SIZE), 4095, dtype=np.uint16)).save(tmp_path / "b.png")
     spec = Spec(3, SIZE, ("a", "b"))
     for background, value in (("white", 255), ([0, 0, 0], 0)):
-        config = SimpleNamespace(data={"background": background, "bits": 12})
-        files = predict.open_images(str(tmp_path), config, spec)
+        config: Any = SimpleNamespace(data={"background": background, "bits": 12})
+        files = prediction.open_files(str(tmp_path), config, spec, predict.open_images)
         assert [files[index][0].unique().tolist() for index in range(2)] == [[value], [255]]
 
 
@@ -204,7 +205,7 @@ def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path)
     raw = composed(f"checkpoint={trained.folder}", f"data_dir={tmp_path}", page="evaluate")
     best = trained.folder / "checkpoints" / "best.ckpt"
     with pytest.raises(UserError, match=f"only the data set has Red ones, only {best} has red ones"):
-        evaluate.evaluate(raw, tmp_path / "run")
+        commands.evaluate(evaluate.evaluate, raw, tmp_path / "run")
 
 
 @pytest.mark.usefixtures("processes")

@@ -225,6 +225,7 @@ class ResumeState(Callback):
         self._loaded: dict[str, Any] = {}  # the checkpoint; Lightning restores loops and optimizers after on_fit_start
         self.length = {key: record["config"].get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # requires_grad at the start of the run, by parameter name
+        self.fits = 1  # how many times `trainer.fit` was called
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
@@ -238,6 +239,7 @@ class ResumeState(Callback):
             "length": self.length,
             "trained": changed,
             "settings": self.settings,
+            **({"fits": self.fits} if self.fits > 1 else {}),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

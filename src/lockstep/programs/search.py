@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -43,9 +44,9 @@ from lockstep.files import replacing
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.project import project, use_project_of
-from lockstep.run import cli
+from lockstep.run import cli, commands
 from lockstep.run.summary import write_conclusion
-from lockstep.run.sweeps import Job, Progress, Slot, chooses_samples, run_jobs
+from lockstep.run.sweeps import Progress, Slot, SweepJob, chooses_samples, run_jobs
 
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
 # Keys that best.yaml leaves out.
@@ -187,7 +188,7 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
         file.write((header + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
 
-def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
+def run_trial(job: SweepJob, flags: list[str], log: Path) -> dict[str, Any]:
     """Run a trial in a fork, or resume it if its folder exists.
 
     Args:
@@ -201,9 +202,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
         Interrupted: the search got SIGTERM or SIGINT. The trial has saved a checkpoint and ended.
     """
 
-    def start(job: Job) -> None:
-        from train import train  # the project's own program
-
+    def start(job: SweepJob) -> None:
         sys.argv[:] = [
             str(project().train_program),
             *job.overrides,
@@ -211,7 +210,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             *flags,
         ]
         with _redirect_output(log):
-            code, message = cli.run_command(train, "train")
+            code, message = cli.run_command(partial(commands.train, None), "train")
             if message:
                 print(message, file=sys.stderr)
         if code > 128:
@@ -302,7 +301,7 @@ def search(arguments: list[str]) -> int:
         trial, lock = trial_and_lock
         values = [f"{key}={value}" for key, value in trial.params.items()]
         overrides = [*(str(each.input_line) for each in fixed), *values]
-        job = Job(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
+        job = SweepJob(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
         try:
             summary = run_trial(job, flags, folder / f"{trial.number}.log")
         except Interrupted:

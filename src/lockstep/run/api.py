@@ -5,7 +5,6 @@ workers do not run the calling script or notebook again. Inside workers that an 
 """
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
 from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.project import project
-from lockstep.run import cli
+from lockstep.run import cli, commands
 from lockstep.run.summary import summary_of
 from lockstep.text import signal_name
 
@@ -144,11 +143,10 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
     """Train in this process, a worker that an engine (Ray Train) has started. Every worker must call it."""
-    train_program = runpy.run_path(str(project().train_program))["train"]
     summary: dict[str, Any] = {}
 
     def program(raw: dict[str, Any], folder: Path) -> None:
-        summary.update(train_program(raw, folder), folder=str(folder))
+        summary.update(commands.train(None, raw, folder), folder=str(folder))
 
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]

@@ -33,6 +33,7 @@ from lockstep.data.labels import first_label, label_checks
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run import worker_setup
+from lockstep.run.job_trainer import JobTrainer
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import (
     LR_SETTERS,
@@ -46,7 +47,6 @@ from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import CudaGraphs, EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.first_step import FirstStepCheck
-from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook
 from lockstep.trainer.parts import (
     callbacks_of,
@@ -272,7 +272,7 @@ def make_trainer(
     callbacks: list[pl.Callback],
     parts: RunParts | None = None,
     ranks: Sequence[int] = (0,),
-) -> StepTrainer:
+) -> JobTrainer:
     """Build Lightning's Trainer on the config's layout, with steps made of pieces.
 
     Args:
@@ -308,7 +308,7 @@ def make_trainer(
     if isinstance(profiler := debug_options.get("profiler"), dict):
         debug_options["profiler"] = instantiate("debug.trainer.profiler", profiler, dirpath=folder / "profile")
     make_step_trainer = partial(
-        StepTrainer,
+        JobTrainer,
         gradient_sum,  # it contains the strategy, which StepTrainer passes to Lightning
         hooks,
         config.seed,

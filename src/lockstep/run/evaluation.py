@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from lockstep.data.build import without_training_settings
 from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError
 from lockstep.launch.process_group import decide_on_rank_zero
-from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
+from lockstep.run.build import make_callbacks, make_module, make_trainer
+from lockstep.run.job import Job
+from lockstep.run.job_trainer import JobTrainer
 from lockstep.run.summary import RunRecord
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
@@ -210,31 +212,90 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
     return replace(splits, test=test_set, about=f"tested: {tested_images}")
 
 
-def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Test in this worker and return the summary. Every worker of the layout must call it.
+class EvaluationJob(Job):
+    """A test of a checkpoint; see `Job`.
 
-    Args:
-        config: the config of the evaluation, from `config_of`.
-        splits: the data, from `choose_test_images`.
+    Attributes:
+        run: the record from which the summary is written; None before `make_trainer`.
 
     Raises:
         UserError: The data set has no test images.
     """
-    if splits.test is None:
-        raise UserError(f"data={config.data.get('name')}: its Source has no test set: use split=train, val or all")
-    started = time.perf_counter()
-    set_up_worker(config, folder)
-    module = make_module(config, splits)
-    if not overrides_method(module, "test_step", pl.LightningModule):
-        raise UserError(f"{type(module).__name__} has no test_step, which evaluates the images of any split: add one")
-    data = make_data(config, splits)
-    callbacks = [EvaluationSeed(), DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
-    trainer = make_trainer(config, folder, callbacks)
-    run = RunRecord(config, splits, folder, trainer, started)
-    with weights_must_fit(config):
-        trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
-    run.record_weights()  # those that were loaded from the checkpoint
-    run.record_test()
-    if trainer.is_global_zero and splits.about:
-        LOG.info("%s", splits.about)
-    return run.finish("completed", None)
+
+    name = "evaluate"
+
+    def __init__(self, config: Config, splits: Splits, folder: Path) -> None:
+        if splits.test is None:
+            raise UserError(f"data={config.data.get('name')}: its Source has no test set: use split=train, val or all")
+        self.started = time.perf_counter()
+        set_up_worker(config, folder)
+        super().__init__(config, splits, folder, config.checkpoint)
+        self.run: RunRecord | None = None
+        self._tested = False
+
+    def build_module(self) -> pl.LightningModule:
+        """Build the module, whose weights `trainer.test` loads."""
+        module = make_module(self.config, self.splits)
+        if not overrides_method(module, "test_step", pl.LightningModule):
+            raise UserError(
+                f"{type(module).__name__} has no test_step, which evaluates the images of any split: add one"
+            )
+        return module
+
+    def build_trainer(self, module: pl.LightningModule) -> JobTrainer:
+        """Build the trainer with the config's callbacks."""
+        config, splits, folder = self.config, self.splits, self.folder
+        callbacks = [EvaluationSeed(), DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
+        trainer = make_trainer(config, folder, callbacks)
+        self.run = RunRecord(config, splits, folder, trainer, self.started)
+        return trainer
+
+    @contextmanager
+    def around_test(self, ckpt_path: Any) -> Iterator[None]:
+        """Record the metrics of a `trainer.test`, and the weights that were tested.
+
+        Raises:
+            UserError: The weights do not fit, or are not the checkpoint's.
+        """
+        assert self.run is not None
+        if ckpt_path != self.checkpoint:
+            raise UserError(
+                f"evaluate(job) passes ckpt_path={ckpt_path} to trainer.test: pass ckpt_path=job.checkpoint, which is "
+                f"{self.checkpoint}"
+            )
+        with weights_must_fit(self.config):
+            yield
+        self._tested = True
+        self.run.record_weights()  # those that were loaded from the checkpoint
+        self.run.record_test()
+
+    def usual(self) -> None:
+        """Test."""
+        module = self.make_module()
+        self.make_trainer(module).test(module, datamodule=self.make_data(), ckpt_path=self.checkpoint)
+
+    def finish(self) -> dict[str, Any]:
+        """Write the summary, and return it."""
+        if self.run is None or not self._tested:
+            raise UserError("evaluate(job) has ended without trainer.test: it must call it once at least")
+        if self.run.trainer.is_global_zero and self.splits.about:
+            LOG.info("%s", self.splits.about)
+        return self.run.finish("completed", None)
+
+
+def evaluate(
+    config: Config, splits: Splits, folder: Path, function: Callable[[Job], Any] | None = None
+) -> dict[str, Any]:
+    """Call `function(job)` in this worker, and return the summary. Every worker of the layout must call it.
+
+    Args:
+        config: the config of the evaluation, from `config_of`.
+        splits: the data, from `choose_test_images`.
+        function: None: `evaluate` of the project's `src/evaluate.py`.
+
+    Raises:
+        UserError: The data set has no test images.
+    """
+    job = EvaluationJob(config, splits, folder)
+    job.call(function)
+    return job.finish()

@@ -15,11 +15,17 @@ from torch import Tensor
 from lockstep.callbacks import EvaluationSeed
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.config.check import Config
+from lockstep.config.value_checks import whole_number
 from lockstep.data import Spec, Splits
+from lockstep.data.transforms import as_evaluated
 from lockstep.errors import UserError
+from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
-from lockstep.run.build import make_data, make_module, make_trainer
+from lockstep.launch.process_lifetime import in_new_thread
+from lockstep.run.build import make_module, make_trainer
 from lockstep.run.evaluation import config_of, find_checkpoint_and_record, spec_of, weights_must_fit
+from lockstep.run.job import Job
+from lockstep.run.job_trainer import JobTrainer
 from lockstep.run.prediction_table import first_rows, write_masks, write_predictions
 from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
@@ -37,6 +43,35 @@ def config_and_spec(raw: Mapping[str, Any]) -> tuple[Config, Spec]:
     """
     path, record = find_checkpoint_and_record(raw)
     return config_of(path, record, raw), spec_of(path, record)
+
+
+def check_top_k(top_k: Any, spec: Spec) -> None:
+    """Check `top_k`.
+
+    Raises:
+        UserError: It is no number of classes, or the model is for a task without one class per image.
+    """
+    if top_k is None:
+        return
+    if spec.task != "classification":
+        raise UserError(f"top_k={top_k}: the model is for {spec.task}, without one class per image: leave it out")
+    if whole_number(1)("top_k", top_k) > spec.num_classes:
+        raise UserError(f"top_k={top_k}: must be at most {spec.num_classes}, the number of the model's classes")
+
+
+@in_new_thread  # user code may start threads, and this process must be able to fork
+def open_files(images: Any, config: Config, spec: Spec, open_images: Callable[..., Any]) -> Any:
+    """Open the images to be predicted, with the transforms of evaluation.
+
+    Args:
+        images: the value of `images=`.
+        open_images: see `lockstep.run.commands.predict`.
+    """
+    reading = {key: config.data[key] for key in ("background", "bits") if key in config.data}
+    files = open_images(images, spec.image_size, spec.channels, **reading)
+    if about := getattr(files, "about", ""):
+        LOG.info("images: %s", about)
+    return as_evaluated(files, config.data, spec)
 
 
 def as_splits(spec: Spec, images: Any) -> Splits:
@@ -91,37 +126,76 @@ class PredictionCollector(pl.Callback):
         self.predictions.append((ids.cpu(), (outputs if masks else outputs.double().reshape(len(ids), -1)).cpu()))
 
 
-def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = None) -> dict[str, Any]:
-    """Predict in this worker, and return the summary. Every worker of the layout must call it.
-
-    It calls the module's `predict_step`, or its `forward` if it has none. Rank zero writes predictions.csv, and masks
-    as images.
+class PredictionJob(Job):
+    """A prediction of images without labels; see `Job`.
 
     Args:
         top_k: how many classes to write for each image; None: see `write_predictions`.
+    """
+
+    name = "predict"
+
+    def __init__(self, config: Config, splits: Splits, folder: Path, top_k: int | None) -> None:
+        set_up_worker(config, folder)
+        super().__init__(config, splits, folder, config.checkpoint)
+        self.top_k, self._collector = top_k, PredictionCollector()
+
+    def build_module(self) -> pl.LightningModule:
+        """Build the module with the checkpoint's weights."""
+        module = load_module(self.config, self.splits)
+        module.predict_step = prediction_step(module)  # type: ignore[method-assign]
+        return module
+
+    def build_trainer(self, module: pl.LightningModule) -> JobTrainer:
+        """Build the trainer, which collects the predictions."""
+        self._began = time.perf_counter()
+        return make_trainer(self.config, self.folder, [EvaluationSeed(), self._collector])
+
+    def usual(self) -> None:
+        """Predict."""
+        module = self.make_module()
+        self.make_trainer(module).predict(module, datamodule=self.make_data(), return_predictions=False)
+
+    def finish(self) -> dict[str, Any]:
+        """Write predictions.csv, or masks as images, and the summary on rank zero. Return the summary.
+
+        Raises:
+            UserError: `top_k` is given, but the module does not return probabilities.
+        """
+        splits, folder = self.splits, self.folder
+        parts = gather_objects(self._collector.predictions)
+        if not any(parts):
+            raise UserError("predict(job) has ended without trainer.predict: it must call it once")
+        speed = len(splits.test) / (time.perf_counter() - self._began)
+        ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
+        summary = summarise(self.config, splits, folder, "completed", None)
+        if environment().rank == 0:
+            write = write_masks if rows.dtype == torch.uint8 else partial(write_predictions, top_k=self.top_k)
+            broken = write(folder / "predictions.csv", splits.test.names, splits.spec, ids, rows)
+            summary |= {"images": len(splits.test), "broken": broken}
+            summary["throughput"]["samples_per_second"] = speed
+            write_summary(folder / "summary.json", summary)
+            print(first_rows(folder / "predictions.csv"), flush=True)
+            LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
+            if broken:
+                LOG.warning("images that can't be decoded have empty rows: %s", join_names(broken, 5))
+        return summary
+
+
+def predict(
+    config: Config, splits: Splits, folder: Path, top_k: int | None = None, function: Callable[[Job], Any] | None = None
+) -> dict[str, Any]:
+    """Call `function(job)` in this worker, and return the summary. Every worker of the layout must call it.
+
+    The trainer calls the module's `predict_step`, or its `forward` if it has none.
+
+    Args:
+        top_k: how many classes to write for each image; None: see `write_predictions`.
+        function: None: `predict` of the project's `src/predict.py`.
 
     Raises:
         UserError: `top_k` is given, but the module does not return probabilities.
     """
-    set_up_worker(config, folder)
-    module = load_module(config, splits)
-    module.predict_step = prediction_step(module)  # type: ignore[method-assign]
-    data, collector = make_data(config, splits), PredictionCollector()
-    trainer = make_trainer(config, folder, [EvaluationSeed(), collector])
-    began = time.perf_counter()
-    trainer.predict(module, datamodule=data, return_predictions=False)
-    parts = gather_objects(collector.predictions)
-    speed = len(splits.test) / (time.perf_counter() - began)
-    ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
-    summary = summarise(config, splits, folder, "completed", None)
-    if trainer.is_global_zero:
-        write = write_masks if rows.dtype == torch.uint8 else partial(write_predictions, top_k=top_k)
-        broken = write(folder / "predictions.csv", splits.test.names, splits.spec, ids, rows)
-        summary |= {"images": len(splits.test), "broken": broken}
-        summary["throughput"]["samples_per_second"] = speed
-        write_summary(folder / "summary.json", summary)
-        print(first_rows(folder / "predictions.csv"), flush=True)
-        LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
-        if broken:
-            LOG.warning("images that can't be decoded have empty rows: %s", join_names(broken, 5))
-    return summary
+    job = PredictionJob(config, splits, folder, top_k)
+    job.call(function)
+    return job.finish()

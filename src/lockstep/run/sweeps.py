@@ -58,7 +58,7 @@ NOT_OF_THE_SAMPLES = frozenset(
 
 
 @dataclass
-class Job:
+class SweepJob:
     """One run of a sweep."""
 
     number: int
@@ -72,14 +72,14 @@ class Job:
         return summary_of(self.folder).get("status") == "completed"
 
 
-def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0) -> list[Job]:
+def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0) -> list[SweepJob]:
     """Return the jobs of a sweep from the overrides that Hydra has listed; `first` is the first job's number."""
     common = set.intersection(*map(set, listed)) if len(listed) > 1 else set()
     jobs = []
     for number, overrides in enumerate(listed, first):
         of_the_run = [override for override in overrides if key(override).partition(".")[0] != "sweep"]
         label = " ".join(override for override in overrides if override not in common) or "as given"
-        jobs.append(Job(number, Path(config.hydra.sweep.dir).absolute() / str(number), of_the_run, label))
+        jobs.append(SweepJob(number, Path(config.hydra.sweep.dir).absolute() / str(number), of_the_run, label))
     return jobs
 
 
@@ -230,7 +230,7 @@ def _recorded(run: Path, name: str) -> Any:
 # --- the default launcher ---
 
 
-def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) -> None:
+def launch(config: DictConfig, jobs: Sequence[SweepJob], run: Callable[[SweepJob], None]) -> None:
     """Run the jobs that are not complete, as devices become free. Print a line when a job ends.
 
     Args:
@@ -252,7 +252,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
     if not remaining and environment().rank == 0:
         print(f"the sweep is complete, {progress.done} of {progress.total}", file=sys.stderr)
 
-    def run_or_continue(job: Job) -> None:
+    def run_or_continue(job: SweepJob) -> None:
         if not paths.last(job.folder).exists():
             for drawn in ("tensorboard", "csv"):  # the job starts again, so old curves go
                 shutil.rmtree(job.folder / drawn, ignore_errors=True)
@@ -322,9 +322,9 @@ def in_this_process() -> bool:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
-    run: Callable[[Job], None],
-    ended: Callable[[Job, dict[str, Any]], None],
+    jobs: Sequence[SweepJob],
+    run: Callable[[SweepJob], None],
+    ended: Callable[[SweepJob, dict[str, Any]], None],
     slots: Sequence[Slot],
 ) -> None:
     """Run jobs as slots become free.
@@ -347,7 +347,7 @@ def run_jobs(
 
     freeze_imports()
     fork = multiprocessing.get_context("fork")
-    running: dict[int, tuple[Any, Job, Slot]] = {}  # by the sentinel of the process
+    running: dict[int, tuple[Any, SweepJob, Slot]] = {}  # by the sentinel of the process
     waiting, free = list(jobs), list(slots)
     with forward_signals() as received:
         while True:
@@ -373,7 +373,7 @@ def run_jobs(
             raise Interrupted(received[0])
 
 
-def _run_job(run: Callable[[Job], None], job: Job, slot: Slot, several_at_once: bool, parent: int) -> None:
+def _run_job(run: Callable[[SweepJob], None], job: SweepJob, slot: Slot, several_at_once: bool, parent: int) -> None:
     """Run a job. This is the first function of its process."""
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep only, which forwards it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -407,7 +407,7 @@ def _run_job(run: Callable[[Job], None], job: Job, slot: Slot, several_at_once: 
         sys.exit(1)
 
 
-def _result(job: Job, code: int) -> dict[str, Any]:
+def _result(job: SweepJob, code: int) -> dict[str, Any]:
     """Return the job's summary. Write one if the job's process was killed."""
     if code == 0 and (summary := summary_of(job.folder)):
         return summary
@@ -449,7 +449,7 @@ class Progress:
         best = (max if self.mode == "max" else min)(self.values.values())
         return next((value, number) for number, value in self.values.items() if value == best)
 
-    def report(self, job: Job, summary: dict[str, Any]) -> None:
+    def report(self, job: SweepJob, summary: dict[str, Any]) -> None:
         """Count a job that has just ended, and print its result and the time that is left."""
         status, took = summary.get("status"), time.monotonic() - job.started
         value = self.add(job.number, summary)
