@@ -53,8 +53,8 @@ def _dataset(module: pl.LightningDataModule, method: str) -> tuple[Any, Weights 
     """
     loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     where, trains = f"data: the {method} of {type(module).__name__}", method == "train_dataloader"
-    found = set_of_loader(loader, where, trains, "data.sampling=balanced, or sample_weights")
-    return (found.dataset, found.weights) if found else (None, None)
+    taken = set_of_loader(loader, where, trains, "data.sampling=balanced, or sample_weights")
+    return (taken.dataset, taken.weights) if taken else (None, None)
 
 
 def _spec(module: Any, train: Any) -> Spec:

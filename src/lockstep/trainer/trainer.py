@@ -376,8 +376,8 @@ class Trainer(StepTrainer):
 
             share_newest(self._last, self._ranks)
         if ckpt_path == "best":
-            found = [path for each in self.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
-            path = found[0] if found else None
+            names = [path for each in self.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
+            path = names[0] if names else None
         else:
             files = [file for file in {self._last, *map(Path, last_checkpoints(self))} if file.exists()]
             path = str(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else None
