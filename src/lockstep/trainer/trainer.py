@@ -230,9 +230,9 @@ class Trainer(StepTrainer):
             self._checkpoint_io.expect(content)
             del content  # free the memory once it is restored
         names = ParameterNameCheck(model)
-        kept = [each for each in self.callbacks if each not in self._of_fit]
+        others = [each for each in self.callbacks if each not in self._of_fit]
         self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
-        self.callbacks = [*self._of_fit, *kept]
+        self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
         try:
             with names.recording(), one_line_errors():
