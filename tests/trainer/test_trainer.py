@@ -49,7 +49,7 @@ def test_a_data_module_is_used_as_lightning_does(tmp_path: Path) -> None:
     [{"shuffle": False}, {"drop_last": True}, {"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)}],
     ids=["in order", "without the last", "weighted"],
 )
-def test_a_loaders_way_to_draw_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_loader_draws_as_it_does_with_lightning(tmp_path: Path, options: dict[str, Any]) -> None:
     class Seen(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -146,7 +146,7 @@ def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(tmp_
         assert lockstep.weights_sha256(module.state_dict()) == one, file.name
 
 
-def test_the_last_checkpoint_is_found_or_the_run_begins(tmp_path: Path) -> None:
+def test_fit_continues_from_the_last_checkpoint_or_begins(tmp_path: Path) -> None:
     def steps(epochs: int, **options: Any) -> tuple[int, int]:
         began: list[int] = []
 
