@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -112,6 +113,12 @@ def set_of_loader(loader: Any, where: str, trains: bool, other_draws: str) -> Lo
         raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
     if loader.batch_size is None:
         raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
+    started = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
+    if started not in (None, pl_worker_init_function):  # Lightning's only seeds random numbers
+        raise UserError(
+            f"{where} has a worker_init_fn, which would not be called: leave it out, since random numbers are seeded "
+            "for each sample, and let the data set open what it needs at its first sample"
+        )
     collate: Any = loader.collate_fn
     collated = dataset if collate is default_collate else Collated(dataset, collate)
     sampler, weights = loader.sampler, None
