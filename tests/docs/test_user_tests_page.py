@@ -31,7 +31,8 @@ def run_tests(project: Path, command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words[1:]],
         cwd=project,
-        env={**os.environ, "PYTHONPATH": str(project / "src"), "COLUMNS": "80"},
+        # in the order of the file, as without our plugins
+        env={**os.environ, "PYTHONPATH": str(project / "src"), "COLUMNS": "80", "PYTEST_ADDOPTS": "-p no:randomly"},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

@@ -74,8 +74,11 @@ def emptied(folder: Path) -> Path:
 
 
 def as_shown(name: str) -> str:
-    """Return the class of a label, as Unicode compares texts."""
-    return unicodedata.normalize("NFC", name).strip()
+    """Return the class of a label, as Unicode compares texts, without what can't be seen at its ends."""
+    blank = "\u2800\u3164\u115f\u1160\uffa0" + "".join(
+        each for each in name if each.isspace() or unicodedata.category(each) in ("Cc", "Cf", "Zs")
+    )
+    return unicodedata.normalize("NFC", name).strip(blank)
 
 
 def samples_of(part: Any) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ def shown(stored: np.ndarray, mode: str, palette: np.ndarray) -> np.ndarray | No
         case "L":
             return np.repeat(stored[..., :1] * 1.0, 3, 2)
         case "P":
-            return palette[stored[..., 0] % len(palette)] * 1.0
+            return palette[stored[..., 0].astype(np.int64) % len(palette)] * 1.0
         case "RGB":
             return stored[..., :3] * 1.0
         case "I;16":

@@ -157,7 +157,8 @@ def check_checkpoint_fits(
         raise UserError(
             f"model._target_={model}, but {path} was saved by {saved_model}: give the same class; {NEW_RUN}"
         )
-    saved_patterns, patterns = (list(each.get("lr_scale") or ()) for each in (before["optimizer"], config.optimizer))
+    groups = (each.get("lr_scale") for each in (before["optimizer"], config.optimizer))
+    saved_patterns, patterns = (list(each) if isinstance(each, Mapping) else [] for each in groups)
     if saved_patterns != patterns:
         raise UserError(
             f"optimizer.lr_scale groups parameters by {join_names(patterns) or 'no pattern'}, but {path} groups them "

@@ -88,7 +88,8 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     if rows:
 
         def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
-            composed = compose("parity", [*HydraConfig.get().overrides.task, *overrides])
+            command = HydraConfig.get()
+            composed = compose(command.job.config_name, [*command.overrides.task, *overrides])
             raw: Any = OmegaConf.to_container(composed, resolve=True)
             raw = {key: value for key, value in raw.items() if key not in PARITY_KEYS}
             config, splits = opened(raw, test_samples)
