@@ -3,6 +3,7 @@
 import pytest
 
 from lockstep.config.arguments import check_arguments, no_option_message
+from lockstep.config.pages import group_file, options
 from lockstep.config.pages import options
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
@@ -71,3 +72,16 @@ def test_keys_that_people_type(key: str, here: str) -> None:
 def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], pattern: str) -> None:
     with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {pattern}$"):
         check_arguments(arguments)
+
+
+def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> None:
+    for group in ("experiment", "callbacks", "debug", "data/transforms"):
+        name = options(group)[0]
+        assert no_option_message(group, f"{name}s").startswith(f"{group}={name}s: did you mean {name}")
+
+
+def test_a_page_is_merged_with_the_pages_of_its_own_group_only() -> None:
+    page = group_file("experiment", "mnist_cnn")  # its `defaults` choose files of other groups
+    assert "defaults" not in page
+    assert {"model", "lr"} <= page.keys()
+    assert group_file("model", "mnist_cnn")["label_smoothing"] == 0.0, "of _classifier"

@@ -158,13 +158,13 @@ def check_checkpoint_fits(
             f"model._target_={model}, but {path} was saved by {saved_model}: give the same class; {NEW_RUN}"
         )
     saved_patterns, patterns = (list(each.get("lr_scale") or ()) for each in (before["optimizer"], config.optimizer))
-    if saved_patterns != patterns:
+    if config.record["optimizer"].get("_target_") and saved_patterns != patterns:
         raise UserError(
             f"optimizer.lr_scale groups parameters by {join_names(patterns) or 'no pattern'}, but {path} groups them "
             f"by {join_names(saved_patterns) or 'no pattern'}: keep the patterns; only their factors may change"
         )
-    saved_optimizer, optimizer = before["optimizer"]["_target_"], config.optimizer.get("_target_")
-    if saved_optimizer != optimizer:
+    saved_optimizer, optimizer = before["optimizer"]["_target_"], config.record["optimizer"].get("_target_")
+    if optimizer and saved_optimizer != optimizer:  # otherwise the module's own, which its class decides
         raise UserError(
             f"optimizer._target_={optimizer}, but {path} holds the state of {saved_optimizer}: give the same class; "
             f"{NEW_RUN}"
@@ -249,7 +249,13 @@ def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any
         return []
     recorded, messages = checkpoint["lockstep"], [f"resumes after step {checkpoint['global_step']}"]
     before = {**recorded["config"], "precision": recorded["precision"]}
-    changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
+    now = {**config.record, "precision": config.precision, "resume": before.get("resume")}
+    if before["optimizer"]["_target_"] and not now["optimizer"].get("_target_"):
+        # an older version recorded these though the module makes its own
+        own = ("optimizer", "scheduler", "lr", "lr_scaling")
+        before |= {key: now.get(key) for key in own}
+        before["model"] = {**before["model"], **({"lr": now["model"]["lr"]} if "lr" in now["model"] else {})}
+    changed = differences(before, now)
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if recorded["fingerprint"] != splits.fingerprint:

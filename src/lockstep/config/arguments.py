@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep.config import pages
-from lockstep.config.pages import group_file, options, quote_path
+from lockstep.config.pages import options, quote_path
 from lockstep.config.value_checks import RENAMED, no_such_key_message, unknown_name_message
 from lockstep.errors import UserError
 
@@ -187,7 +187,8 @@ def no_option_message(group: str, name: str) -> str:
     known = options(group)
     if group == "strategy" and not elsewhere and not difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return f"strategy={name}: not supported: use ddp on several devices, auto on one; known: {', '.join(known)}"
-    libraries = [each for each in known if group_file(group, each).get("name") == "${.arch}"]  # they have many nets
+    files = {each: pages.find(f"{group}/{each}") for each in known}
+    libraries = [each for each, file in files.items() if file and "\nname: ${.arch}" in _text(file)]  # of many nets
     nets = [f"others are in {' or '.join(f'{group}={each}' for each in libraries)} with {group}.arch=<net>"]
     parts = [*elsewhere, unknown_name_message(name, known)]
     return f"{group}={name}: {'; '.join([' '.join(parts), *nets[: len(libraries)]])}"

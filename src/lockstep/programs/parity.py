@@ -57,7 +57,7 @@ from lockstep.text import plural
 
 PARITY_KEYS = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py does not have
 CONTROLS = {
-    "lr x 1.01": None,
+    "lr x 1.01": "faster",
     "gradients summed, not averaged": "summed",
     "another permutation": "permuted",
     "short tail scaled as a full step": "windowed",
@@ -262,7 +262,7 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     planned.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
     wrong = requested_layout(config, raw) | default
     for name, fault in CONTROLS.items():
-        planned.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+        planned.append(("control", Trial(name, wrong, fault)))
     if can_be_late:
         planned.append(("control", Trial(LATE, one | late)))
     return planned

@@ -41,6 +41,7 @@ from lockstep.extras.ledger.ledger_file import (
 from lockstep.programs.common.recomputing import Part, first_difference, part_of_run, recompute
 from lockstep.programs.common.training import check_one_machine
 from lockstep.run import cli
+from lockstep.run.optimizers import as_built
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
 
@@ -122,6 +123,12 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
         print(f"note: {note}")
     if different_steps:
         first = min(different_steps, key=lambda different: different.step)
+        for part in parts:
+            if as_built(part.about["config"], part.config) != part.about["config"]:
+                raise UserError(
+                    f"{run} can't be verified: an older version recorded it, without the lr that the module got, and "
+                    f"with another one {first}: train again"
+                )
         raise Different(f"{run}: step {first.step} differs from its ledger: {first}")
     conclude(lines, parts, spans)
 

@@ -33,6 +33,7 @@ class Record(pl.Callback):
         batch_size: samples of a full step.
         fault: the deliberate mistake:
 
+            - `faster`: the optimizer takes each step with a learning rate that is 1 % larger.
             - `permuted`: samples come in the order of another seed; weights and dropout keep theirs.
             - `summed`: the pieces' gradients are added, not averaged.
             - `windowed`: a short step's samples count as in a full step, as in Lightning's accumulation (#19987).
@@ -70,6 +71,8 @@ class Record(pl.Callback):
             self.ids[batch.step, micro_batch.piece] = hashlib.sha256(micro_batch.ids.tobytes()).hexdigest()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self.fault == "faster":  # here, because a module may have no argument for it
+            _take_one_step_faster(optimizer)
         named = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
         for gradient in named.values():
             if self.fault == "summed":
@@ -119,6 +122,20 @@ class Record(pl.Callback):
         arrays["about/samples"] = np.array(hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest())
         arrays["about/sensitive"] = np.array(sensitive(pl_module), dtype=str)
         np.savez(Path(trainer.default_root_dir, FILE), **arrays)
+
+
+def _take_one_step_faster(optimizer: torch.optim.Optimizer) -> None:
+    """Make the next step with a learning rate that is 1 % larger. The schedule then finds the right one."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 1.01
+
+    def restore(*_: Any) -> None:
+        handle.remove()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    handle = optimizer.register_step_post_hook(restore)
 
 
 def _apply_by_rank(trainer: Any, fault: str) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
+from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.data import Splits
@@ -153,7 +155,9 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
     if trial.first_layout is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
-    return check({**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
+    changed = {**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}}
+    overridden = overridden_keys() if HydraConfig.initialized() else []  # what the user has set counts as in train.py
+    return check(changed, overridden=[key for key in overridden if key.partition(".")[0] not in {*common, *changes}])
 
 
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
