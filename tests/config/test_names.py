@@ -83,5 +83,5 @@ def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> 
 def test_a_page_is_merged_with_the_pages_of_its_own_group_only() -> None:
     page = group_file("experiment", "mnist_cnn")  # its `defaults` choose files of other groups
     assert "defaults" not in page
-    assert {"model", "lr"} <= page.keys()
+    assert {"batch_size", "lr"} <= page.keys()
     assert group_file("model", "mnist_cnn")["label_smoothing"] == 0.0, "of _classifier"
