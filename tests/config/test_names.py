@@ -4,7 +4,6 @@ import pytest
 
 from lockstep.config.arguments import check_arguments, no_option_message
 from lockstep.config.pages import group_file, options
-from lockstep.config.pages import options
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from conftest import composed
 from small_data import arrays, splits
 from torch import nn
@@ -144,20 +143,3 @@ def test_hyperparameters_of_the_module_and_of_the_config_do_not_share_a_name_wit
     module.save_hyperparameters({"batch_size": 16, "lr": 3e-3})
     Dashboard({"batch_size": 64, "lr": 3e-3, "seed": 0}, "").on_train_start(trainer, module)
     assert sent == [{"run.batch_size": 64, "lr": 3e-3, "seed": 0}]
-
-
-def test_parity_measures_with_what_its_own_command_line_sets_and_a_faster_step_needs_no_lr_argument() -> None:
-    from lockstep.programs.trials.record import Record
-
-    module = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    record, trainer = Record(1, 8, "faster"), SimpleNamespace(global_step=0, max_steps=9)
-    rates = []
-    for _ in range(2):
-        before = module.weight.item()
-        module.weight.grad = torch.ones(1, 1)
-        record.on_before_optimizer_step(trainer, module, optimizer)  # type: ignore[arg-type]
-        optimizer.step()
-        rates.append(before - module.weight.item())
-    assert rates == pytest.approx([1.01, 1.01])
-    assert optimizer.param_groups[0]["lr"] == 1.0
