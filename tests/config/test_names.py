@@ -1,6 +1,9 @@
 """Which known name a message proposes for an unknown one."""
 
+import re
+
 import pytest
+from conftest import composed
 
 from lockstep.config.arguments import check_arguments, no_option_message
 from lockstep.config.pages import group_file, options
@@ -84,3 +87,31 @@ def test_a_page_is_merged_with_the_pages_of_its_own_group_only() -> None:
     assert "defaults" not in page
     assert {"batch_size", "lr"} <= page.keys()
     assert group_file("model", "mnist_cnn")["label_smoothing"] == 0.0, "of _classifier"
+
+
+@pytest.mark.parametrize(
+    ("argument", "right"),
+    [
+        ("trainer=ddp", "strategy=ddp devices=4"),
+        ("+trainer=gpu", "accelerator=gpu"),
+        ("logger=many_loggers", "logger=[tensorboard,csv]"),
+        ("debug=fdr", "debug=batch"),
+    ],
+)
+def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: str, right: str) -> None:
+    with pytest.raises(UserError, match=rf": there is no such file; give {re.escape(right)}$"):
+        check_arguments([argument])
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("learnign_rate", "lr"),
+        ("trainer.fast_dev_run", "debug=batch"),
+        ("trainer.limit_train_batches", "max_steps"),
+        ("bath_size", None),  # a typo of a key that exists
+    ],
+)
+def test_a_key_of_others_is_found_with_a_typo_too(key: str, right: str | None) -> None:
+    message = no_such_key_message(key, composed())
+    assert message.startswith(f"{key}: there is no such key; did you mean {right or 'batch_size'}?")
