@@ -25,6 +25,16 @@ def are_probabilities(spec: Spec, ids: Tensor, rows: Tensor) -> bool:
     return rows.shape[1] == len(spec.classes) and sums_to_one
 
 
+def note_on_numbers(module: str, spec: Spec, ids: Tensor, rows: Tensor) -> str:
+    """Return a line if the rows of a module without `predict_step` look like probabilities and are none; else ""."""
+    if spec.task != "classification" or rows.ndim > 2 or are_probabilities(spec, ids, rows):
+        return ""
+    return (
+        f"the numbers are the output of {module}.forward, not probabilities: for those give it a predict_step that "
+        "returns self(batch[0]).softmax(1)"
+    )
+
+
 def write_predictions(
     path: Path, names: Sequence[Any], spec: Spec, ids: Tensor, rows: Tensor, top_k: int | None = None
 ) -> list[str]:

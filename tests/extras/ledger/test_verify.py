@@ -220,8 +220,8 @@ def test_a_module_with_a_default_of_its_own_is_computed_again_with_the_lr_that_t
     project: Path, tmp_path: Path
 ) -> None:
     program = Program(tmp_path / "outputs", home=project)
-    task = ("model=mine", "data=synthetic", "data.samples=90", "data.image_size=12", "data.num_classes=3")
-    task += ("accelerator=cpu", "threads=1", "max_epochs=1", "batch_size=24", "extras=[ledger]", "logger=none")
+    task = ["model=mine", "data=synthetic", "data.samples=90", "data.image_size=12", "data.num_classes=3"]
+    task += ["accelerator=cpu", "threads=1", "max_epochs=1", "batch_size=24", "extras=[ledger]", "logger=none"]
     folder = program(*task, "lr=0.02").folder
     recorded = ledger(folder)[0]["about"]["config"]
     assert (recorded["lr"], recorded["model"]["lr"]) == (0.02, 0.02)
