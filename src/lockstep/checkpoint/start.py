@@ -252,8 +252,7 @@ def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any
     now = {**config.record, "precision": config.precision, "resume": before.get("resume")}
     if before["optimizer"]["_target_"] and not now["optimizer"].get("_target_"):
         # an older version recorded these though the module makes its own
-        own = ("optimizer", "scheduler", "lr", "lr_scaling")
-        before |= {key: now.get(key) for key in own}
+        before |= {key: now.get(key) for key in ("optimizer", "scheduler", "lr", "lr_scaling")}
         before["model"] = {**before["model"], **({"lr": now["model"]["lr"]} if "lr" in now["model"] else {})}
     changed = differences(before, now)
     if changed:

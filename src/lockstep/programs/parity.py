@@ -15,6 +15,9 @@ much, and at least ten roundings of the weights for each step so far. It must be
 rounding error shrinks, but in others (ResNet18 in tiny pieces) it grows to the size of the weights within ten steps.
 From then on a comparison of weights detects no mistake.
 
+Weights whose gradient is only rounding are left out by default, and named: the true gradient of a bias before BatchNorm
+is zero, and AdamW makes whole steps of what rounding leaves of it. Under exact all bits count.
+
 `differences=true` measures what may differ between two runs (another number of pieces, precision, threads), and checks
 that the documented switch removes the difference.
 

@@ -229,9 +229,9 @@ def test_a_module_with_a_default_of_its_own_is_computed_again_with_the_lr_that_t
     assert "lr: 0.02" in (folder / ".hydra" / "config.yaml").read_text()
     done = Program(tmp_path / "verified", "lockstep verify", home=project)(f"run={folder}")
     assert "the same bits" in done.stdout
-    # the control: the same module with its default
+    default = Program(tmp_path / "default", home=project)(*task).folder  # the control
     lines = ledger(folder)
-    assert lines[-1]["weights_sha256"] != ledger(program(*task).folder)[-1]["weights_sha256"]
+    assert lines[-1]["weights_sha256"] != ledger(default)[-1]["weights_sha256"]
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
