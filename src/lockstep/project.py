@@ -40,12 +40,8 @@ class Project:
         """The program that trains."""
         return self.source / "train.py"
 
-    def function(self, name: str) -> Callable[..., Any]:
-        """Return the function `name(job)` of the program `src/<name>.py`.
-
-        Raises:
-            UserError: the program has none.
-        """
+    def function(self, name: str) -> Callable[..., Any] | None:
+        """Return the function `name(job)` of the program `src/<name>.py`; None if an older program has none."""
         return _function(self.source / f"{name}.py")
 
 
@@ -64,7 +60,8 @@ def project() -> Project:
     """Return the project of this process.
 
     It is that of the command, else the nearest one above the working folder, else the one that is installed in this
-    environment by `pip install -e`, whose `src/` is then in Python's import path.
+    environment by `pip install -e`, whose `src/` is then in Python's import path. A folder in the `outputs/` of another
+    project is none: a run may come from somebody else, with pages and code in its folder.
 
     Raises:
         UserError: there is none.
@@ -72,24 +69,31 @@ def project() -> Project:
     if root := os.environ.get(VARIABLE):
         return Project(Path(root))
     installed = [Path(folder).parent for folder in sys.path if Path(folder).name == "src"]
-    return Project(_find(Path.cwd(), installed))
+    here = Path.cwd()
+    outer = [folder for folder in here.parents if _is_project(folder)]
+    while any(here.is_relative_to(folder / "outputs") for folder in outer):
+        here = here.parent
+    return Project(_find(here, installed))
+
+
+def _is_project(folder: Path) -> bool:
+    return (folder / "conf" / "train.yaml").is_file()
 
 
 @cache
-def _function(program: Path) -> Callable[..., Any]:
+def _function(program: Path) -> Callable[..., Any] | None:
     spec = importlib.util.spec_from_file_location(f"_{program.stem}_program", program)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Any = getattr(module, program.stem, None)
-    if not inspect.isfunction(function) or list(inspect.signature(function).parameters) != ["job"]:
-        raise UserError(f"{program}: it must define {program.stem}(job), as docs/use/own-project.md shows")
-    return function
+    takes_job = inspect.isfunction(function) and list(inspect.signature(function).parameters) == ["job"]
+    return function if takes_job else None
 
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
     for folder in (path, *path.parents, *installed):
-        if (folder / "conf" / "train.yaml").is_file():
+        if _is_project(folder):
             return folder
     raise UserError(f"{path} is in no project: the project's folder has conf/train.yaml")

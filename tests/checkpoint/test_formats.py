@@ -40,6 +40,31 @@ def test_a_class_that_the_project_still_has_is_meant(tmp_path: Path) -> None:
     assert names["list"] == ["lockstep.vision.schedules.cosine"]
 
 
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("", False),
+        ("from dogs.models.mine import FastCNN\n", True),
+        ("from lockstep.vision.models import (\n    FastCNN,\n    ResNet9,\n)\n", True),
+        ("from dogs.models.mine import Mine\n", False),
+    ],
+)
+def test_a_project_may_have_any_name(tmp_path: Path, text: str, has: bool) -> None:
+    """`make project` gave the user's name to the package, and checkpoints have it."""
+    mine = "from lockstep.vision.models import FastCNN\n\n\nclass Mine(FastCNN):\n    pass\n"
+    files = {"conf/train.yaml": "", "src/dogs/__init__.py": "", "src/dogs/models/__init__.py": text}
+    for name, content in (files | {"src/dogs/models/mine.py": mine}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    use_project_of(tmp_path)
+    old = {"model": "dogs.models.FastCNN", "data": "dogs.data.mnist", "other": "cats.data.mnist"}
+    assert formats.up_to_date({"config": old}, "x")["config"] == {
+        "model": "dogs.models.FastCNN" if has else "lockstep.vision.models.FastCNN",
+        "data": "lockstep.vision.data.mnist",
+        "other": "cats.data.mnist",
+    }
+
+
 @pytest.mark.parametrize("number", [formats.FORMAT + 1, 0, True, "2", None, 1.0])
 def test_a_format_that_is_unknown_is_refused(number: Any, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"

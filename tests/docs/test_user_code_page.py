@@ -39,6 +39,7 @@ def followed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> dict[
     assert len(written) == 13  # none is left out
     for page in pages:
         for path, text in page.files.items():
+            (project / path).parent.mkdir(parents=True, exist_ok=True)
             with (project / path).open("a") as file:
                 file.write(text)
     folders = {}

@@ -44,6 +44,14 @@ def test_nothing_is_overwritten_and_unknown_pages_are_refused(dogs: Path) -> Non
     assert not (dogs / "optimizer" / "sgd.yaml").exists(), "nothing is written when a name is wrong"
 
 
+def test_a_link_that_leads_nowhere_is_not_followed(dogs: Path, tmp_path: Path) -> None:
+    (dogs / "optimizer").mkdir()
+    (dogs / "optimizer" / "adamw.yaml").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="exists already"):
+        main(["optimizer/adamw"])
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_all_are_listed(capsys: pytest.CaptureFixture[str], dogs: Path) -> None:
     assert main([]) == 0
     assert capsys.readouterr().out.splitlines() == names()
@@ -81,6 +89,8 @@ def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None
     assert also_inherited(argument) == "hydra.searchpath=['file:///a[,b',pkg://lockstep.conf]"
     assert also_inherited(also_inherited(argument)) == also_inherited(argument)
     assert also_inherited("lr=0.1") == "lr=0.1"
+    for other in ("pkg://lockstep.conf_of_others", "file:///pkg://lockstep.conf"):
+        assert also_inherited(f"hydra.searchpath=[{other}]") == f"hydra.searchpath=[{other},pkg://lockstep.conf]"
 
 
 def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:

@@ -66,6 +66,40 @@ def test_a_command_that_needs_a_project_refuses_to_run_without_one(
     assert (end.value.code, capsys.readouterr().err) == (2, refusal)
 
 
+def test_the_project_is_no_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The variable is for processes that a command starts."""
+    for name in ("here", "other"):
+        (tmp_path / name / "conf").mkdir(parents=True)
+        (tmp_path / name / "conf" / "train.yaml").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "other"))
+    project.cache_clear()
+    assert project().root == tmp_path / "other"  # the control
+    project.cache_clear()
+    monkeypatch.setattr(sys, "argv", ["lockstep", "conf", "optimizer/adamw"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    project.cache_clear()
+    assert end.value.code == 0, capsys.readouterr().err
+    assert (tmp_path / "here" / "conf" / "optimizer" / "adamw.yaml").exists()
+
+
+def test_a_file_that_can_not_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "else")
+    (tmp_path / "file").touch()
+    for folder, reason in (("link", "File exists"), ("file/sub", "Not a directory"), ("x" * 300, "File name too long")):
+        monkeypatch.setattr(sys, "argv", ["lockstep", "new", "dogs_of_mine", str(tmp_path / folder)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        assert (end.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path / folder}: {reason}\n")
+
+
 @pytest.mark.usefixtures("processes")
 def test_the_list_needs_neither_torch_nor_hydra() -> None:
     assert python(IMPORTED, "--help").stdout.endswith("describes one of them.\n0\n")

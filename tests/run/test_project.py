@@ -48,6 +48,15 @@ def test_without_a_program_it_is_the_one_above_the_working_folder(
     assert project() == Project(home)
 
 
+def test_a_folder_in_the_outputs_of_a_project_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run there may be somebody else's, with pages and code in its folder."""
+    home = made(tmp_path / "home")
+    for folder, expected in ((made(home / "outputs" / "a" / "b"), home), (made(home / "more"), home / "more")):
+        monkeypatch.chdir(folder)
+        project.cache_clear()
+        assert project() == Project(expected)
+
+
 def test_no_project_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is in no project: the project's folder has conf/train\.yaml"):
         project()

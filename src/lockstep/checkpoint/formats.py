@@ -8,6 +8,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
@@ -58,23 +59,36 @@ def up_to_date(record: Mapping[str, Any], path: object) -> dict[str, Any]:
 
 
 def _moved_names() -> dict[str, str]:
-    """Return today's name of each class by its name in a project, but for what the project still has."""
+    """Return today's name of each class by its name in a project, but for what the project still has.
+
+    The project's package is called `project`, or as the user has named it.
+    """
+    try:
+        source = project().source
+    except UserError:  # a checkpoint may be read outside of a project
+        source = Path()
+    packages = {"project", *(file.parent.name for file in source.glob("*/__init__.py"))} - {"lockstep"}
     names: dict[str, str] = {}
     for file, classes in MOVED.items():
         home = file.partition("/")[0].removesuffix(".py")
-        names |= {
-            f"project.{home}.{name}": f"lockstep.vision.{home}.{name}" for name in classes if not _has(file, name)
-        }
+        for package in packages:
+            moved = (name for name in classes if not _has(source / package / home, name))
+            names |= {f"{package}.{home}.{name}": f"lockstep.vision.{home}.{name}" for name in moved}
     return names
 
 
-def _has(file: str, name: str) -> bool:
-    """Return whether the project defines a class or function in this file of its package."""
-    try:
-        text = (project().source / "project" / file).read_text()
-    except (OSError, UserError):  # a checkpoint may be read outside of a project
-        return False
-    return re.search(rf"^(class|def) {name}\b", text, re.MULTILINE) is not None
+def _has(home: Path, name: str) -> bool:
+    """Return whether a module or package of the project defines a class or function, or imports it into itself."""
+    module = next((file for file in (home.with_suffix(".py"), home / "__init__.py") if file.is_file()), None)
+    defined = any(
+        re.search(rf"^(class|def) {name}\b", _text(file), re.MULTILINE) for file in (module, *home.rglob("*.py"))
+    )
+    imported = rf"^from \S+ import (\([^)]*|[^(\n]*)\b{name}\b"
+    return defined or re.search(imported, _text(module), re.MULTILINE) is not None
+
+
+def _text(file: Path | None) -> str:
+    return file.read_text(errors="replace") if file else ""
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -97,9 +97,10 @@ def search_path_override(paths: Iterable[Path | str]) -> str:
 def also_inherited(argument: str) -> str:
     """Return an argument; one that replaces the folders in which Hydra looks for pages has the package's too."""
     key, _, value = argument.partition("=[")
-    if key == "hydra.searchpath" and value.endswith("]") and SEARCHED not in value:
+    if key.lstrip("+") == "hydra.searchpath" and value.endswith("]"):
         paths = value[:-1].strip(" ,")
-        return f"{key}=[{','.join(filter(None, (paths, SEARCHED)))}]"
+        if SEARCHED not in [path.strip(" '\"") for path in paths.split(",")]:
+            return f"{key}=[{','.join(filter(None, (paths, SEARCHED)))}]"
     return argument
 
 

@@ -42,6 +42,7 @@ from typing import Any
 
 from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
+from lockstep.files import write
 from lockstep.programs.common.showing import markdown
 from lockstep.programs.comparison import noise, pair
 from lockstep.programs.comparison.folds import CrossValidation, cross_validations
@@ -90,9 +91,6 @@ def main(words: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
     return 0
 
 
@@ -125,16 +123,18 @@ def compare(folders: Sequence[Path], key: str | None, output: Path | None) -> No
     print(text)
 
     folder = output or root / "compare"
+    if folder.is_symlink() and not output:  # it may have come with somebody else's runs
+        raise UserError(f"{folder}: a link: name the folder for the tables, --to {os.path.relpath(folder.resolve())}")
     folder.mkdir(parents=True, exist_ok=True)
     from lockstep.programs.comparison.charts import draw_by_key, draw_plots  # matplotlib takes a second
 
     plots = draw_plots(groups, folder) + ([draw_by_key(plot_lines, key, folder)] if key else [])
-    (folder / "compare.md").write_text(text + "".join(f"\n![]({name})\n" for name in plots))
+    write(folder / "compare.md", (text + "".join(f"\n![]({name})\n" for name in plots)).encode())
     for row, group in zip(rows, groups, strict=True):
         row["folders"] = {str(run.folder): run.summary.get("status") for run in group.runs}
         row["cross_validation"] = [each.row(metric) for each in validations if each.runs[0] in group.runs]
         row["noise"] = {name: asdict(difference) for other, name, difference in differences if other is group}
-    (folder / "compare.json").write_text(json.dumps(rows, indent=2) + "\n")
+    write(folder / "compare.json", f"{json.dumps(rows, indent=2)}\n".encode())
     print(f"{os.path.relpath(folder)}: {', '.join(['compare.md', 'compare.json', *plots])}")
 
 

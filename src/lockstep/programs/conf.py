@@ -8,6 +8,7 @@ change it. Without a name the command lists the pages; with a group, `lockstep c
 
 import argparse
 import difflib
+import os
 import shutil
 import sys
 
@@ -34,7 +35,7 @@ def main(words: list[str]) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("lockstep conf", description=description, epilog=epilog, formatter_class=layout)
     parser.add_argument("pages", nargs="*", metavar="group/name", help="the pages to copy")
-    wanted = [word.removesuffix(".yaml") for word in parser.parse_args(words).pages]
+    wanted = list(dict.fromkeys(word.removesuffix(".yaml") for word in parser.parse_args(words).pages))
     known = names()
     if not wanted:
         print("\n".join(known))
@@ -48,7 +49,7 @@ def main(words: list[str]) -> int:
             near = difflib.get_close_matches(name, known, 1)
             nearest = f"did you mean {near[0]}?" if near else "`lockstep conf` lists them"
             raise UserError(f"lockstep conf {name}: no such page: {nearest}")
-        if (conf / f"{name}.yaml").exists():
+        if os.path.lexists(conf / f"{name}.yaml"):  # a link that leads nowhere is not followed either
             raise UserError(f"conf/{name}.yaml exists already: edit it, or delete it first")
     for name in wanted:
         target = conf / f"{name}.yaml"

@@ -7,6 +7,7 @@ line that `lockstep --help` prints, and its `main` gets the command's arguments 
 import ast
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import NoReturn
 import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 from lockstep.errors import UserError
 from lockstep.programs.common.packages import check_packages
-from lockstep.project import project
+from lockstep.project import VARIABLE, project
 
 FOLDER = Path(__file__).parent
 
@@ -53,10 +54,16 @@ def main() -> NoReturn:
     if name in ("-V", "--version"):
         print(f"lockstep {metadata.version('pytorch-lockstep')}")
         sys.exit(0)
+    os.environ.pop(VARIABLE, None)  # it is for the processes that a command starts
     try:
         code = run(name, arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except OSError as error:
+        if not error.filename:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("interrupted by SIGINT", file=sys.stderr)

@@ -210,7 +210,7 @@ def run_trial(job: SweepJob, flags: list[str], log: Path) -> dict[str, Any]:
             *flags,
         ]
         with _redirect_output(log):
-            code, message = cli.run_command(partial(commands.train, project().function("train")), "train")
+            code, message = cli.run_command(partial(commands.train, None), "train")
             if message:
                 print(message, file=sys.stderr)
         if code > 128:

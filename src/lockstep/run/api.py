@@ -146,7 +146,7 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
     summary: dict[str, Any] = {}
 
     def program(raw: dict[str, Any], folder: Path) -> None:
-        summary.update(commands.train(project().function("train"), raw, folder), folder=str(folder))
+        summary.update(commands.train(None, raw, folder), folder=str(folder))
 
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]

@@ -36,8 +36,12 @@ def command(function: Function, file: str, **options: Any) -> NoReturn:
     cli.command(partial(PROGRAMS[name], function, **options), name, file)
 
 
-def train(function: Function, raw: dict[str, Any], folder: Path) -> Any:
-    """Train. Return the summary."""
+def train(function: Function | None, raw: dict[str, Any], folder: Path) -> Any:
+    """Train. Return the summary.
+
+    Args:
+        function: None: that of the project's `src/train.py`.
+    """
     config = check(raw, overridden=overridden_keys())
     choose_kernels(config.layout.exact)
 

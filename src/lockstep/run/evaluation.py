@@ -26,7 +26,6 @@ from lockstep.data.build import without_training_settings
 from lockstep.data.datasets import same_classes
 from lockstep.errors import UserError
 from lockstep.launch.process_group import decide_on_rank_zero
-from lockstep.project import project
 from lockstep.run.build import make_callbacks, make_module, make_trainer
 from lockstep.run.job import Job
 from lockstep.run.job_trainer import JobTrainer
@@ -223,7 +222,7 @@ class EvaluationJob(Job):
         UserError: The data set has no test images.
     """
 
-    function = "evaluate"
+    name = "evaluate"
 
     def __init__(self, config: Config, splits: Splits, folder: Path) -> None:
         if splits.test is None:
@@ -270,6 +269,11 @@ class EvaluationJob(Job):
         self.run.record_weights()  # those that were loaded from the checkpoint
         self.run.record_test()
 
+    def usual(self) -> None:
+        """Test."""
+        module = self.make_module()
+        self.make_trainer(module).test(module, datamodule=self.make_data(), ckpt_path=self.checkpoint)
+
     def finish(self) -> dict[str, Any]:
         """Write the summary, and return it."""
         if self.run is None or not self._tested:
@@ -293,5 +297,5 @@ def evaluate(
         UserError: The data set has no test images.
     """
     job = EvaluationJob(config, splits, folder)
-    (function or project().function("evaluate"))(job)
+    job.call(function)
     return job.finish()

@@ -4,13 +4,14 @@ This module imports neither torch nor Lightning, so that a program that names `J
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import Config
 from lockstep.errors import UserError
+from lockstep.project import project
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,7 +34,7 @@ class Job(ABC):
             run of training.
     """
 
-    function = "train"  # the program's function, for messages
+    name = "train"  # of the program and its function
 
     def __init__(self, config: Config, splits: "Splits", folder: Path, checkpoint: str | None) -> None:
         self.config, self.splits, self.folder, self.checkpoint = config, splits, folder, checkpoint
@@ -58,7 +59,7 @@ class Job(ABC):
             UserError: The config does not fit the module.
         """
         if self._module is not None:
-            raise UserError(f"{self.function}(job) calls job.make_module() twice: a run has one module")
+            raise UserError(f"{self.name}(job) calls job.make_module() twice: a run has one module")
         self._module = self.build_module()
         return self._module
 
@@ -80,7 +81,7 @@ class Job(ABC):
         if module is not self._module or self._trainer is not None:
             wrong = "gets another module" if self._trainer is None else "is called twice"
             raise UserError(
-                f"{self.function}(job): job.make_trainer {wrong}: a run has one trainer, of the module that "
+                f"{self.name}(job): job.make_trainer {wrong}: a run has one trainer, of the module that "
                 "job.make_module() returns"
             )
         self._trainer = self.build_trainer(module)
@@ -96,11 +97,26 @@ class Job(ABC):
 
         return self.splits.test is not None and overrides_method(self._module, "test_step", pl.LightningModule)
 
+    def call(self, function: "Callable[[Job], Any] | None" = None) -> None:
+        """Call a function with this job.
+
+        Args:
+            function: None: the program's own, or `usual` if an older program has none.
+        """
+        if chosen := function or project().function(self.name):
+            chosen(self)
+        else:
+            self.usual()
+
+    @abstractmethod
+    def usual(self) -> None:
+        """Do what the program does in a project that has not changed it."""
+
     # --- what the trainer calls ---
 
     def skips_fit(self) -> bool:
         """Count a `trainer.fit`. Return whether the run continues from a checkpoint that a later one has saved."""
-        raise UserError(f"{self.function}(job) calls trainer.fit: only train.py trains")
+        raise UserError(f"{self.name}(job) calls trainer.fit: only train.py trains")
 
     @contextmanager
     def around_fit(self, ckpt_path: Any) -> Iterator[str | None]:

@@ -1,16 +1,25 @@
 """The trainer of a job: Lightning's methods, with what belongs to every run around them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lockstep.launch.process_group import broadcast_from_rank_zero
-from lockstep.run.job import Job
 from lockstep.step.loop import StepTrainer
+
+
+class Surroundings(Protocol):
+    """What a job does before and after the methods of its trainer; `lockstep.run.job.Job` has the words."""
+
+    def skips_fit(self) -> bool: ...
+
+    def around_fit(self, ckpt_path: Any) -> AbstractContextManager[str | None]: ...
+
+    def around_test(self, ckpt_path: Any) -> AbstractContextManager[None]: ...
 
 
 class JobTrainer(StepTrainer):
@@ -21,7 +30,7 @@ class JobTrainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
-    job: Job | None = None
+    job: Surroundings | None = None
 
     def fit(  # type: ignore[override]
         self,

@@ -22,7 +22,6 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
 from lockstep.launch.process_lifetime import in_new_thread
-from lockstep.project import project
 from lockstep.run.build import make_module, make_trainer
 from lockstep.run.evaluation import config_of, find_checkpoint_and_record, spec_of, weights_must_fit
 from lockstep.run.job import Job
@@ -134,7 +133,7 @@ class PredictionJob(Job):
         top_k: how many classes to write for each image; None: see `write_predictions`.
     """
 
-    function = "predict"
+    name = "predict"
 
     def __init__(self, config: Config, splits: Splits, folder: Path, top_k: int | None) -> None:
         set_up_worker(config, folder)
@@ -154,6 +153,11 @@ class PredictionJob(Job):
         """Build the trainer, which collects the predictions."""
         self._began = time.perf_counter()
         return make_trainer(self.config, self.folder, [EvaluationSeed(), self._collector])
+
+    def usual(self) -> None:
+        """Predict."""
+        module = self.make_module()
+        self.make_trainer(module).predict(module, datamodule=self.make_data(), return_predictions=False)
 
     def finish(self) -> dict[str, Any]:
         """Write predictions.csv, or masks as images, and the summary on rank zero. Return the summary.
@@ -198,5 +202,5 @@ def predict(
         UserError: `top_k` is given, but the module does not return probabilities.
     """
     job = PredictionJob(config, splits, folder, top_k)
-    (function or project().function("predict"))(job)
+    job.call(function)
     return job.finish()

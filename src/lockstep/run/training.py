@@ -34,7 +34,6 @@ from lockstep.launch.environment import environment
 from lockstep.launch.failures import is_lost_rank, place_of
 from lockstep.launch.process_group import ranks_writing_in
 from lockstep.launch.signals import Interrupted
-from lockstep.project import project
 from lockstep.run import provenance, worker_setup
 from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_module, make_trainer
@@ -179,6 +178,15 @@ class TrainingJob(Job):
         assert self.run is not None
         self.run.record_test()
 
+    def usual(self) -> None:
+        """Fit and test."""
+        module = self.make_module()
+        data = self.make_data()
+        trainer = self.make_trainer(module)
+        trainer.fit(module, datamodule=data, ckpt_path=self.checkpoint)
+        if self.has_test:
+            trainer.test(module, datamodule=data, ckpt_path="best")
+
     def finish(self) -> dict[str, Any]:
         """Write the summary of a run that has completed, and return it."""
         if self.run is None or not self._fits:
@@ -212,7 +220,7 @@ def fit_and_test(
     """
     job = TrainingJob(config, splits, folder, hydra_files or {})
     try:
-        (train or project().function("train"))(job)
+        job.call(train)
         return job.finish()
     except Interrupted as interrupted:
         if job.run is not None:

@@ -143,6 +143,29 @@ def test_other_samples_are_seen_without_computing(run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("place", ["logger", "debug"])
+def test_a_forged_record_has_nothing_called(run: Path, tmp_path: Path, place: str) -> None:
+    """More of it: tests/programs/test_strangers.py. The honest record is verified above."""
+    (tmp_path / "source").write_text("evil")
+    (tmp_path / "sentinel").write_text("good")
+    evil = {"_target_": "lockstep.files.link_file"} | {
+        "source": str(tmp_path / "source"),
+        "path": str(tmp_path / "sentinel"),
+    }
+
+    def name_it(lines: Lines) -> None:
+        lines[0]["about"]["config"] |= (
+            {"logger": {"x": evil}} if place == "logger" else {"debug": {"trainer": {"profiler": evil}}}
+        )
+        for line in lines:
+            line["config_sha256"] = config_sha256(lines[0]["about"]["config"])
+
+    code, output = verified(forged(run, tmp_path / "a" / "b", name_it), "steps=[5]")
+    assert (tmp_path / "sentinel").read_text() == "good", output
+    assert code == (0 if place == "logger" else 2), output
+
+
+@pytest.mark.usefixtures("processes")
 def test_a_line_of_too_many_steps_is_refused(run: Path, tmp_path: Path) -> None:
     """Nothing is said about its samples, because they are not compared."""
     folder = forged(run, tmp_path / "a" / "b", lambda lines: lines[-1].update(step=lines[-1]["since"] + 10**7 + 1))

@@ -160,7 +160,7 @@ def decisive_config(config: Config) -> dict[str, Any]:
     """Return the part of the resolved config that affects the weights' bits: the layout too, unless `exact=true`."""
     layout, record = config.layout, config.record
     decisive = {key: value for key, value in record.items() if key not in NOT_DECISIVE}
-    callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
+    callbacks = {name: options for name, options in config.callbacks.items() if options and may_change(name, options)}
     sync = record["strategy"].get("sync_batchnorm", False)
     strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}
     extras = {name: record["extras"][name] for name, extra in config.extras.items() if extra.changes_weights}
@@ -181,7 +181,7 @@ def decisive_config(config: Config) -> dict[str, Any]:
     }
 
 
-def _may_change(name: str, options: Mapping[str, Any]) -> bool:
+def may_change(name: str, options: Mapping[str, Any]) -> bool:
     """Check whether a callback may change the weights. It may not if its class has `changes_weights = False`."""
     target = locate(f"callbacks.{name}._target_", str(options.get("_target_")))
     return bool(getattr(target, "changes_weights", True))

@@ -17,13 +17,20 @@ from lockstep.config.pages import group_file
 from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.errors import UserError
-from lockstep.extras.ledger.ledger_file import LEDGER_FILE, STATE, config_sha256, decisive_config, parse_line, read
+from lockstep.extras.ledger.ledger_file import (
+    LEDGER_FILE,
+    NOT_DECISIVE,
+    STATE,
+    config_sha256,
+    decisive_config,
+    may_change,
+    parse_line,
+    read,
+)
 from lockstep.launch.signals import Interrupted
 from lockstep.programs.common.training import open_without_test, train_from
 from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 
-# Config groups whose files name classes to build.
-GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")
 # Options of a strategy that affect the bits of the weights. They come from the ledger, the others from this command.
 DECISIVE_STRATEGY_OPTIONS = ("sync_batchnorm", "compression")
 # The ledger records only callbacks that change the weights. This one does not, so it is added here.
@@ -87,8 +94,14 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
     recorded = about.get("config")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("strategy"), dict):
         raise UserError(f"{path}: its record of the run has no config: it was changed")
-    for group in GROUPS:
-        check_targets_named(path, group, recorded.get(group), raw.get(group))
+    # A ledger records no other keys, and no callbacks that leave the weights as they are. They could write anywhere.
+    decisive_keys = {key: value for key, value in recorded.items() if key not in NOT_DECISIVE}
+    for group, value in decisive_keys.items():
+        if group != "strategy":  # it is this command's
+            check_targets_named(path, group, value, raw.get(group))
+    callbacks = {
+        name: each for name, each in (recorded.get("callbacks") or {}).items() if each and may_change(name, each)
+    }
     data_dir = about.get("data_dir")
     data_dir_exists = isinstance(data_dir, str) and Path(data_dir).is_dir()
     local_keys = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
@@ -101,14 +114,14 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
     }
     config = check(
         {
-            **recorded,
+            **decisive_keys,
             **local_keys,
             "num_nodes": 1,
             "speed": speed,
             "strategy": {**raw["strategy"], **decisive},
             "extras": {**(recorded.get("extras") or {}), **group_file("extras", "ledger")},
             "data_dir": raw["data_dir"] or (data_dir if data_dir_exists else "data"),
-            "callbacks": {**(recorded.get("callbacks") or {}), "ledger_checkpoint": CHECKPOINT},
+            "callbacks": {**callbacks, "ledger_checkpoint": CHECKPOINT},
         }
     )
     choose_kernels(config.layout.exact)

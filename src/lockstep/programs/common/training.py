@@ -40,7 +40,7 @@ def train_quietly(config: Config, data: Splits, folder: Path) -> dict[str, Any]:
 def train_from(
     start: Path | None, config: Config, data: Splits, folder: Path, work: Callable[..., Any] = train_quietly
 ) -> Any:
-    """Train in workers, from a checkpoint or from the seed. Return what `work` returns.
+    """Train in workers, from a checkpoint or from the seed. Return what `work` returns. No profiler writes its files.
 
     Args:
         start: the checkpoint, which is copied; None: from the seed.
@@ -53,6 +53,7 @@ def train_from(
         UserError, WorkerFailed, Interrupted: see `launch`.
     """
     (folder / "checkpoints").mkdir(parents=True)
+    config = replace(config, debug=replace(config.debug, trainer={**config.debug.trainer, "profiler": None}))
     if start is not None:
         shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
     return launch(work, config, data, folder, layout=config.layout, hang_timeout=config.hang_timeout)

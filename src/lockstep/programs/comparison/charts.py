@@ -4,12 +4,14 @@ A group has the same colour, line and marker in all plots, so that readers can t
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from lockstep.files import write
 from lockstep.programs.common.showing import our_pyplot, style
 from lockstep.programs.comparison.runs import Group, PlotLines, brief
 
@@ -110,5 +112,7 @@ def _ends(values: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path)
+    content = BytesIO()
+    figure.savefig(content)
+    write(path, content.getbuffer())
     pyplot.close(figure)

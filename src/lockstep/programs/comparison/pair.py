@@ -79,17 +79,29 @@ def show(value: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file. Return an empty one if there is no file."""
+    """Return the mapping in a JSON or YAML file, with text that can be printed. Return an empty one without a file."""
     if not path.is_file():
         return {}
     try:
         text = path.read_text()
         content: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:120]})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a mapping")
-    return content
+    printable: dict[str, Any] = _printable(content)
+    return printable
+
+
+def _printable(value: Any) -> Any:
+    """Return a value with � in the place of what a terminal would obey, at any depth."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_printable(part) for part in value]
+    if isinstance(value, str):
+        return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in value)
+    return value
 
 
 def report(*folders: Path) -> str:

@@ -113,7 +113,7 @@ class Group:
     def values(self, key: str) -> list[float]:
         """Return the values of a summary key, one for each completed run that has it."""
         entries = (run.summary.get(key) for run in self.completed)
-        return [float(value) for value in entries if value is not None]
+        return [float(value) for value in entries if isinstance(value, int | float)]
 
     def mean(self, key: str) -> float | None:
         values = self.values(key)

@@ -26,11 +26,13 @@ from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.programs.common.training import open_without_test
 from lockstep.programs.comparison.pair import Facts, differing_values, facts, read, show
+from lockstep.programs.comparison.trace import (
+    WRITING as NOT_TAKEN,
+)
 from lockstep.programs.comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
 from lockstep.run.summary import weights_sha256
 from lockstep.text import join_names, plural
 
-GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras", "strategy")  # they name classes to build
 MOST_STEPS = 200  # steps that are taken again
 FIRST_STEPS = 2  # steps that are taken first: most differences appear in them
 MOST_KEYS = 8  # differences of the config that are tried one at a time
@@ -113,8 +115,9 @@ class Recorded:
         config = read(self.folder / "provenance.json").get("config")
         if not isinstance(config, dict):
             raise UserError(f"{self.folder}: its provenance.json has no config")
-        for group in GROUPS:
-            check_targets_named(self.folder, group, config.get(group))
+        for group, value in config.items():
+            if group not in NOT_TAKEN:
+                check_targets_named(self.folder, group, value)
         return config
 
     @cached_property
