@@ -82,7 +82,7 @@ def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> 
         assert no_option_message(group, f"{name}s").startswith(f"{group}={name}s: did you mean {name}")
 
 
-def test_a_page_is_merged_with_the_pages_of_its_own_group_only() -> None:
+def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
     page = group_file("experiment", "mnist_cnn")  # its `defaults` choose files of other groups
     assert "defaults" not in page
     assert {"batch_size", "lr"} <= page.keys()
@@ -112,6 +112,6 @@ def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: s
         ("bath_size", None),  # a typo of a key that exists
     ],
 )
-def test_a_key_of_others_is_found_with_a_typo_too(key: str, right: str | None) -> None:
+def test_a_key_of_other_projects_has_a_suggestion_also_with_a_typo(key: str, right: str | None) -> None:
     message = no_such_key_message(key, composed())
     assert message.startswith(f"{key}: there is no such key; did you mean {right or 'batch_size'}?")

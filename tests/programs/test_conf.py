@@ -101,7 +101,7 @@ def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:
                 assert not re.search(r"([:,;(]|\b(and|or|of|the|a|in|with|to|for))$", purpose), (page, purpose)
 
 
-def test_pages_name_nothing_that_only_lockstep_s_own_checkout_has() -> None:
+def test_pages_name_nothing_that_only_the_checkout_of_lockstep_has() -> None:
     for page in INHERITED.rglob("*.yaml"):
         assert not re.search(r"\bdocs/|pip install -e", page.read_text()), page
 

@@ -44,7 +44,7 @@ class NeedsLr(pl.LightningModule):
         self.lr = lr
 
 
-class OwnOptimizer(pl.LightningModule):
+class MakesOptimizer(pl.LightningModule):
     def __init__(self, scheduler: Any = None, lr: float = 3e-3, learning_rate: float = 0.7) -> None:
         super().__init__()
         self.scheduler, self.lr = scheduler, lr
@@ -71,11 +71,11 @@ def built(config: Config) -> Any:
 
 def received(module: Any) -> list[Any]:
     """Return the learning rates that a module and its parts have got."""
-    own = getattr(module, "optimizer", None)
+    made = getattr(module, "optimizer", None)
     parts = [
         module,
         getattr(module, "net", None),
-        SimpleNamespace(**own.keywords) if isinstance(own, partial) else None,
+        SimpleNamespace(**made.keywords) if isinstance(made, partial) else None,
     ]
     return [getattr(part, "lr", None) for part in parts]
 
@@ -94,7 +94,7 @@ def received(module: Any) -> list[Any]:
         (NeedsLr, {}, [], 0.02, 0.02),
         (WithoutLr, {"optimizer": ADAM}, [], None, None),
         (WithoutLr, {"optimizer": ADAM, "net": NET}, ["lr=0.001"], None, None),  # set by an experiment
-        (OwnOptimizer, {}, [], 3e-3, 3e-3),
+        (MakesOptimizer, {}, [], 3e-3, 3e-3),
         (Plain, {}, [], None, None),
     ],
 )
@@ -114,8 +114,8 @@ def test_a_record_builds_the_module_that_ran_whatever_keys_the_user_had_set(
         assert record["scheduler"] == {"_target_": None}
 
 
-def test_a_scheduler_of_the_config_in_a_module_with_its_own_lr_keeps_its_values() -> None:
-    config = config_of(OwnOptimizer, {})
+def test_a_scheduler_of_the_config_keeps_its_values_in_a_module_with_a_default_lr() -> None:
+    config = config_of(MakesOptimizer, {})
     schedule: Any = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": "later:lr", "total_steps": 9}
     config = replace(config, scheduler=schedule, record={**config.record, "scheduler": schedule})
     again = check(as_built(config.record, config))

@@ -239,9 +239,7 @@ def test_a_run_without_exact_on_its_layout(run_train: Program) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_module_with_a_default_of_its_own_is_computed_again_with_the_lr_that_the_user_gave(
-    project: Path, tmp_path: Path
-) -> None:
+def test_a_module_with_a_default_lr_is_computed_again_with_the_lr_of_the_run(project: Path, tmp_path: Path) -> None:
     program = Program(tmp_path / "outputs", home=project)
     task = ["model=mine", "data=synthetic", "data.samples=90", "data.image_size=12", "data.num_classes=3"]
     task += ["accelerator=cpu", "threads=1", "max_epochs=1", "batch_size=24", "extras=[ledger]", "logger=none"]

@@ -110,8 +110,8 @@ def verify_in(raw: dict[str, Any], folder: Path) -> None:
         for part in parts:
             if as_built(part.about["config"], part.config) != part.about["config"]:
                 raise UserError(
-                    f"{run} can't be verified: an older version recorded it, without the lr that the module got, and "
-                    f"with another one {first}: train again"
+                    f"{run} can't be verified: an older version recorded it, and not which lr the module got; with the "
+                    f"default of the module, step {first.step} has {first}: train again"
                 )
         raise Different(f"{run}: step {first.step} differs from its ledger: {first}")
     conclude(lines, parts, spans)
