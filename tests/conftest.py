@@ -28,9 +28,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config import check as config_check
 from lockstep.config import pages
 from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.launch import machine
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
 from lockstep.project import project as current_project
@@ -438,8 +438,8 @@ def _started_by_us(mark: str) -> dict[int, str]:
 @pytest.fixture
 def two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check configs as on a machine with two cores and no GPU, however pytest was started."""
-    monkeypatch.setattr(config_check, "gpu_count", lambda: 0)
-    monkeypatch.setattr(config_check, "cpu_cap", lambda: 8)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "cpu_cap", lambda: 8)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("sys.argv", ["src/train.py"])
     GlobalHydra.instance().clear()
@@ -448,4 +448,4 @@ def two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_gpus(two_cores_no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check configs as on the same machine with two GPUs."""
-    monkeypatch.setattr(config_check, "gpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)

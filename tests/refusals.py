@@ -18,6 +18,7 @@ from lockstep.checkpoint.resume import expand_resume
 from lockstep.config import check as config_check
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import Config, check
+from lockstep.launch import machine
 from lockstep.run.cli import BAD_INPUT, error_line
 from lockstep.run.evaluation import find_checkpoint
 
@@ -57,7 +58,7 @@ def read_table(path: Path = TABLE) -> list[Refusal]:
 
 def set_machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
     """Let a config be checked as on a machine with so many GPUs; one with GPUs has a compiler, too."""
-    monkeypatch.setattr(config_check, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(machine, "gpu_count", lambda: gpus)
     if gpus:
         monkeypatch.setattr(config_check, "compiler_lacking", lambda accelerator: None)
 

@@ -11,6 +11,7 @@ from refusals import checked, refused
 
 from lockstep.config import check as config
 from lockstep.config.portable import VARIABLES, is_requested, missing_instructions
+from lockstep.launch import machine
 
 LACKING = missing_instructions()
 here = pytest.mark.skipif(bool(LACKING), reason=f"this processor has no {', '.join(LACKING)}")
@@ -66,7 +67,7 @@ def test_what_it_cannot_be_combined_with(monkeypatch: pytest.MonkeyPatch, overri
 
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "missing_instructions", list)
-    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     message = refused("exact=portable")
     assert message == "accelerator=gpu and exact=portable don't go together: it works on CPUs only; give exact=true"
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.arithmetic.order import hash64 as hash64
     from lockstep.checkpoint.weights import copy_weights as copy_weights
     from lockstep.checkpoint.weights import load_weights as load_weights
-    from lockstep.data.data_module import DataModule as DataModule
     from lockstep.data.datasets import ArrayDataset as ArrayDataset
     from lockstep.data.datasets import Source as Source
     from lockstep.data.datasets import Spec as Spec
     from lockstep.errors import UserError as UserError
     from lockstep.errors import WorkerFailed as WorkerFailed
+    from lockstep.launch.local import launch as launch
     from lockstep.launch.process_group import gather_objects as gather_objects
     from lockstep.launch.signals import Interrupted as Interrupted
     from lockstep.run.api import Composed as Composed
@@ -31,19 +31,22 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.step.lightning_quirks import is_last_step as is_last_step
     from lockstep.step.metrics import Count as Count
     from lockstep.step.metrics import ExactMean as ExactMean
+    from lockstep.trainer.data import DataModule as DataModule
+    from lockstep.trainer.trainer import Trainer as Trainer
 
 # The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
     "Composed": "lockstep.run.api",
     "Count": "lockstep.step.metrics",
-    "DataModule": "lockstep.data.data_module",
+    "DataModule": "lockstep.trainer.data",
     "ExactMean": "lockstep.step.metrics",
     "Interrupted": "lockstep.launch.signals",
     "Job": "lockstep.run.job",
     "Source": "lockstep.data.datasets",
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
+    "Trainer": "lockstep.trainer.trainer",
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.errors",
     "command": "lockstep.run.commands",
@@ -52,6 +55,7 @@ HOMES = {
     "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
     "is_last_step": "lockstep.step.lightning_quirks",
+    "launch": "lockstep.launch.local",
     "load_weights": "lockstep.checkpoint.weights",
     "train": "lockstep.run.api",
     "weights_sha256": "lockstep.run.summary",

@@ -64,7 +64,7 @@ def test_precision_auto_is_what_the_processor_computes_in(
 
 
 def test_tf32_is_refused_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     for has_tf32 in (True, False):
         monkeypatch.setattr(config, "computes_bf16", lambda accelerator, has_tf32=has_tf32: has_tf32)
         for more in ((), ("exact=true", "pieces=4"), ("precision=bf16-mixed",)):

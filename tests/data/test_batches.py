@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision.datasets import FakeData
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import DataModule
+from lockstep.data import ImageDataModule
 from lockstep.data.datasets import fetch, labels_of
 from lockstep.data.loaders import chunks_of_rank
 from lockstep.errors import UserError
@@ -166,7 +166,7 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     trains: bool, batch_size: int, pieces: int, size: int
 ) -> None:
     on = replace(layout(), batch_size=batch_size, pieces=pieces)
-    data = DataModule(splits(arrays(9), evaluated=arrays(700)), on, 0, num_workers=0, trains=trains)
+    data = ImageDataModule(splits(arrays(9), evaluated=arrays(700)), on, 0, num_workers=0, trains=trains)
     batches = [len(y) for _, y in data.test_dataloader()]
     assert sum(batches) == 700
     assert max(batches) == size

@@ -15,7 +15,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.data import ArrayDataset
 from lockstep.data.augment import Augment
 from lockstep.data.labels import LabelCheck
-from lockstep.data.lightning_data import Collated
+from lockstep.data.loader_sets import Collated
 from lockstep.data.loaders import ChunkDataset, StepDataset
 from lockstep.errors import StepRefused, UserError
 

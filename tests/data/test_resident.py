@@ -14,7 +14,7 @@ from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import ArrayDataset, DataModule, Splits, loaders
+from lockstep.data import ArrayDataset, ImageDataModule, Splits, loaders
 from lockstep.data.augment import Augment
 from lockstep.data.data_module import place_on_device
 from lockstep.data.datasets import Resident, innermost_dataset
@@ -45,14 +45,14 @@ class Custom(ArrayDataset):
         return 255 - images, labels
 
 
-def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> DataModule:
+def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> ImageDataModule:
     whole = arrays(40)
     train, val = Subset(whole, range(0, 40, 2)), Subset(whole, range(1, 40, 2))  # type: ignore[var-annotated, arg-type]
     opened = Splits(train, val, arrays(9), splits(None).spec, "", Augment(crop=1, flip=True))
     return module(place_on_device(opened, CPU, "auto", PLENTY) if put else opened, on, rank, workers=workers)
 
 
-def seen(made: DataModule) -> list[torch.Tensor]:
+def seen(made: ImageDataModule) -> list[torch.Tensor]:
     """Return all that training, validation and test get to see."""
     micro_batches = [micro_batch for step_batch in step_batches(made) for micro_batch in step_batch.micro_batches]
     trained = [part for micro_batch in micro_batches for part in made.prepare(micro_batch)]

@@ -33,7 +33,7 @@ TINY = replace(
 
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     monkeypatch.setattr("lockstep.config.check.compiler_lacking", lambda accelerator: None)  # a compiler, say
     for case in steps.GPU_CASES:
         for options in steps.OURS.values():
@@ -70,7 +70,7 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
 
 def test_every_trial_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for layouts and precisions that don't go together, as expected."""
-    monkeypatch.setattr(config, "gpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
     monkeypatch.setattr(config, "compiler_lacking", lambda accelerator: None)
     refused = []
     for trial in gpu_day.trials(Day("gpu", 2, Path("data"))):
@@ -248,7 +248,7 @@ def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "gpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 8)
     request = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
     for tail in (0, 16, 31):
         check_sizes(request, 96 + tail)

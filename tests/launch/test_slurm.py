@@ -12,7 +12,7 @@ from conftest import TINY, Program, Run, checkpoint_of, composed, free_port, sum
 from lockstep.config import check as config
 from lockstep.errors import UserError
 from lockstep.launch import environment as environment_module
-from lockstep.launch import slurm
+from lockstep.launch import machine, slurm
 
 JOB = (*TINY, "data.samples=256", "batch_size=8", "checkpoint_every=4", "logger=none")
 LONG = (*JOB, "max_epochs=14")
@@ -104,7 +104,7 @@ def test_a_job_of_an_array_queues_itself_alone(cluster: Path, set_environment: C
 def test_a_task_may_have_a_gpu_and_cores_for_itself(
     joined: bool, monkeypatch: pytest.MonkeyPatch, set_environment: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     config_raw = composed("strategy=ddp", "devices=2", "precision=32-true")
 
     def reported_by(**variables: str) -> tuple[bool, bool]:

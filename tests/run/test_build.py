@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 from lockstep.config.check import check
 from lockstep.data.datasets import Spec
 from lockstep.errors import UserError
-from lockstep.run.build import initialise_lazy_layers, make_callbacks, needs_deterministic_kernels
+from lockstep.run.build import initialise_lazy_layers, make_callbacks
+from lockstep.trainer.parts import needs_deterministic_kernels
 
 
 class CustomBar(pl.callbacks.ProgressBar):

@@ -16,11 +16,11 @@ from lightning.pytorch.plugins.precision.amp import _optimizer_handles_unscaling
 from small_models import resnet18
 from torch import nn
 
-from lockstep.config import check as config_check
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate, parameters
 from lockstep.errors import UserError
+from lockstep.launch import machine
 from lockstep.run.optimizers import training_arguments, without_defaulted
 from lockstep.vision import optimizers, schedules
 
@@ -59,7 +59,7 @@ def test_on_a_gpu_an_optimizer_is_one_kernel(name: str, monkeypatch: pytest.Monk
 
     plain, optimizer, weight = step()
     assert not optimizer.param_groups[0]["fused"]  # on a CPU
-    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     fused, optimizer, other = step()
     assert (fused, plain > 10) == (1 if name == "sgd" else 2, True)  # Adam counts steps in another one
     assert torch.allclose(weight, other)
@@ -71,7 +71,7 @@ def test_on_a_gpu_an_optimizer_is_one_kernel(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("whole_run")
 def test_only_what_torch_can_fuse_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     sgd, rmsprop = (offered(f"optimizer={name}")["optimizer"] for name in ("sgd", "rmsprop"))
     assert "fused" not in rmsprop([nn.Parameter(torch.ones(2))]).param_groups[0]
     for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(4)[::2], torch.ones(1).expand(2)):

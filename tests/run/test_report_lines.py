@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.config import check as config_check
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
-from lockstep.launch import logs
+from lockstep.launch import logs, machine
 from lockstep.programs import dashboard
 from lockstep.run import report_lines
 from lockstep.run.api import compose
@@ -162,7 +162,7 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
 
 @pytest.mark.usefixtures("whole_run")
 def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     monkeypatch.setattr(config_check, "compiler_lacking", lambda accelerator: None)
     texts = {
         text.rpartition(", ")[0]: overrides
@@ -185,7 +185,7 @@ def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_on_a_gpu_states_which_products_are_rounded_to_tf32(
     overrides: tuple[str, ...], pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     for module in (config_check, report_lines):
         monkeypatch.setattr(module, "computes_bf16", lambda accelerator: accelerator == "gpu")
     config = check(dict(compose(*overrides)))

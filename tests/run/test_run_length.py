@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Program, composed, summary_of
 
-from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
+from lockstep.launch import machine
 from lockstep.run.run_length import run_length
 
 SAMPLES = 640  # ten steps an epoch
@@ -51,10 +51,10 @@ def test_all_devices(monkeypatch: pytest.MonkeyPatch, set_environment: Callable[
     def devices(*overrides: str) -> int:
         return check(composed(f"devices={words}", "batch_size=60", *overrides)).layout.devices
 
-    monkeypatch.setattr(config, "gpu_count", lambda: 3)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 3)
     assert devices() == 3
     assert devices("accelerator=cpu") == 1
-    monkeypatch.setattr(config, "gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
     assert devices() == 1
     set_environment(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
     assert (devices(), devices("num_nodes=2")) == (2, 2), "those that the engine has started on each machine"

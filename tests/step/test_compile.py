@@ -16,9 +16,9 @@ from step.test_loop import Net, fit
 from torch import nn
 from user_runs import DDP, go_on, same_bits, train
 
-from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import StepRefused, UserError
+from lockstep.launch import machine
 from lockstep.run import build
 from lockstep.step.compile import CudaGraphs, EagerEvaluation, compile_networks
 from lockstep.step.network_parts import networks
@@ -48,7 +48,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check configs as with two GPUs, and all that is needed to compile for them."""
-    monkeypatch.setattr(config, "gpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
     monkeypatch.setattr("lockstep.launch.machine.find_spec", lambda name: name)
     monkeypatch.setenv("CC", sys.executable)
 

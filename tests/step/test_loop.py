@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ArrayDataset, DataModule, Spec, Splits
+from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite, UserError
 from lockstep.step.batch import StepBatch
@@ -117,7 +117,7 @@ def splits() -> Splits:
     return Splits(data, data, data, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
 
 
-class Whole(DataModule):
+class Whole(ImageDataModule):
     """Gives Lightning's own loop what ours gives to `training_step`: the step's only piece."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -151,7 +151,7 @@ def fit(
         trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
     else:
         trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
-    trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
+    trainer.fit(module, datamodule=(ImageDataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
     return trainer, recorder.calls
 
 

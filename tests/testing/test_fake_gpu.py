@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.config.check import check
-from lockstep.data import DataModule
+from lockstep.data import ImageDataModule
 from lockstep.data.build import open_data
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
@@ -39,7 +39,7 @@ def faults(*overrides: str, **changes: Any) -> dict[str, str]:
     config = check(compose(*overrides, "accelerator=cpu", "strategy=auto"))
     splits = open_data(config.data, config.data_dir, config.seed)
     module = changes.get("module") or make_module(config, splits)
-    return faults_of_steps(module, DataModule(splits, config.layout, config.seed), splits, copies=True).faults
+    return faults_of_steps(module, ImageDataModule(splits, config.layout, config.seed), splits, copies=True).faults
 
 
 @pytest.mark.usefixtures("whole_run")

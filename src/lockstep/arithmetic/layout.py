@@ -13,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.text import plural
 
 MAX_PIECES = 1 << 16  # of a step; each costs a forward pass
+EXACT_PRECISIONS = ("64-true", "32-true", "bf16-mixed")  # those with which exact=true works
 MAX_PIECES_EXACT = 1 << 13  # the same with exact=true: 2**13 elements of 50 bits add up to 63 bits (exact_sum.py)
 
 

@@ -74,6 +74,8 @@ class DataOrder:
             of each class: a part of a large class, other samples in each epoch, and a small class several times.
         weights: for weighted sampling, the weight of each sample, finite and not negative, float64 [samples]. Each
             sample of an epoch is then drawn from all samples, with a probability proportional to its weight.
+        shuffle: whether each epoch has another order; if not, it is that of the data set.
+        drop_last: whether a short last step is left out.
     """
 
     samples: int
@@ -81,11 +83,14 @@ class DataOrder:
     seed: int
     labels: NDArray[np.int64] | None = field(default=None, repr=False)
     weights: NDArray[np.float64] | None = field(default=None, repr=False)
+    shuffle: bool = True
+    drop_last: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch. The last one may be short."""
-        return -(-self.samples // self.layout.batch_size)
+        """Optimizer steps of an epoch. The last one may be short, unless `drop_last` leaves it out."""
+        full, rest = divmod(self.samples, self.layout.batch_size)
+        return full + (rest > 0 and not self.drop_last)
 
     def encoded_ids(self, epoch: int) -> NDArray[np.int64]:
         """Return the samples of an epoch in order, int64 [samples].
@@ -120,6 +125,8 @@ def _encoded_ids(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     if order.weights is not None:
         drawn = _drawn_ids(order, epoch, order.weights)
         return drawn + order.samples * _earlier_uses(drawn)
+    if not order.shuffle:
+        return np.arange(order.samples)
     shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
     if order.labels is None:
         return shuffled

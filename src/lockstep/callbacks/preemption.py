@@ -50,7 +50,11 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handlers.close()  # all is saved, and a test can be repeated
+        self.release_signals()  # all is saved, and a test can be repeated
+
+    def release_signals(self) -> None:
+        """Put the process's earlier handlers of signals back."""
+        self._handlers.close()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:

@@ -87,6 +87,12 @@ class Checkpoint(LightningCheckpoint):
         """The path to which the best checkpoint is written."""
         return self._best
 
+    @property
+    def best_model_path(self) -> str:
+        """The path of the best checkpoint, else of the last one, under the name of Lightning's ModelCheckpoint."""
+        path = self.best_path or self._last
+        return str(path) if path.exists() else ""
+
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. All ranks must call it, between two optimizer steps."""
         with exclude_from_timing(trainer):

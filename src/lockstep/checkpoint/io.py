@@ -202,6 +202,33 @@ def copied_to_cpu(state: Any) -> tuple[Any, Callable[[], None]]:
     return copy, wait
 
 
+def check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str, Any], remedy: str) -> None:
+    """Check that the weights of a checkpoint have the names and the shapes of the module's.
+
+    Args:
+        path: the checkpoint's file.
+        saved: its weights, by name.
+        weights: those of the module.
+        remedy: what to do otherwise.
+
+    Raises:
+        UserError: they have not.
+    """
+    saved_shapes, shapes = ({name: _shape(each) for name, each in side.items()} for side in (saved, weights))
+    for name in sorted(saved_shapes.keys() | shapes.keys()):
+        saved_shape, shape = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
+        if saved_shape != shape:
+            raise UserError(
+                f"{path} has the weights of another network ({name} is {saved_shape} there and {shape} in this model): "
+                + remedy
+            )
+
+
+def _shape(value: Any) -> Any:
+    """Return the shape of a tensor; a module's own entry in a state_dict may be none."""
+    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer.
 
@@ -241,6 +268,10 @@ class AtomicCheckpointIO(CheckpointIO):
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # names of hyperparameters that are not saved
         self.loaded_step: int | None = None
+
+    def expect(self, content: dict[str, Any]) -> None:
+        """Let the next `load_checkpoint` return the content of a checkpoint that has been read already."""
+        self._loaded = content
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that memory holds one copy of the state at most

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch import Tensor
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, step_of
+from lockstep.checkpoint.io import CheckpointError, check_same_shapes, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate, parameters
@@ -151,7 +150,8 @@ def check_checkpoint_fits(
     recorded = checkpoint["lockstep"]
     before = recorded["config"]
     _check_same_data(path, recorded, config, splits)
-    _check_same_shapes(path, checkpoint["state_dict"], weights)
+    remedy = "give the same model=, or init_from= to begin a new run with the weights that fit"
+    check_same_shapes(path, checkpoint["state_dict"], weights, remedy)
     saved_model, model = before["model"]["_target_"], config.model["_target_"]
     if saved_model != model:
         raise UserError(
@@ -224,23 +224,6 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         )
     if differ:
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
-
-
-def _check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Check that the weights of a checkpoint have the names and the shapes of the module's."""
-    saved_shapes, shapes = ({name: _shape(each) for name, each in side.items()} for side in (saved, weights))
-    for name in sorted(saved_shapes.keys() | shapes.keys()):
-        saved_shape, shape = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
-        if saved_shape != shape:
-            raise UserError(
-                f"{path} has the weights of another network ({name} is {saved_shape} there and {shape} in this model): "
-                "give the same model=, or init_from= to begin a new run with the weights that fit"
-            )
-
-
-def _shape(value: Any) -> Any:
-    """Return the shape of a tensor; a module's own entry in a state_dict may be none."""
-    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
 
 
 def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:

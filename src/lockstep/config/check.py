@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.arithmetic import layout as layouts
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import check_target, instantiate, targets_in
@@ -24,22 +24,19 @@ from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
-from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.environment import devices_of_engine, environment, external_workers
 from lockstep.launch.machine import (
+    choose_devices,
     compiler_lacking,
     computes_bf16,
     cores_per_worker,
-    cpu_cap,
-    gpu_count,
     has_amx,
-    no_gpu_reason,
 )
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, if neither max_epochs nor max_steps is given
 AMX_CORES = 8  # of a worker, up to which one thread computes bf16 with AMX
-EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions with which exact=true works
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +123,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
-    accelerator, devices = _devices(keys)
+    accelerator, devices = choose_devices(keys.accelerator, keys.devices)
     name = strategy.layout_name(devices * keys.num_nodes)  # strategy=auto has another name with one device
     if name == "dp" and external_workers() > 1:
         several = f"{environment().started_by} has started several workers"
@@ -228,25 +225,6 @@ def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:
     return extras
 
 
-def _devices(keys: Keys) -> tuple[str, int]:
-    """Return the accelerator, and the number of its devices on one machine."""
-    gpus = gpu_count() if keys.accelerator != "cpu" else 0
-    if keys.accelerator == "gpu" and not gpus:
-        raise UserError(
-            f"accelerator=gpu: this machine has no GPU that torch can use: {no_gpu_reason()}; "
-            "accelerator=cpu simulates devices"
-        )
-    devices = (gpus or 1) if keys.devices == "auto" else keys.devices
-    # SLURM may show each worker only its own GPU, so one visible GPU does not mean one device.
-    if gpus and devices > gpus and not (environment().dedicated_gpu and gpus == 1):
-        raise UserError(f"devices={devices}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
-    if not gpus and devices > cpu_cap():
-        raise UserError(
-            f"devices={devices}: must be at most {cpu_cap()} on this machine's CPU (4 per core, but at least 8)"
-        )
-    return ("gpu" if gpus else "cpu"), devices
-
-
 def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
     """Return the config with the devices and machines for which an engine (torchrun, SLURM, MPI) started workers.
 
@@ -261,15 +239,9 @@ def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> di
                 f"On each machine: {_torchrun(nodes, devices)}"
             )
         return dict(raw)
-    engine_layout = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
-    for key, count in engine_layout.items():
-        requested = raw.get(key, 1)
-        if requested not in (count, "auto", -1) and (requested != 1 or key in overridden):
-            raise UserError(
-                f"{key}={show(raw[key])}: {environment().started_by} has started {plural(workers, 'worker')} on "
-                f"{plural(engine_layout['num_nodes'], 'machine')}: give {key}={count}, or leave it out"
-            )
-    return {**raw, **engine_layout}
+    chosen = {key: raw[key] for key in ("devices", "num_nodes") if raw.get(key, 1) != 1 or key in overridden}
+    shown = {key: value if isinstance(value, int) else show(value) for key, value in chosen.items()}
+    return {**raw, **devices_of_engine(shown)}
 
 
 def _torchrun(nodes: int, devices: Any) -> str:
@@ -311,7 +283,11 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
         (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto suits this machine"),
-        (precision * (keys.precision not in ("auto", *EXACT)), exact, f"exact needs one of {', '.join(EXACT)}"),
+        (
+            precision * (keys.precision not in ("auto", *EXACT_PRECISIONS)),
+            exact,
+            f"exact needs one of {', '.join(EXACT_PRECISIONS)}",
+        ),
         (fused, clipped, "a fused optimizer removes the loss scale only after clipping; give optimizer.fused=false"),
         (
             f"debug.trainer.deterministic={show(deterministic)}" * (deterministic is not True),

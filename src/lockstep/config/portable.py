@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lockstep.config import pages
 from lockstep.errors import UserError
 from lockstep.launch.environment import export
 
@@ -39,6 +38,8 @@ def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
 
 def is_requested(arguments: Sequence[str]) -> bool:
     """Check whether a command line sets `exact=portable`, itself or by its experiment, before Hydra composes it."""
+    from lockstep.config import pages  # it imports Hydra, which a `lockstep.Trainer` does without
+
     chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
     recipe = pages.find(f"experiment/{chosen.get('experiment')}")
     if "exact" not in chosen and recipe:

@@ -1,4 +1,4 @@
-"""The DataModule: loaders of one process, and the preparation of a batch on its device."""
+"""The data module of a step: loaders of one process, and the preparation of a batch on its device."""
 
 import logging
 import os
@@ -12,11 +12,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
-from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, Splits, innermost_dataset
+from lockstep.data.augment import Augment
+from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, SampleSets, Splits, innermost_dataset
 from lockstep.data.labels import LabelCheck, in_memory, label_checks
 from lockstep.data.loaders import (
     ChunkDataset,
@@ -38,17 +40,16 @@ LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
 
 
-class DataModule(pl.LightningDataModule):
-    """The data of one process. Training batches are `StepBatch`es, evaluation batches are `(x, y)`.
+class StepDataModule(pl.LightningDataModule):
+    """The data of one process: training batches are `StepBatch`es. Samples are used as the data sets return them.
 
     Args:
-        splits: the opened data (`lockstep.data.build.open_data`).
+        splits: the data sets.
         layout: assigns pieces to devices.
-        seed: the run's seed. The order of samples and their augmentation depend on it.
+        seed: the run's seed. The order of samples and their random numbers depend on it.
         rank: this process's number among `layout.replicas`.
         num_workers: loader processes of this process. None: none for data sets in memory, else the machine's cores
             divided by its number of ranks, at least 1 and at most 8.
-        resident: whether data sets in memory are copied to the GPU: true, false or auto; see `place_on_device`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
         assignment: assigns the pieces of each step to devices. None: as `layout` does.
 
@@ -58,69 +59,66 @@ class DataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        splits: Splits,
+        splits: SampleSets,
         layout: Layout,
         seed: int,
         rank: int = 0,
         num_workers: int | None = None,
-        resident: bool | str = "auto",
         trains: bool = True,
         assignment: Assignment | None = None,
     ) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have no sample to predict
-        self.splits = splits
+        self.splits: Any = splits
         self.layout = layout
         self.rank = rank
         self.num_workers = num_workers
-        self.resident = resident
         self.trains = trains
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
-        self._placed: Splits | None = None
-        self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
         self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by samples of the set and limit of batches
-        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
 
     @property
     def _module(self) -> pl.LightningModule:
         assert self.trainer is not None
         return self.trainer.lightning_module
 
-    def setup(self, stage: str) -> None:
-        """Copy data sets in memory to the GPU, if the run uses one, before loaders are made."""
+    # --- what differs with the kind of the data ---
+
+    def _dataset_of(self, split: str) -> Any:
+        return getattr(self.splits, split)
+
+    def _label_check(self, split: str) -> LabelCheck | None:
+        """Return what checks the labels of each batch; None: nothing does."""
+        return None
+
+    @property
+    def _augment(self) -> Augment:
+        return Augment()
+
+    def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
+        """Return a batch for the module.
+
+        Floating-point tensors are copied: a view of a larger tensor may begin at any address, and MKL and CUDA choose
+        some kernels by the alignment of their input. Another kernel may round differently.
+        """
         assert self.trainer is not None
-        # Search once: a search for each batch would take longer than the preparation of the batch.
-        self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
-        if getattr(self._module, "task", None) == "classification" and stage != "predict":
-            self._label_checks = {
-                name: check for name, check in label_checks(self.splits).items() if not in_memory(check.dataset)
-            }
-        device = self.trainer.strategy.root_device
-        if self._placed is None and device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            self._placed = place_on_device(self.splits, device, self.resident, free)
-            if self._placed is not self.splits and self.rank == 0:
-                LOG.info("data sets in memory were copied to the GPU")
+        return self.trainer.precision_plugin.convert_input(apply_to_collection(batch, Tensor, _copied))
 
-    @cached_property
-    def labels(self) -> Ids:
-        """The labels of the training samples, int64 [n], in the data set's order. Raises what `labels_of` raises."""
-        return self.splits.train_labels()
+    @property
+    def mixes(self) -> bool:
+        """True if a piece's samples are mixed."""
+        return False
 
-    def labels_of_step(self, step_batch: StepBatch) -> Ids:
-        """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""
-        return self.labels[self.order.step(*self.order.position(step_batch.step))]
+    def mix(self, batch: Any) -> Any:
+        """Return a piece's batch with its samples mixed: here as it is."""
+        return batch
 
     # --- loaders ---
 
-    def _dataset_of(self, split: str) -> Any:
-        return getattr(self._placed or self.splits, split)
-
     def _steps(self) -> StepDataset:
-        dataset, check = self._dataset_of("train"), self._label_checks.get("train")
-        return StepDataset(dataset, self.order, self.rank, self.splits.augment, self.assignment, check)
+        dataset, check = self._dataset_of("train"), self._label_check("train")
+        return StepDataset(dataset, self.order, self.rank, self._augment, self.assignment, check)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of an epoch's remaining steps."""
@@ -171,7 +169,7 @@ class DataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)
-        checked = ChunkDataset(dataset, self._label_checks.get(split))
+        checked = ChunkDataset(dataset, self._label_check(split))
         return self._loader(checked, ChunkSampler(self._chunks(dataset) or [(0, 1)] * min_batches))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
@@ -208,14 +206,6 @@ class DataModule(pl.LightningDataModule):
         assert self.trainer is not None
         return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]
 
-    def piece(self, split: str) -> Any:
-        """Return a piece-sized batch of the first samples of `train` or `test`, prepared for the module's steps."""
-        dataset = ChunkDataset(self._dataset_of(split))
-        batch = dataset.__getitems__(range(min(self.layout.piece_size, len(dataset))))
-        assert self.trainer is not None
-        device = self.trainer.strategy.root_device
-        return self.on_after_batch_transfer(self.transfer_batch_to_device(batch, device, 0), 0)
-
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to a device. On a CPU, a `StepBatch` is already there."""
         if isinstance(batch, StepBatch):
@@ -229,13 +219,89 @@ class DataModule(pl.LightningDataModule):
         return self._module.on_after_batch_transfer(self._prepared(batch), dataloader_idx)
 
     def prepare(self, micro_batch: MicroBatch) -> Any:
-        """Return the batch of a micro-batch for `training_step`, before mixing and the module's hooks.
-
-        Returns:
-            `x` [n, C, H, W], augmented and normalised, in the module's floating dtype, and the rest of what the data
-            set returns (`y`, int64 [n]).
-        """
+        """Return the batch of a micro-batch for `training_step`, before mixing and the module's hooks."""
         return self._prepared(micro_batch.batch, micro_batch.augmentation_numbers)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_floating_point() else tensor
+
+
+class ImageDataModule(StepDataModule):
+    """The data of one process, of images: they are augmented and normalised on the device, a batch at a time.
+
+    Args:
+        splits: the opened data (`lockstep.data.build.open_data`).
+        layout: see `StepDataModule`.
+        seed: see `StepDataModule`.
+        rank: see `StepDataModule`.
+        num_workers: see `StepDataModule`.
+        resident: whether data sets in memory are copied to the GPU: true, false or auto; see `place_on_device`.
+        trains: see `StepDataModule`.
+        assignment: see `StepDataModule`.
+    """
+
+    def __init__(
+        self,
+        splits: Splits,
+        layout: Layout,
+        seed: int,
+        rank: int = 0,
+        num_workers: int | None = None,
+        resident: bool | str = "auto",
+        trains: bool = True,
+        assignment: Assignment | None = None,
+    ) -> None:
+        super().__init__(splits, layout, seed, rank, num_workers, trains, assignment)
+        self.resident = resident
+        self._placed: Splits | None = None
+        self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
+        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
+
+    def setup(self, stage: str) -> None:
+        """Copy data sets in memory to the GPU, if the run uses one, before loaders are made."""
+        assert self.trainer is not None
+        # Search once: a search for each batch would take longer than the preparation of the batch.
+        self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
+        if getattr(self._module, "task", None) == "classification" and stage != "predict":
+            self._label_checks = {
+                name: check for name, check in label_checks(self.splits).items() if not in_memory(check.dataset)
+            }
+        device = self.trainer.strategy.root_device
+        if self._placed is None and device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self._placed = place_on_device(self.splits, device, self.resident, free)
+            if self._placed is not self.splits and self.rank == 0:
+                LOG.info("data sets in memory were copied to the GPU")
+
+    @cached_property
+    def labels(self) -> Ids:
+        """The labels of the training samples, int64 [n], in the data set's order. Raises what `labels_of` raises."""
+        return self.splits.train_labels()
+
+    def labels_of_step(self, step_batch: StepBatch) -> Ids:
+        """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""
+        return self.labels[self.order.step(*self.order.position(step_batch.step))]
+
+    def _dataset_of(self, split: str) -> Any:
+        return getattr(self._placed or self.splits, split)
+
+    def _label_check(self, split: str) -> LabelCheck | None:
+        return self._label_checks.get(split)
+
+    @property
+    def _augment(self) -> Augment:
+        augment: Augment = self.splits.augment
+        return augment
+
+    def piece(self, split: str) -> Any:
+        """Return a piece-sized batch of the first samples of `train` or `test`, prepared for the module's steps."""
+        dataset = ChunkDataset(self._dataset_of(split))
+        batch = dataset.__getitems__(range(min(self.layout.piece_size, len(dataset))))
+        assert self.trainer is not None
+        device = self.trainer.strategy.root_device
+        return self.on_after_batch_transfer(self.transfer_batch_to_device(batch, device, 0), 0)
 
     @property
     def mixes(self) -> bool:

@@ -5,7 +5,7 @@ import random
 import time
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -110,28 +110,48 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Splits:
-    """An opened data set, ready to be cut into steps.
+class SampleSets:
+    """The data sets of a run, whatever their samples are, and how the training samples are drawn.
 
     Attributes:
-        train: the training set, map-style.
+        train: the training set, map-style; None in an evaluation of other data.
         val: the validation set, or None.
         test: the test set, or None.
+        weights: for weighted sampling, the weight of each training sample, float64 [n]; None: each sample counts once.
+        shuffle: see `DataOrder`.
+        drop_last: see `DataOrder`.
+    """
+
+    train: Any
+    val: Any
+    test: Any
+    _: KW_ONLY
+    weights: Weights | None = None
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def order(self, layout: Layout, seed: int) -> DataOrder:
+        """Return the order of the training samples for a layout."""
+        samples = 0 if self.train is None else len(self.train)
+        return DataOrder(samples, layout, seed, None, self.weights, self.shuffle, self.drop_last)
+
+
+@dataclass(frozen=True)
+class Splits(SampleSets):
+    """An opened data set of images, ready to be cut into steps.
+
+    Attributes:
         spec: the description of the images.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
         augment: shifts and flips of training images.
         balanced: whether an epoch has equally many samples of each class.
         labels: for balanced sampling, the class of each training sample, int64 [n]; None: see `labels_of`.
-        weights: for weighted sampling, the weight of each training sample, float64 [n]; None: each sample counts once.
         mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
             labels [n, classes].
         about: see `Source`.
         split_by_opener: see `Source`.
     """
 
-    train: Any
-    val: Any
-    test: Any
     spec: Spec
     fingerprint: str
     augment: Augment = field(default_factory=Augment)
@@ -140,7 +160,6 @@ class Splits:
     about: str = ""
     split_by_opener: bool = False
     labels: Ids | None = None
-    weights: Weights | None = None
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""

@@ -15,10 +15,13 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.text import plural
 
 # Our own variables, which child processes inherit.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command or the sweep's job started
@@ -222,6 +225,26 @@ def external_workers() -> int:
     run, this one included. The parent itself gets 0.
     """
     return environment().external_workers
+
+
+def devices_of_engine(chosen: Mapping[str, Any]) -> dict[str, int]:
+    """Return `devices`, of one machine, and `num_nodes` for which an engine has started this worker and the others.
+
+    Args:
+        chosen: those of the two that the user has chosen.
+
+    Raises:
+        UserError: the user has chosen other numbers.
+    """
+    here = environment()
+    started = {"devices": here.external_workers // here.num_nodes, "num_nodes": here.num_nodes}
+    for key, count in started.items():
+        if chosen.get(key, count) not in (count, "auto", -1):
+            raise UserError(
+                f"{key}={chosen[key]}: {here.started_by} has started {plural(here.external_workers, 'worker')} on "
+                f"{plural(started['num_nodes'], 'machine')}: give {key}={count}, or leave it out"
+            )
+    return started
 
 
 def export(**variables: str) -> None:

@@ -23,6 +23,8 @@ HARMLESS = (
     ("lightning", "The following callbacks returned in `LightningModule.configure_callbacks` will override"),
     ("lightning", "TPU available: False, using: 0 TPU cores"),
     ("lightning", "For seamless cloud logging and experiment tracking, try installing [litlogger]"),
+    ("lightning", "` across ranks is zero. Please make sure this was your intention."),  # there is no validation set
+    ("lightning", "You're resuming from a checkpoint that ended before the epoch ended"),  # the order has no state
     ("torch", "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead"),
     ("torch", "torch.distributed.nn.functional.all_gather is deprecated"),
 )

@@ -15,7 +15,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
+from lockstep.text import plural
 
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of CPU instructions: x86, x86, ARM
 # device files: of NVIDIA's driver, Windows' Linux, AMD's ROCm, and Jetson
@@ -61,6 +63,33 @@ def gpu_count() -> int:
     import torch
 
     return _call_in_child(torch.cuda.device_count)
+
+
+def choose_devices(accelerator: str, devices: int | str) -> tuple[str, int]:
+    """Return the accelerator, `cpu` or `gpu`, and the number of its devices on this machine.
+
+    Args:
+        accelerator: `cpu`, `gpu` or `auto`: GPUs if there are some.
+        devices: the number of devices, or `auto`: all GPUs, or one CPU.
+
+    Raises:
+        UserError: this machine does not have them.
+    """
+    gpus = gpu_count() if accelerator != "cpu" else 0
+    if accelerator == "gpu" and not gpus:
+        raise UserError(
+            f"accelerator=gpu: this machine has no GPU that torch can use: {no_gpu_reason()}; "
+            "accelerator=cpu simulates devices"
+        )
+    number = (gpus or 1) if isinstance(devices, str) else devices
+    # SLURM may show each worker only its own GPU, so one visible GPU does not mean one device.
+    if gpus and number > gpus and not (environment().dedicated_gpu and gpus == 1):
+        raise UserError(f"devices={number}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
+    if not gpus and number > cpu_cap():
+        raise UserError(
+            f"devices={number}: must be at most {cpu_cap()} on this machine's CPU (4 per core, but at least 8)"
+        )
+    return ("gpu" if gpus else "cpu"), number
 
 
 def gpu_files() -> list[str]:

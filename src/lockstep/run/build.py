@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
-    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ProgressBar,
@@ -20,7 +19,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
-from lockstep.arithmetic.layout import Assignment, Layout
+from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.checkpoint.run_checks import SharedFileCheck
@@ -28,7 +27,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.metrics import Known, direction_of_name, directions_of_module, known_of_model, with_mode
-from lockstep.data import DataModule, Splits
+from lockstep.data import ImageDataModule, Splits
 from lockstep.data.datasets import TASKS, fetch
 from lockstep.data.labels import first_label, label_checks
 from lockstep.errors import UserError
@@ -48,22 +47,25 @@ from lockstep.run.run_length import smallest_piece
 from lockstep.step.compile import CudaGraphs, EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.first_step import FirstStepCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.passes import StepHook, overrides_method
-
-# Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
-REFUSED_HOOKS = {
-    **dict.fromkeys(
-        ("on_before_batch_transfer", "transfer_batch_to_device"),
-        "would get a whole step: use on_after_batch_transfer, which gets a piece",
-    ),
-    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "would not be called: use data=..."),
-    "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
-}
+from lockstep.step.passes import StepHook
+from lockstep.trainer.parts import (
+    callbacks_of,
+    device_options,
+    make_gradient_sum,
+    rank_of_replica,
+    refuse_callback,
+    refuse_hooks,
+)
 
 # Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
 # They are not passed to a model that takes no such argument.
 KEYS_FOR_CALLBACKS = ("monitor", "mode")
+# What to use instead of a callback that can't work with steps in pieces.
+REMEDIES = {
+    BatchSizeFinder: "`lockstep fit-memory` finds the accumulate_grad_batches with which batch_size fits the memory",
+    GradientAccumulationScheduler: "use accumulate_grad_batches",
+    StochasticWeightAveraging: "use callbacks=ema",
+}
 
 
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
@@ -122,11 +124,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if config.trains and getattr(module, "task", None) == "classification":
         for check in label_checks(splits).values():
             check.check_all()
-    for hook, message_end in REFUSED_HOOKS.items():
-        if overrides_method(module, hook, pl.LightningModule):
-            raise UserError(f"{setting}: its {hook} {message_end}")
-    if not module.automatic_optimization:
-        raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
+    refuse_hooks(setting, module, "data=...")
     module.configure_model()  # its layers must exist before their weights are loaded
     initialise_lazy_layers(setting, module, splits, config.seed)
     if config.precision == "64-true":
@@ -177,14 +175,13 @@ def sample_images(splits: Splits) -> Any:
     return x.float() if numbers else x
 
 
-def make_data(config: Config, splits: Splits) -> DataModule:
-    """Return the DataModule of this worker."""
-    # In a staged layout each process has a part of one network, so all processes get the same pieces.
-    rank = environment().rank if config.layout.replicas > 1 else 0
+def make_data(config: Config, splits: Splits) -> ImageDataModule:
+    """Return the ImageDataModule of this worker."""
+    rank = rank_of_replica(config.layout)
     assignment = Assignment(config.layout)
     for extra in config.extras.values():
         assignment = extra.wrap_assignment(assignment)
-    return DataModule(
+    return ImageDataModule(
         splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, config.trains, assignment
     )
 
@@ -211,8 +208,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     for key, callback in config_callbacks.items():
         if not isinstance(callback, pl.Callback):
             raise UserError(f"{key}._target_={groups[key]['_target_']}: must be a lightning.pytorch.Callback")
-    returned = module.configure_callbacks()
-    module_callbacks = returned if isinstance(returned, Sequence) else [returned]
+    module_callbacks = list(callbacks_of(module.configure_callbacks()))
     for key, callback in config_callbacks.items():
         _check_callback(key, callback, config, module, groups[key] or {})
     for callback in module_callbacks:
@@ -252,25 +248,12 @@ def _check_callback(
     kind = type(callback).__name__
     if isinstance(callback, ProgressBar):
         raise UserError(f"{setting}: the console has its own progress bar (callbacks.console): leave {kind} out")
-    if isinstance(callback, BatchSizeFinder):
-        raise UserError(
-            f"{setting}: {kind} would change batch_size, and so what is trained: `lockstep fit-memory` finds the "
-            "accumulate_grad_batches with which batch_size fits the memory"
-        )
+    refuse_callback(setting, callback, REMEDIES)
     if isinstance(callback, LearningRateFinder) and not (options.get("attr_name") or _has_lr(module)):
         raise UserError(
             f"{setting}: {kind} needs a module with an attribute lr that its configure_optimizers reads: "
             "`lockstep search` finds lr for any other one"
         )
-    if isinstance(callback, EarlyStopping) and callback.patience < 0:
-        raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
-    if isinstance(callback, GradientAccumulationScheduler):
-        raise UserError(
-            f"{setting}: {kind} changes how many batches make a step, which the layout fixes: "
-            "use accumulate_grad_batches"
-        )
-    if isinstance(callback, StochasticWeightAveraging):
-        raise UserError(f"{setting}: {kind} takes over the schedule and adds an epoch: use callbacks=ema")
     if not isinstance(callback, WeightAveraging):
         return
     for extra in config.extras.values():
@@ -283,18 +266,6 @@ def _check_callback(
     if config.precision.endswith("16-true"):
         precision = f"precision={config.precision}"
         raise UserError(f"{setting}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
-
-
-def needs_deterministic_kernels(layout: Layout) -> bool:
-    """Return whether torch must use deterministic kernels: on a GPU, if the result must be exact.
-
-    torch would then also fill all new memory, with one more kernel for each tensor. Leave that out.
-    """
-    needed = bool(layout.exact) and layout.accelerator == "gpu"
-    if needed:
-        flags: Any = torch.utils.deterministic
-        flags.fill_uninitialized_memory = False
-    return needed
 
 
 def make_trainer(
@@ -313,10 +284,8 @@ def make_trainer(
     """
     layout = config.layout
     resumed = parts.resumed if parts else {}
-    # With one piece nothing is added, so an ordinary sum is exact.
-    sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
     check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
-    gradient_sum = sum_class(config.strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
+    gradient_sum = make_gradient_sum(config.strategy, layout, check_messages)
     hooks: list[StepHook] = [
         FirstStepCheck(compiled=config.compile),
         FiniteGradientCheck(
@@ -337,8 +306,6 @@ def make_trainer(
         hooks += extra.step_hooks(parts)
         extra_callbacks += extra.callbacks(parts)
     callbacks = [*extra_callbacks, *callbacks]
-    # A worker that sees only its own GPU is a machine of its own for Lightning.
-    one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"
     debug_options = dict(config.debug.trainer)
     if isinstance(profiler := debug_options.get("profiler"), dict):
         debug_options["profiler"] = instantiate("debug.trainer.profiler", profiler, dirpath=folder / "profile")
@@ -347,9 +314,6 @@ def make_trainer(
         gradient_sum,  # it contains the strategy, which StepTrainer passes to Lightning
         hooks,
         config.seed,
-        accelerator=layout.accelerator,
-        devices=1 if one_gpu or layout.world_size == 1 else layout.devices,
-        num_nodes=layout.world_size if one_gpu else layout.num_nodes,
         precision=cast(Any, config.precision),
         max_epochs=config.epoch_limit,
         max_steps=config.max_steps or -1,
@@ -368,8 +332,7 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        # False, not None: with None, torch would keep the setting of an earlier run in this process.
-        **({"deterministic": needs_deterministic_kernels(layout)} | debug_options),
+        **(device_options(layout) | debug_options),
     )
     # An error is reported as one of `debug.trainer`, because all other arguments are checked already.
     return call("debug.trainer", make_step_trainer)

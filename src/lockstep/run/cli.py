@@ -136,7 +136,7 @@ def run_command(program: Program, config_name: str, config_folder: Path | None =
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print where an error was raised: the worker's stack if a worker has sent it, for the parent's explains nothing."""
+    """Print where an error was raised: the worker's stack if one has sent it; the parent's explains nothing."""
     of_worker = [note for note in getattr(error, "__notes__", []) if note.startswith("Traceback")]
     print(*(of_worker or traceback.format_exception(error)), sep="", end="", file=sys.stderr)
 

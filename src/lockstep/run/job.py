@@ -16,7 +16,7 @@ from lockstep.project import project
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lockstep.data import DataModule, Splits
+    from lockstep.data import ImageDataModule, Splits
     from lockstep.run.job_trainer import JobTrainer
 
 
@@ -63,7 +63,7 @@ class Job(ABC):
         self._module = self.build_module()
         return self._module
 
-    def make_data(self) -> "DataModule":
+    def make_data(self) -> "ImageDataModule":
         """Return the LightningDataModule of this worker."""
         from lockstep.run.build import make_data
 

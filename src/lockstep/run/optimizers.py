@@ -19,6 +19,7 @@ from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
 from lockstep.run.run_length import RunLength, run_length
 from lockstep.text import plural
+from lockstep.trainer.parts import OneOptimizerCheck
 
 # Key of train.yaml -> constructor arguments through which it acts. A module that takes none of them ignores the key.
 CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
@@ -30,10 +31,6 @@ LR_SETTERS = {"lr", "lr_scaling", "reference_batch_size", "optimizer"}
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those that torch can fuse on a GPU
 OF_THE_MODULE: dict[str, Any] = {"_target_": None}  # in a record: a group of which the module takes nothing
 UNFUSED = {"fused", "foreach", "capturable", "differentiable"}  # options by which a user chooses
-ONE_OPTIMIZER = (
-    "return one, with a parameter group for each part that is trained differently; freeze parameters with "
-    "requires_grad_(False)"
-)
 
 
 class ParameterGroups(Protocol):
@@ -298,16 +295,15 @@ def refuse_keys_without_effect(config: Config) -> None:
         )
 
 
-class OptimizerCheck(pl.Callback):
-    """Refuses, before the first step, a module without an optimizer or with several, and keys without effect."""
+class OptimizerCheck(OneOptimizerCheck):
+    """Refuses also keys without effect."""
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
         self.overridden = config.overridden
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not any(optimizer.param_groups for optimizer in trainer.optimizers):
-            raise UserError(f"configure_optimizers returned no optimizer: {ONE_OPTIMIZER}")
+        super().on_fit_start(trainer, pl_module)
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
         for key in self.overridden:
             if key.partition(".")[0] in ignored:
@@ -315,7 +311,3 @@ class OptimizerCheck(pl.Callback):
                     f"{key} has no effect, since the configure_optimizers of {self.target} does not use "
                     f"self.{key.partition('.')[0]}: leave it out"
                 )
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if "multiple optimizers" in str(exception):  # Lightning's own message advises manual optimization
-            raise UserError(f"configure_optimizers returned several optimizers: {ONE_OPTIMIZER}") from exception

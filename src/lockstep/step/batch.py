@@ -96,7 +96,7 @@ class EvaluationShare(NamedTuple):
 
 
 class StepData(Protocol):
-    """What a step needs of its data module; `lockstep.data.DataModule` implements it.
+    """What a step needs of its data module; `lockstep.data.StepDataModule` implements it.
 
     Attributes:
         layout: the run's layout.

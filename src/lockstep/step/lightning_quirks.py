@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -301,9 +302,10 @@ class StepEpochLoop(_TrainingEpochLoop):
     def no_longer_restarting(self) -> None:
         """Clear the restart flag after the first step of a resumed run.
 
-        Otherwise schedules that follow a metric are not updated at the end of this epoch.
+        Otherwise schedules that follow a metric are not updated at the end of this epoch. This loop's own flag is
+        cleared before, if the run continued in a validation.
         """
-        if self.restarting:
+        if self.trainer.fit_loop._restarting:
             self.trainer.fit_loop._restarting = False
 
     def resumes_in_validation(self, data_fetcher: Any) -> bool:
@@ -386,6 +388,15 @@ def without_logging(trainer: Any) -> Iterator[None]:
     finally:
         loop._results, trainer.loggers, connector._current_fx = results, loggers, current
         trainer.profiler = profiler
+
+
+def last_checkpoints(trainer: pl.Trainer) -> list[str]:
+    """Return the paths of the last checkpoints that the Trainer's ModelCheckpoint callbacks have written, in any run.
+
+    Lightning looks for them in `fit(ckpt_path="last")` only.
+    """
+    callbacks = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+    return [str(path) for callback in callbacks for path in callback._find_last_checkpoints(trainer)]
 
 
 def logged_objects(trainer: pl.Trainer) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from refusals import refused_with
 from lockstep.config import check as config
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import decisive_config
+from lockstep.launch import machine
 from lockstep.programs import verify
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
@@ -38,7 +39,7 @@ def test_tf32_counts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return actual
 
     assert speed() == {"memory_format": "auto"} == speed("speed.tf32=false")
-    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     assert speed() == {"memory_format": "auto", "tf32": "auto"}
     assert speed("speed.tf32=false") != speed()
 

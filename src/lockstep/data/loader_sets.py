@@ -1,0 +1,157 @@
+"""The data sets of torch DataLoaders: Lockstep draws their samples by its own order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lockstep.data.datasets import Ids, Weights, checked_weights, labels_of, weights_of
+from lockstep.errors import UserError
+from lockstep.step.passes import overrides_method
+
+UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Collated:
+    """A data set with the `collate_fn` of its loader.
+
+    Args:
+        dataset: a map-style data set. Other attributes are looked up in it.
+        collate_fn: makes a batch of a list of samples.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    @property
+    def labels(self) -> Ids:
+        """The labels of all samples; raises what `labels_of` raises."""
+        return labels_of(self.dataset)
+
+    @property
+    def sample_weights(self) -> Weights | None:
+        """The weights of all samples, or None; raises what `weights_of` raises."""
+        return weights_of(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:  # for its fingerprint, for example
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+@dataclass(frozen=True)
+class LoaderSet:
+    """What a DataLoader says of its samples.
+
+    Attributes:
+        dataset: the map-style data set, with the loader's `collate_fn`.
+        weights: the weights by which it draws samples, float64 [n]; None: each sample once.
+        batch_size: samples of a batch; None: unknown.
+        num_workers: loader processes.
+        shuffle: whether each epoch has another order.
+        drop_last: whether a short last batch is left out.
+    """
+
+    dataset: Any
+    weights: Weights | None
+    batch_size: int | None
+    num_workers: int
+    shuffle: bool
+    drop_last: bool
+
+
+def refuse_transfers(module: pl.LightningDataModule) -> None:
+    """Refuse a data module that takes part in the transfer of batches.
+
+    Raises:
+        UserError: it does.
+    """
+    for hook in UNCALLED:
+        if overrides_method(module, hook, pl.LightningDataModule):
+            name = type(module).__name__
+            raise UserError(f"data: the {hook} of {name} would not be called: move it to the LightningModule")
+
+
+def set_of_loader(loader: Any, where: str, trains: bool, other_draws: str) -> LoaderSet | None:
+    """Return the data set of a loader and how it draws samples; None if there is no loader.
+
+    Args:
+        loader: one DataLoader, alone or in a list; None or an empty list: no loader.
+        where: what returns the loader, `data: the train_dataloader of Digits`, for messages.
+        trains: whether it is for training.
+        other_draws: how a training set can be drawn otherwise than each sample once, for messages.
+
+    Raises:
+        UserError: it does more than drawing samples of a map-style data set.
+    """
+    if loader is None or (isinstance(loader, list | tuple) and not loader):
+        return None
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        loader = loader[0]
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"{where} returns a {type(loader).__name__}: it must be one torch DataLoader")
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
+    if loader.batch_size is None:
+        raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
+    collate: Any = loader.collate_fn
+    collated = dataset if collate is default_collate else Collated(dataset, collate)
+    sampler, weights = loader.sampler, None
+    if type(sampler) is WeightedRandomSampler and trains:
+        weights = _weights(sampler, len(dataset), where)
+    else:
+        _refuse_other_samplers(sampler, len(dataset), where, trains, other_draws)
+    shuffle = not isinstance(sampler, SequentialSampler) and bool(getattr(sampler, "shuffle", True))
+    return LoaderSet(collated, weights, loader.batch_size, loader.num_workers, shuffle, loader.drop_last)
+
+
+def _weights(sampler: WeightedRandomSampler, samples: int, where: str) -> Weights:
+    """Return the weights of a sampler, which must draw as many samples as there are, with replacement."""
+    weights = checked_weights(sampler.weights, samples, f"the WeightedRandomSampler of {where[10:]}")
+    if not sampler.replacement:
+        what = "draws each sample once" if sampler.num_samples == samples else "draws without replacement"
+        right = "use shuffle=True for each sample once, or replacement=True"
+        raise UserError(f"{where} has a WeightedRandomSampler that {what}: {right}")
+    if sampler.num_samples != samples:
+        raise UserError(
+            f"{where} has a WeightedRandomSampler with num_samples={sampler.num_samples}: must be {samples}, the "
+            "training samples, which an epoch counts; for longer or shorter training use max_epochs or max_steps"
+        )
+    return weights
+
+
+def _refuse_other_samplers(sampler: Any, samples: int, where: str, trains: bool, other_draws: str) -> None:
+    """Refuse a sampler that does not yield each sample once, or in an order that Lockstep can't know."""
+    known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
+    if known and not getattr(sampler, "replacement", False) and samples == _samples_drawn(sampler):
+        return
+    right = f"since an epoch has each sample once (or use {other_draws})"
+    if isinstance(sampler, SubsetRandomSampler):
+        right = "and use torch.utils.data.Subset(dataset, indices) for a part of the samples"
+    elif not trains:
+        right = "since an evaluation counts each sample once"
+    raise UserError(f"{where} has a {type(sampler).__name__}: leave it out, {right}")
+
+
+def _samples_drawn(sampler: Any) -> int:
+    """Return the number of samples of an epoch, over all ranks."""
+    drawn: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
+    return len(drawn)

@@ -1,0 +1,184 @@
+"""The options of a `lockstep.Trainer`: they are checked before anything starts."""
+
+import difflib
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
+from lockstep.config import portable
+from lockstep.errors import UserError
+from lockstep.launch.environment import devices_of_engine, environment, external_workers
+from lockstep.launch.machine import choose_devices
+from lockstep.strategies import DDP, DP, Auto, Strategy
+
+STRATEGIES = {"auto": Auto, "ddp": DDP, "dp": DP}
+ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
+PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
+# Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
+OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
+REFUSED_OPTIONS = {
+    "plugins": (None, "Lockstep has its own: leave it out"),
+    "overfit_batches": (0.0, "give a torch.utils.data.Subset as the training set"),
+    "limit_train_batches": (None, "it would leave out samples of each epoch: use max_steps"),
+    "reload_dataloaders_every_n_epochs": (0, "the training set must stay, since the order of its samples follows it"),
+    "barebones": (False, "leave it out"),
+    "model_registry": (None, "leave it out"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a Trainer with which a strategy may conflict; see `lockstep.strategies.RunSettings`."""
+
+    layout: Layout
+    precision: str
+    compile: bool = False
+    elastic: bool = False
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse numbers that are neither None nor whole and above 0; `devices` may be `auto`."""
+    for name, value in numbers.items():
+        if value is None or (name == "devices" and value in ("auto", -1, "-1")):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"Trainer({name}={value!r}): must be a whole number above 0")
+
+
+def check_values(seed: Any, exact: Any, nonfinite: Any) -> None:
+    """Refuse a seed, an `exact` or a `nonfinite` that is none."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise UserError(f"Trainer(seed={seed!r}): must be a whole number from 0 to 2**32 - 1")
+    if exact not in (True, False, portable.PORTABLE):
+        raise UserError(f"Trainer(exact={exact!r}): must be True, False or 'portable'")
+    if nonfinite not in ("stop", "skip"):
+        raise UserError(f"Trainer(nonfinite={nonfinite!r}): must be 'stop' or 'skip'")
+
+
+def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any]:
+    """Return the options for Lightning's Trainer. Refuse those that can't work with steps in pieces."""
+    options = dict(options)
+    known = inspect.signature(pl.Trainer.__init__).parameters
+    if unknown := [name for name in options if name not in known]:
+        near = difflib.get_close_matches(unknown[0], [*known, *OURS], n=1)
+        raise UserError(f"Trainer({unknown[0]}=...): there is no such option{f': use {near[0]}' if near else ''}")
+    options.pop("use_distributed_sampler", None)  # every process gets its samples by the order
+    for name, (default, remedy) in REFUSED_OPTIONS.items():
+        value = options.pop(name, default)
+        if value not in (default, None, []) and not (name == "limit_train_batches" and value == 1.0):
+            raise UserError(f"Trainer({name}={value!r}) can't be used: {remedy}")
+    if exact and options.get("deterministic", True) not in (True, None):
+        raise UserError(f"Trainer(deterministic={options['deterministic']!r}) and exact=True don't go together")
+    if exact and options.get("benchmark"):
+        raise UserError(
+            "Trainer(benchmark=True) and exact=True don't go together: it may choose other kernels each time"
+        )
+    if options.get("deterministic", True) is None:
+        del options["deterministic"]
+    return options
+
+
+def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
+    """Return the strategy that a user has named."""
+    if isinstance(strategy, Strategy):
+        chosen = strategy
+    elif strategy in ("auto", "ddp", "dp"):
+        chosen = STRATEGIES[strategy]()
+    else:
+        shown = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
+        raise UserError(f"Trainer(strategy={shown}): must be 'auto', 'ddp', 'dp' or one of lockstep.strategies")
+    if sync_batchnorm and not isinstance(chosen, DDP):
+        raise UserError("Trainer(sync_batchnorm=True) needs strategy='ddp'")
+    if sync_batchnorm:
+        chosen = DDP(chosen.shares or None, True, "none" if chosen.compression == "none" else chosen.compression)  # type: ignore[arg-type]
+    return chosen
+
+
+def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, accelerator: Any) -> dict[str, Any]:
+    """Return those options of `resolve` that follow from the devices.
+
+    Raises:
+        UserError: this process is alone, and the strategy needs more workers; or the numbers do not fit.
+    """
+    if accelerator not in ACCELERATORS:
+        raise UserError(f"Trainer(accelerator={accelerator!r}): must be one of {', '.join(ACCELERATORS)}")
+    workers, several = external_workers(), f"{environment().started_by} has started several workers"
+    one_process = isinstance(strategy, DP)
+    if one_process and workers > 1:
+        raise UserError(f"Trainer(strategy='dp') runs in one process, but {several}: use strategy='ddp'")
+    chosen: dict[str, Any] = {"devices": devices, "num_nodes": num_nodes}
+    if workers > 1 or (workers and not one_process):
+        chosen |= devices_of_engine({name: value for name, value in chosen.items() if value is not None})
+    if chosen["num_nodes"] not in (None, 1) and not workers:
+        raise UserError(
+            f"Trainer(num_nodes={num_nodes}): on several machines torchrun, SLURM or MPI must start the workers: use "
+            f"torchrun --nnodes={num_nodes} --nproc-per-node={devices or 1}"
+        )
+    wanted: Any = "auto" if chosen["devices"] in ("auto", -1, "-1") else chosen["devices"] or 1
+    kind, number = choose_devices(ACCELERATORS[accelerator], wanted)
+    nodes = chosen["num_nodes"] or 1
+    name = strategy.layout_name(number * nodes)
+    if number * nodes == 1 and isinstance(strategy, DDP):
+        name = "single"  # one process needs no group
+    if name == "ddp" and not workers:
+        raise UserError(
+            f"Trainer(devices={number}, strategy='ddp'): this process is alone: call lockstep.launch(function, "
+            f"devices={number}), where the function makes the Trainer, or start it by torchrun "
+            f"--nproc-per-node={number}"
+        )
+    return {"strategy": name, "accelerator": kind, "devices": number, "num_nodes": nodes}
+
+
+def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dict[str, Any]) -> None:
+    """Refuse settings that can't be combined."""
+    exact = bool(layout.exact)
+    if exact and precision not in EXACT_PRECISIONS:
+        raise UserError(
+            f"Trainer(precision={precision!r}) with exact=True: exact needs one of {', '.join(EXACT_PRECISIONS)}"
+        )
+    if layout.exact == portable.PORTABLE and (precision != "32-true" or layout.accelerator != "cpu"):
+        raise UserError("Trainer(exact='portable') needs accelerator='cpu' and precision='32-true'")
+    if isinstance(precision, str) and precision.startswith("16-") and layout.accelerator == "cpu":
+        raise UserError(f"Trainer(precision={precision!r}): fp16 needs a GPU: use 'bf16-mixed' or '32-true'")
+    if options.get("gradient_clip_algorithm") is not None and options.get("gradient_clip_val") is None:
+        raise UserError("Trainer(gradient_clip_algorithm=...) without gradient_clip_val clips nothing: give both")
+    if layout.shares and len(layout.shares) != layout.num_devices:
+        raise UserError(f"strategy: shares={list(layout.shares)}: must be {layout.num_devices} numbers, one per device")
+    for one, other, why in strategy.conflicts(Settings(layout, str(precision))):
+        raise UserError(f"{one} and {other} don't go together: {why}")
+
+
+@contextmanager
+def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Inside the `with` block, turn Lightning's errors about bad input, and those of `kinds`, into UserErrors."""
+    bad_input: tuple[type[Exception], ...] = (MisconfigurationException, *kinds)
+    try:
+        yield
+    except bad_input as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def check_weights_only(weights_only: bool | None) -> None:
+    """Refuse to load more than plain data and tensors."""
+    if weights_only is False:
+        raise UserError("weights_only=False: a checkpoint is always loaded as plain data and tensors: leave it out")
+
+
+def set_up_process(layout: Layout) -> None:
+    """Set what the bits of a step depend on in this process: subnormal numbers, and under `exact` the threads.
+
+    The order of sums depends on the number of threads, so under `exact` it must not depend on the layout.
+    """
+    torch.set_flush_denormal(True)
+    if layout.exact:
+        torch.set_num_threads(1)
+    if layout.has_process_group:
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # otherwise Lightning's ddp sets its own number

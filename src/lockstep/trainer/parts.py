@@ -1,0 +1,136 @@
+"""What every Trainer is made of, whether a config or a user's own code makes it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+
+from lockstep.arithmetic.layout import Layout
+from lockstep.errors import UserError
+from lockstep.launch.environment import environment
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.passes import overrides_method
+from lockstep.strategies import Strategy
+
+# Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
+REFUSED_HOOKS = {
+    **dict.fromkeys(
+        ("on_before_batch_transfer", "transfer_batch_to_device"),
+        "would get a whole step: use on_after_batch_transfer, which gets a piece",
+    ),
+    "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
+}
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+ONE_OPTIMIZER = (
+    "return one, with a parameter group for each part that is trained differently; freeze parameters with "
+    "requires_grad_(False)"
+)
+# Callbacks of Lightning that can't work with a step in pieces, each with what it would do.
+REFUSED_CALLBACKS = {
+    BatchSizeFinder: "would change batch_size, and so what is trained",
+    GradientAccumulationScheduler: "changes how many batches make a step, which the layout fixes",
+    StochasticWeightAveraging: "takes over the schedule and adds an epoch",
+}
+
+
+def make_gradient_sum(strategy: Strategy, layout: Layout, check_messages: bool = False) -> GradientSum:
+    """Return the sum of a step's gradients on a layout; it contains Lightning's strategy.
+
+    Args:
+        check_messages: whether the processes check what they receive.
+    """
+    # With one piece nothing is added, so an ordinary sum is exact.
+    sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
+    return sum_class(strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
+
+
+def device_options(layout: Layout) -> dict[str, Any]:
+    """Return the options of Lightning's Trainer that follow from a layout."""
+    # A worker that sees only its own GPU is a machine of its own for Lightning.
+    one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"
+    return {
+        "accelerator": layout.accelerator,
+        "devices": 1 if one_gpu or layout.world_size == 1 else layout.devices,
+        "num_nodes": layout.world_size if one_gpu else layout.num_nodes,
+        # False, not None: with None, torch would keep the setting of an earlier run in this process.
+        "deterministic": needs_deterministic_kernels(layout),
+    }
+
+
+def needs_deterministic_kernels(layout: Layout) -> bool:
+    """Return whether torch must use deterministic kernels: on a GPU, if the result must be exact.
+
+    torch would then also fill all new memory, with one more kernel for each tensor. Leave that out.
+    """
+    needed = bool(layout.exact) and layout.accelerator == "gpu"
+    if needed:
+        flags: Any = torch.utils.deterministic
+        flags.fill_uninitialized_memory = False
+    return needed
+
+
+def rank_of_replica(layout: Layout) -> int:
+    """Return this process's number among those that share the pieces of a step.
+
+    In a staged layout each process has a part of one network, so all processes get the same pieces.
+    """
+    return environment().rank if layout.replicas > 1 else 0
+
+
+def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str) -> None:
+    """Refuse a module whose steps can't be cut into pieces, or with loaders of its own.
+
+    Args:
+        setting: what chooses the module, for messages.
+        loaders: what is used instead of the module's loaders.
+
+    Raises:
+        UserError: it is such a module.
+    """
+    hooks = {**REFUSED_HOOKS, **dict.fromkeys(LOADERS, f"would not be called: use {loaders}")}
+    for hook, message_end in hooks.items():
+        if overrides_method(module, hook, pl.LightningModule):
+            raise UserError(f"{setting}: its {hook} {message_end}")
+    if not module.automatic_optimization:
+        raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
+
+
+def refuse_callback(setting: str, callback: pl.Callback, remedies: dict[Any, str]) -> None:
+    """Refuse a callback of Lightning that can't work with a step in pieces.
+
+    Args:
+        setting: what chooses the callback, for messages.
+        remedies: what to use instead, by the classes of REFUSED_CALLBACKS.
+
+    Raises:
+        UserError: it is such a callback.
+    """
+    for kind, wrong in REFUSED_CALLBACKS.items():
+        if isinstance(callback, kind):
+            raise UserError(f"{setting}: {type(callback).__name__} {wrong}: {remedies[kind]}")
+    if isinstance(callback, EarlyStopping) and callback.patience < 0:
+        raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
+
+
+class OneOptimizerCheck(pl.Callback):
+    """Refuses, before the first step, a module without an optimizer or with several."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not any(optimizer.param_groups for optimizer in trainer.optimizers):
+            raise UserError(f"configure_optimizers returned no optimizer: {ONE_OPTIMIZER}")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if "multiple optimizers" in str(exception):  # Lightning's own message advises manual optimization
+            raise UserError(f"configure_optimizers returned several optimizers: {ONE_OPTIMIZER}") from exception
+
+
+def callbacks_of(returned: Any) -> Iterator[pl.Callback]:
+    """Yield the callbacks that a module's `configure_callbacks` returned."""
+    yield from returned if isinstance(returned, list | tuple) else [returned]

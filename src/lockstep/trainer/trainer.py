@@ -1,0 +1,479 @@
+"""`lockstep.Trainer`: Lightning's Trainer with Lockstep's step, for any Lightning project."""
+
+import atexit
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.nn.parameter import is_lazy
+
+from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.callbacks import Checkpoint, DummyBatchOnEmptyRank, EvaluationSeed, Preemption, ReplicaConsistencyCheck
+from lockstep.callbacks.monitors import MonitorCheck
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import paths
+from lockstep.checkpoint.callback import ResumeState
+from lockstep.checkpoint.formats import FORMAT
+from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
+from lockstep.checkpoint.run_checks import ParameterNameCheck
+from lockstep.config import portable
+from lockstep.data.datasets import fingerprint
+from lockstep.errors import UserError
+from lockstep.launch.environment import external_workers, refuse_unknown_rank
+from lockstep.launch.logs import hide_harmless_warnings
+from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
+from lockstep.launch.rendezvous import join_external, leave_group
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.first_step import FirstStepCheck
+from lockstep.step.lightning_quirks import last_checkpoints
+from lockstep.step.loop import StepTrainer
+from lockstep.step.passes import overrides_method
+from lockstep.strategies import Auto, Strategy
+from lockstep.text import plural
+from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
+from lockstep.trainer.options import (
+    PRECISIONS,
+    check_numbers,
+    check_pairs,
+    check_values,
+    check_weights_only,
+    checked_options,
+    chosen_devices,
+    chosen_strategy,
+    one_line_errors,
+    set_up_process,
+)
+from lockstep.trainer.parts import (
+    OneOptimizerCheck,
+    callbacks_of,
+    device_options,
+    make_gradient_sum,
+    rank_of_replica,
+    refuse_callback,
+    refuse_hooks,
+)
+from lockstep.trainer.saves import SaveAfterStep
+
+REMEDIES = {
+    BatchSizeFinder: "give more pieces, which need less memory at a time",
+    GradientAccumulationScheduler: "use Trainer(accumulate_grad_batches=...) or pieces=...",
+    StochasticWeightAveraging: "use Lightning's EMAWeightAveraging",
+}
+UNCHANGED = ("batch_size", "samples", "drop_last", "weighted")  # what a run counts its steps by
+SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
+
+
+class Trainer(StepTrainer):
+    """Lightning's Trainer, whose optimizer step is `batch_size` samples, cut into `pieces` pieces, on any layout.
+
+    Args:
+        strategy: `auto` (one device alone, several as with ddp), `ddp`, `dp`, or one of `lockstep.strategies`.
+        devices: devices of one machine; None: those for which torchrun, SLURM, MPI or `lockstep.launch` has started
+            workers, else one.
+        num_nodes: machines; None: those of the engine.
+        accelerator: `cpu`, `gpu` or `auto`.
+        batch_size: samples of one optimizer step, over all devices, machines and accumulated micro-batches; None: the
+            batch size of the training loader.
+        pieces: equal parts of a step; None: `devices x num_nodes x accumulate_grad_batches`.
+        accumulate_grad_batches: pieces that a device computes one after the other; None: as `pieces` needs, or 1.
+        exact: whether all layouts with the same `batch_size` and `pieces` give the same bits; `portable`: on x86-64
+            processors of different kinds, too.
+        seed: decides the order of the samples and the random numbers of each piece. The module's initial weights are
+            those that it brings.
+        precision: as of Lightning.
+        nonfinite: what a gradient that is not finite does: `stop`, or `skip` the step.
+        checkpoint_every: optimizer steps between two writes of `last.ckpt`; None: at each epoch's end only.
+        callbacks: as of Lightning.
+        default_root_dir: as of Lightning. `checkpoints/last.ckpt` in it is what `ckpt_path="last"` continues from.
+        options: other options of Lightning's Trainer.
+
+    Raises:
+        UserError: an option does not fit, in one line.
+    """
+
+    callbacks: list[pl.Callback]
+    _saves: SaveAfterStep | None
+
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        devices: int | str | None = None,
+        num_nodes: int | None = None,
+        accelerator: str = "auto",
+        batch_size: int | None = None,
+        pieces: int | None = None,
+        accumulate_grad_batches: int | None = None,
+        exact: bool | str = False,
+        seed: int = 0,
+        precision: Any = None,
+        nonfinite: str = "stop",
+        checkpoint_every: int | None = None,
+        callbacks: list[pl.Callback] | pl.Callback | None = None,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        check_numbers(
+            devices=devices,
+            num_nodes=num_nodes,
+            batch_size=batch_size,
+            pieces=pieces,
+            accumulate_grad_batches=accumulate_grad_batches,
+            checkpoint_every=checkpoint_every,
+        )
+        check_values(seed, exact, nonfinite)
+        options = checked_options(options, exact)
+        kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
+        self.seed, self.batch_size = seed, batch_size
+        hide_harmless_warnings()
+        self._join()
+        self._layout_options = {
+            **chosen_devices(kind, devices, num_nodes, accelerator),
+            "pieces": pieces,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "exact": exact,
+            "shares": kind.shares,
+        }
+        layout = self._layout(batch_size)
+        precision = PRECISIONS.get(precision, precision)
+        check_pairs(kind, layout, precision, options)
+        if layout.strategy == "single":
+            kind = Auto()  # ddp on one device needs no process group
+        portable.set_up_worker(exact)
+        set_up_process(layout)
+
+        root = Path(default_root_dir or os.getcwd()).absolute()
+        self._last = paths.last(root)
+        self._ranks = ranks_writing_in(root)
+        user_callbacks = list(callbacks_of(callbacks)) if callbacks is not None else []
+        for callback in user_callbacks:
+            refuse_callback("callbacks", callback, REMEDIES)
+        # With a ModelCheckpoint that saves the last one, `last` means its file.
+        saves_last = any(isinstance(each, ModelCheckpoint) and each.save_last for each in user_callbacks)
+        ours: list[pl.Callback] = []
+        self._preemption, self._saves = Preemption(root), None
+        if options.get("enable_checkpointing") is not False and not options.get("fast_dev_run"):
+            ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
+            self._saves = SaveAfterStep(super().save_checkpoint)
+            ours += [self._preemption, self._saves]
+        if "num_sanity_val_steps" not in options:
+            options["num_sanity_val_steps"] = 0
+            named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
+            ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
+        self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=600.0)
+        self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
+        self._data: UserData | None = None  # what the last method got
+        self._steps: tuple[int, int] | None = None  # samples of the training set and of a step
+        hooks = [
+            FirstStepCheck(compiled=False),
+            FiniteGradientCheck(nonfinite, one_step_later=layout.accelerator == "gpu", can_skip=True, compiled=False),
+        ]
+        with one_line_errors(ValueError, TypeError):
+            super().__init__(
+                make_gradient_sum(kind, layout),
+                hooks,
+                seed,
+                precision=precision,
+                callbacks=[
+                    *(EvaluationSeed(), DummyBatchOnEmptyRank(), ReplicaConsistencyCheck(), OneOptimizerCheck()),
+                    *user_callbacks,
+                    *ours,
+                ],
+                plugins=[self._checkpoint_io],
+                default_root_dir=root,
+                **(device_options(layout) | options),
+            )
+
+    # --- Lightning's methods ---
+
+    def fit(
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a module.
+
+        Args:
+            model: the module.
+            train_dataloaders: a DataLoader, whose data set, batch size and order are used; or a data module.
+            val_dataloaders: a DataLoader for validation.
+            datamodule: a LightningDataModule or a `lockstep.DataModule`.
+            ckpt_path: a checkpoint to continue from, of any layout; `last`: the last one, if there is one.
+            weights_only: a checkpoint is always loaded as plain data and tensors.
+
+        Raises:
+            UserError: the module or the data can't be used, or the checkpoint does not fit.
+        """
+        check_weights_only(weights_only)
+        self._check_module(model)
+        data = self._prepared_data("fit", train_dataloaders, val_dataloaders, datamodule)
+        path = self._checkpoint_path("fit", ckpt_path)
+        record = self._record(data)
+        if path is not None:
+            content = checkpoint_io.load(path, broadcast=True)
+            self._check_fits(path, content, model, record["trainer"])
+            self._check_length(path, content["global_step"], data.order.steps_per_epoch)
+            self._checkpoint_io.expect(content)
+            del content  # free the memory once it is restored
+        names = ParameterNameCheck(model)
+        others = [each for each in self.callbacks if each not in self._of_fit]
+        self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
+        self.callbacks = [*self._of_fit, *others]
+        rank_zero_info(data.layout.describe())
+        try:
+            with names.recording(), one_line_errors():
+                super().fit(model, datamodule=data, ckpt_path=path)
+        except ValueError as error:
+            if SINGLE_VALUE_TEXT in str(error):
+                raise UserError(_single_value_message(data)) from error
+            raise
+        finally:
+            self._preemption.release_signals()
+
+    def validate(
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Validate a module; see `fit` and Lightning's method. Every sample counts once, on any layout."""
+        return self._evaluate("validate", model, dataloaders, datamodule, ckpt_path, weights_only, verbose=verbose)
+
+    def test(
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Test a module; see `fit` and Lightning's method. Every sample counts once, on any layout."""
+        return self._evaluate("test", model, dataloaders, datamodule, ckpt_path, weights_only, verbose=verbose)
+
+    def predict(
+        self,
+        model: pl.LightningModule | None = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """Predict; see `fit` and Lightning's method. Each process returns its batches, of neighbouring samples."""
+        options = {"return_predictions": return_predictions}
+        return self._evaluate("predict", model, dataloaders, datamodule, ckpt_path, weights_only, **options)
+
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
+        """Save a checkpoint; see Lightning's method.
+
+        Inside a step it is saved when the step is complete; outside of `fit`, the file is complete on return.
+        """
+        fits = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.RUNNING
+        ours = Path(filepath) == self._last
+        if fits and not ours and self._saves and self._saves.add(self, filepath, weights_only, storage_options):
+            return
+        if fits and ours:  # saved by our callbacks, which wait for the end of a step
+            loop: Any = self.fit_loop.epoch_loop
+            loop.follow_metrics()
+        super().save_checkpoint(filepath, weights_only, storage_options)
+        if not fits:
+            self._checkpoint_io.wait()
+
+    # --- parts ---
+
+    def _join(self) -> None:
+        """Join the process group of the workers that an engine has started."""
+        refuse_unknown_rank()
+        if external_workers() > 1:
+            had_group = torch.distributed.is_initialized()
+            join_external()
+            if not had_group:
+                atexit.register(leave_group)
+
+    def _layout(self, batch_size: int | None, trains: bool = True) -> Layout:
+        """Return the layout for a batch size; None: one that fits, since the batch size is not known yet."""
+        number = self._layout_options["devices"] * self._layout_options["num_nodes"]
+        accumulate = self._layout_options["accumulate_grad_batches"] or 1
+        size = batch_size or self._layout_options["pieces"] or number * accumulate
+        return resolve(**self._layout_options, batch_size=size, equal_pieces=trains)
+
+    def _check_module(self, module: Any) -> None:
+        """Refuse a module that can't be trained in pieces."""
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            raise UserError("trainer.fit got a compiled module: compile the network in its __init__ instead")
+        if not isinstance(module, pl.LightningModule):
+            raise UserError(f"trainer.fit got a {type(module).__name__}: it must be a LightningModule")
+        refuse_hooks(type(module).__name__, module, "trainer.fit(module, loader or datamodule)")
+        if overrides_method(module, "configure_model", pl.LightningModule):
+            module.trainer = self
+            module.configure_model()  # its layers must exist before their names are recorded
+        for callback in callbacks_of(module.configure_callbacks()):
+            refuse_callback(f"configure_callbacks of {type(module).__name__}", callback, REMEDIES)
+        if lazy := [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]:
+            raise UserError(f"{type(module).__name__}: the size of {lazy[0]} is unknown: give its lazy layer a size")
+        if self.precision == "64-true":
+            module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
+
+    def _prepared_data(self, stage: str, first: Any, val_loaders: Any, datamodule: Any) -> OwnedData:
+        """Return this process's data for one of the Trainer's methods."""
+        data = user_data(stage, first, val_loaders, datamodule) or (self._data if stage != "fit" else None)
+        if data is None or not (data.owner or stage == "fit" or first is not None):
+            raise UserError(f"trainer.{stage} needs data: give a DataLoader, a LightningDataModule or a DataModule")
+        sets = data.sets(self, stage, self.seed)
+        trained = self._steps[1] if self._steps and stage != "fit" else None
+        size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
+        if size is None:
+            raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
+        if stage == "fit":
+            self._check_sizes(sets["train"], size)
+        self._data = data
+        trains = stage == "fit" or trained is not None
+        layout = self._layout(size, trains)
+        return OwnedData(sets, data.owner, layout, self.seed, rank_of_replica(layout), trains)
+
+    def _check_sizes(self, train: Any, size: int) -> None:
+        """Check that the training set fits the steps, and those of an earlier fit."""
+        samples, accumulate = len(train.dataset), self._layout_options["accumulate_grad_batches"] or 1
+        if self.batch_size is None and accumulate > 1:
+            raise UserError(
+                f"accumulate_grad_batches={accumulate} with a loader of batch_size={size}: in Lightning a step has "
+                f"{accumulate * size} samples, and here batch_size counts them all: give Trainer(batch_size={size}) to "
+                f"cut {size} samples, or {accumulate * size} to both"
+            )
+        if size > samples:
+            most = f"the {plural(samples, 'sample')} of the training set"
+            raise UserError(f"batch_size={size} is more than {most}: use batch_size={samples} or less")
+        if self.global_step and self._steps != (samples, size):
+            raise UserError("trainer.fit got other data than before, and its steps are counted on: make a new Trainer")
+        self._steps = samples, size
+
+    def _checkpoint_path(self, stage: str, ckpt_path: Any) -> str | None:
+        """Return the path of a checkpoint that a user has named, or None. All ranks must call it."""
+        if ckpt_path in ("hpc", "registry"):
+            raise UserError(f"ckpt_path={ckpt_path}: must be a path, 'last' or 'best'")
+        if ckpt_path not in ("last", "best"):
+            return None if ckpt_path is None else str(ckpt_path)
+        if ckpt_path == "last" and len(self._ranks) > 1:
+            from lockstep.checkpoint.start import share_newest
+
+            share_newest(self._last, self._ranks)
+        if ckpt_path == "best":
+            names = [path for each in self.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
+            path = names[0] if names else None
+        else:
+            files = [file for file in {self._last, *map(Path, last_checkpoints(self))} if file.exists()]
+            path = str(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else None
+        path = broadcast_from_rank_zero(path)
+        if path is None and ckpt_path == "best":
+            raise UserError(f"trainer.{stage}(ckpt_path='best'): no checkpoint has been saved: leave it out")
+        if path is None:
+            rank_zero_warn(f"trainer.{stage}(ckpt_path='last'): there is no checkpoint yet, so nothing is loaded")
+        return path
+
+    def _record(self, data: OwnedData) -> dict[str, Any]:
+        """Return the entry `lockstep` of the checkpoints, as plain data."""
+        train, layout = data.splits.train, data.layout
+        return {
+            "format": FORMAT,
+            "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
+            "trainer": {
+                "batch_size": layout.batch_size,
+                "samples": len(train),
+                "drop_last": data.splits.drop_last,
+                "weighted": data.splits.weights is not None,
+                "pieces": layout.pieces,
+                "exact": layout.exact,
+                "seed": self.seed,
+                "shuffle": data.splits.shuffle,
+                "precision": self.precision,
+                "fingerprint": fingerprint(train),
+            },
+        }
+
+    def _check_fits(self, path: str, content: dict[str, Any], module: pl.LightningModule, now: dict[str, Any]) -> None:
+        """Check that a fit can continue from a checkpoint: to the same bits, if it is exact."""
+        saved = content.get("lockstep", {}).get("trainer") if isinstance(content.get("lockstep"), dict) else None
+        if not isinstance(saved, dict) or "continuation" not in content:
+            raise CheckpointError(
+                f"{path}: no lockstep.Trainer has saved it, so none can continue from it: load its weights by "
+                f"{type(module).__name__}.load_from_checkpoint"
+            )
+        must_stay = tuple(now) if now["exact"] else UNCHANGED
+        changed = [name for name in now if saved.get(name) != now[name]]
+        for name in changed:
+            if name in must_stay:
+                exact = "exact=True, and " if name not in UNCHANGED else ""
+                raise UserError(
+                    f"{exact}{name}={now[name]}, but {path} was saved with {name}={saved.get(name)}: give the same, or "
+                    "leave ckpt_path out"
+                )
+        if changed:
+            rank_zero_info(
+                "changed since the checkpoint: " + ", ".join(f"{n}: {saved.get(n)} -> {now[n]}" for n in changed)
+            )
+        if module.strict_loading and not overrides_method(module, "on_load_checkpoint", pl.LightningModule):
+            remedy = "give the module that it was saved from, or leave ckpt_path out"
+            checkpoint_io.check_same_shapes(path, content["state_dict"], module.state_dict(), remedy)
+
+    def _check_length(self, path: str, steps: int, steps_per_epoch: int) -> None:
+        """Check that a run is not shorter than it was when a checkpoint was saved."""
+        limits = {f"max_steps={self.max_steps}": self.max_steps}
+        if self.max_epochs is not None:
+            limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * steps_per_epoch
+        for name, limit in limits.items():
+            if 0 <= limit < steps:
+                raise UserError(
+                    f"{name} ends the run after step {limit}, but {path} was saved after step {steps}: give a larger "
+                    "limit"
+                )
+
+    def _evaluate(
+        self,
+        stage: str,
+        model: pl.LightningModule | None,
+        loaders: Any,
+        datamodule: Any,
+        ckpt_path: Any,
+        weights_only: bool | None,
+        **options: Any,
+    ) -> Any:
+        """Run `validate`, `test` or `predict`."""
+        check_weights_only(weights_only)
+        if model is None and self.lightning_module is None:
+            raise UserError(f"trainer.{stage} needs a module: give one")
+        data = self._prepared_data(stage, loaders, None, datamodule)
+        saved = [each for each in self.checkpoint_callbacks if getattr(each, "best_model_path", "")]
+        if model is None and ckpt_path is None and saved:  # as Lightning does
+            ckpt_path = "best"
+        path = self._checkpoint_path(stage, ckpt_path)
+        method = getattr(super(), stage)
+        with one_line_errors():
+            return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
+
+
+def _single_value_message(data: OwnedData) -> str:
+    layout = data.layout
+    tail = len(data.splits.train) % layout.batch_size
+    return (
+        f"batch_size={layout.batch_size} in {plural(layout.pieces, 'piece')}, with {tail} samples in an epoch's last "
+        "step: a piece has one sample, and a BatchNorm layer gets one value per channel: use fewer pieces, another "
+        "batch_size or drop_last=True"
+    )

@@ -1,0 +1,95 @@
+"""A small module and its data for tests of `lockstep.Trainer`."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+import lockstep
+
+SAMPLES, BATCH = 132, 24  # the last step has twelve samples
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": 2,
+}
+
+
+class Net(pl.LightningModule):
+    """A network with what depends on the layout if nothing is done about it: BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean_x", batch[0].mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x: Tensor = batch[0]
+        return x
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+def samples() -> TensorDataset:
+    x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x[:, :3] + 0.5 * x[:, 3:6]).argmax(1))
+
+
+class Data(pl.LightningDataModule):
+    """Splits its samples by torch's global random numbers, as many do."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, **options}
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append("setup " + stage)
+        self.train, self.val = random_split(samples(), [102, 30])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, **self.options)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=7)
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append("teardown " + stage)
+
+
+def trainer(folder: Path, **options: Any) -> lockstep.Trainer:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return lockstep.Trainer(default_root_dir=folder, **{**QUIET, **options})
+
+
+def fit(folder: Path, *data: Any, kind: type[pl.LightningModule] = Net, **options: Any) -> str:
+    """Fit and return the SHA-256 of the weights."""
+    pl.seed_everything(0, verbose=False)
+    module = kind()
+    trainer(folder, **options).fit(module, *(data or [loader()]))
+    return lockstep.weights_sha256(module.state_dict())
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(samples(), **{"batch_size": BATCH, "shuffle": True, **options})

@@ -1,0 +1,109 @@
+"""`lockstep.launch`: a function in several worker processes."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from conftest import python
+from trainer.small import Net, fit, loader, trainer
+
+import lockstep
+from lockstep.errors import UserError, WorkerFailed
+from lockstep.launch.environment import environment
+
+pytestmark = pytest.mark.usefixtures("processes")
+
+
+def place(*args: Any) -> tuple[int, int, tuple[Any, ...]]:
+    return environment().rank, environment().world_size, args
+
+
+def test_rank_zeros_result_is_returned() -> None:
+    assert lockstep.launch(place, "a", 2, devices=3) == (0, 3, ("a", 2))
+    assert lockstep.launch(place) == (0, 1, ())
+    assert lockstep.launch(lambda: sum(lockstep.gather_objects(environment().rank)), devices=3) == 3
+
+
+def test_bad_input_is_refused_in_one_line() -> None:
+    def refuses() -> None:
+        raise UserError("this is wrong: that is right")
+
+    def nested() -> None:
+        lockstep.launch(place)
+
+    for line, function, options in (
+        ("this is wrong: that is right", refuses, {"devices": 2}),
+        ("lockstep.launch was called in a worker", nested, {}),
+        ("launch(devices=0): must be a whole number above 0", place, {"devices": 0}),
+        ("devices=1000: must be at most", place, {"devices": 1000}),
+        ("launch(accelerator='tpu'): must be auto, cpu or gpu", place, {"accelerator": "tpu"}),
+        ("devices=3: lockstep has started 2 workers on 1 machine", lambda: trainer(Path(), devices=3), {"devices": 2}),
+        ("strategy='dp') runs in one process", lambda: trainer(Path(), strategy="dp"), {"devices": 2}),
+    ):
+        with pytest.raises(UserError) as refused:
+            lockstep.launch(function, **options)
+        assert line in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_workers_error_names_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        if environment().rank == 1:
+            raise KeyError("lost")
+
+    with pytest.raises(WorkerFailed, match=r"^rank 1 failed: KeyError: 'lost' \(.*test_launch.py:\d+ in fails; trace"):
+        lockstep.launch(fails, devices=2)
+    assert "Traceback" in capfd.readouterr().err
+
+
+class Killed(pl.Callback):
+    """Kills rank zero after a step, when the checkpoint of an earlier one is written."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 9 and trainer.is_global_zero:
+            trainer.strategy.checkpoint_io.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def continued(folder: Path, **options: Any) -> tuple[int, str]:
+    """Fit from the last checkpoint. Return its step and the SHA-256 of the weights."""
+    pl.seed_everything(0, verbose=False)
+    began = []
+
+    class Begins(Net):
+        def on_train_start(self) -> None:
+            began.append(self.trainer.global_step)
+
+    module = Begins()
+    trainer(folder, exact=True, pieces=4, checkpoint_every=4, **options).fit(module, loader(), ckpt_path="last")
+    return began[0], lockstep.weights_sha256(module.state_dict())
+
+
+def test_a_killed_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path) -> None:
+    one = fit(tmp_path / "one", exact=True, pieces=4)
+    assert lockstep.launch(lambda: fit(tmp_path / "three", exact=True, pieces=4), devices=3) == one
+    with pytest.raises(WorkerFailed, match="rank 0 was killed by SIGKILL"):
+        lockstep.launch(lambda: continued(tmp_path, callbacks=[Killed()]), devices=2)
+    assert lockstep.launch(continued, tmp_path, devices=3) == (8, one)
+
+
+ASKS = """
+import sys, torch, lockstep
+assert "hydra" not in sys.modules
+lockstep.Trainer, lockstep.DataModule
+assert "hydra" not in sys.modules and "omegaconf" not in sys.modules, "the step needs no Hydra"
+if sys.argv[1] == "computed":
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).exp()
+print(lockstep.launch(lambda: (torch.ones(1 << 20).exp().mean() > 2).item(), devices=1))
+"""
+
+
+@pytest.mark.parametrize("before", ["computed", "nothing"])
+def test_the_program_may_have_computed_before(before: str) -> None:
+    """A fork can't use the threads with which its parent has computed: it would wait for them forever."""
+    run = python(ASKS, before)
+    assert run.stdout == "True\n", run.stderr

@@ -1,0 +1,304 @@
+"""`lockstep.Trainer`: the step for any Lightning project."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
+from trainer.small import BATCH, SAMPLES, Data, Net, fit, loader, samples, trainer
+
+import lockstep
+from lockstep.errors import UserError
+
+
+def test_layouts_and_sources_of_data_give_one_hash(tmp_path: Path) -> None:
+    exact: dict[str, Any] = {"exact": True, "pieces": 4}
+    one = fit(tmp_path, **exact)
+    assert fit(tmp_path, strategy="dp", devices=3, **exact) == one
+    assert fit(tmp_path, lockstep.DataModule(train=samples()), batch_size=BATCH, **exact) == one
+    assert fit(tmp_path, exact=True, batch_size=BATCH, accumulate_grad_batches=4) == one
+    assert fit(tmp_path, loader(num_workers=0), loader(shuffle=False), **exact) == one, "with a validation set"
+    assert fit(tmp_path, pieces=6, exact=True) != one
+    assert fit(tmp_path, seed=1, **exact) != one
+
+
+def test_a_data_module_is_used_as_lightning_does(tmp_path: Path) -> None:
+    class Asks(Net):
+        def on_fit_start(self) -> None:
+            assert self.trainer.datamodule.classes == ("a", "b", "c")  # type: ignore[attr-defined]
+
+    data = Data()
+    one = fit(tmp_path, data, kind=Asks, exact=True, pieces=2)
+    assert data.calls == ["prepare_data", "setup fit", "teardown fit"]
+    torch.manual_seed(5)  # the split does not depend on the caller's random state
+    assert fit(tmp_path, Data(), strategy="dp", devices=2, exact=True) == one
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"shuffle": False}, {"drop_last": True}, {"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)}],
+    ids=["in order", "without the last", "weighted"],
+)
+def test_a_loader_draws_as_it_does_with_lightning(tmp_path: Path, options: dict[str, Any]) -> None:
+    class Seen(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += batch[0][:, 0].tolist()
+            return super().training_step(batch, batch_idx)
+
+    def seen(options: dict[str, Any]) -> list[float]:
+        module = Seen()
+        pl.seed_everything(0, verbose=False)
+        made = trainer(tmp_path, max_epochs=1)
+        made.fit(module, loader(**({"shuffle": None} if "sampler" in options else {}) | options))
+        return module.seen[-SAMPLES:]
+
+    data = samples().tensors[0][:, 0].tolist()
+    usual, drawn = seen({}), seen(options)
+    assert usual != data
+    assert sorted(usual) == sorted(data)
+    if "shuffle" in options:
+        assert drawn == data
+    elif "drop_last" in options:
+        assert drawn[-5 * BATCH :] == usual[: 5 * BATCH]
+    else:
+        assert set(drawn) < set(data), "some twice, and some not at all"
+
+
+def test_batches_come_as_the_data_set_makes_them(tmp_path: Path) -> None:
+    kinds = []
+
+    class Kinds(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            kinds.append((batch["x"].dtype, batch["pixels"].dtype, batch["name"][0]))
+            return self.net(batch["x"]).square().mean()
+
+    class Dicts:
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"x": torch.ones(8), "pixels": torch.ones(2, dtype=torch.uint8), "name": "a"}
+
+    fit(tmp_path, lockstep.DataModule(train=Dicts()), kind=Kinds, batch_size=BATCH)
+    assert set(kinds) == {(torch.float32, torch.uint8, "a")}
+
+
+def test_evaluation_counts_every_sample_once_on_any_layout(tmp_path: Path) -> None:
+    data = samples()
+    mean = float(data.tensors[0].double().mean())
+    for options in ({"pieces": 4}, {"strategy": "dp", "devices": 3, "pieces": 4}):
+        made = trainer(tmp_path, batch_size=BATCH, **options)
+        (metrics,) = made.test(Net(), lockstep.DataModule(test=data), verbose=False)
+        assert metrics["mean_x"] == pytest.approx(mean, abs=1e-6)
+        predicted = made.predict(Net(), lockstep.DataModule(predict=data))
+        assert torch.equal(torch.cat(predicted), data.tensors[0])
+    (metrics,) = trainer(tmp_path).test(Net(), DataLoader(data, batch_size=9), verbose=False)
+    assert metrics["mean_x"] == pytest.approx(mean, abs=1e-6)
+
+
+class Follows(Net):
+    """Has a schedule that follows a metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize("inside", [False, True], ids=["validation at the end", "validation inside an epoch"])
+def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(tmp_path: Path, inside: bool) -> None:
+    options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 3}
+    if inside:
+        options |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
+    folder = tmp_path / "all"
+    saves = [
+        ModelCheckpoint(folder, "{step}-val", monitor="val_loss", save_top_k=-1),
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
+    ]
+    data = lockstep.DataModule(train=samples(), val=samples())
+    pl.seed_everything(0, verbose=False)
+    module = Follows()
+    trainer(tmp_path, callbacks=saves, batch_size=BATCH, **options).fit(module, data)
+    (optimizer,) = module.optimizers(use_pl_optimizer=False).param_groups  # type: ignore[union-attr]
+    assert optimizer["lr"] < 0.2, "the schedule has acted"
+    one = lockstep.weights_sha256(module.state_dict())
+    files = [*folder.iterdir(), tmp_path / "checkpoints" / "last.ckpt"]
+    assert len(files) > 8
+    for number, file in enumerate(files):
+        module = Follows()
+        other = trainer(tmp_path / "other", strategy="dp", devices=2 + number % 3, batch_size=BATCH, **options)
+        other.fit(module, data, ckpt_path=file)
+        assert lockstep.weights_sha256(module.state_dict()) == one, file.name
+
+
+def test_fit_continues_from_the_last_checkpoint_or_begins(tmp_path: Path) -> None:
+    def steps(epochs: int, **options: Any) -> tuple[int, int]:
+        began: list[int] = []
+
+        class Begins(Net):
+            def on_train_start(self) -> None:
+                began.append(self.trainer.global_step)
+
+        made = trainer(tmp_path, max_epochs=epochs, exact=True, pieces=4, **options)
+        made.fit(Begins(), loader(), ckpt_path="last")
+        return began[0], made.global_step
+
+    assert steps(1) == (0, 6)
+    assert steps(2, strategy="dp", devices=2) == (6, 12)
+    other = trainer(tmp_path, exact=True, pieces=6)
+    with pytest.raises(UserError, match=r"^exact=True, and pieces=6, but .*last.ckpt was saved with pieces=4: give"):
+        other.fit(Net(), loader(), ckpt_path="last")
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class WithLoader(Net):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+class AfterBackward(Net):
+    def on_after_backward(self) -> None: ...
+
+
+class Sums(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+class Two(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(samples())
+
+
+class Transfers(Data):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"strategy": "ddp", "devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
+        ({"devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
+        ({"num_nodes": 2}, "torchrun, SLURM or MPI must start the workers: use torchrun --nnodes=2"),
+        ({"strategy": "fsdp"}, "must be 'auto', 'ddp', 'dp' or one of lockstep.strategies"),
+        ({"strategy": DDPStrategy()}, "must be 'auto', 'ddp', 'dp' or one of lockstep.strategies"),
+        ({"accelerator": "mps"}, "must be one of auto, cpu, gpu, cuda"),
+        ({"accelerator": "gpu"}, "this machine has no GPU that torch can use"),
+        ({"devices": [0]}, "Trainer(devices=[0]): must be a whole number above 0"),
+        ({"batch_size": 0}, "Trainer(batch_size=0): must be a whole number above 0"),
+        ({"pieces": True}, "Trainer(pieces=True): must be a whole number above 0"),
+        ({"seed": -1}, "Trainer(seed=-1): must be a whole number"),
+        ({"exact": "yes"}, "must be True, False or 'portable'"),
+        ({"nonfinite": "hope"}, "must be 'stop' or 'skip'"),
+        ({"batch_size": 10, "pieces": 3}, "batch_size=10 can't be cut into 3 equal pieces"),
+        ({"strategy": "dp", "devices": 4, "pieces": 2}, "pieces=2 is fewer than 4 devices"),
+        ({"max_epoch": 3}, "Trainer(max_epoch=...): there is no such option: use max_epochs"),
+        ({"batchsize": 3}, "Trainer(batchsize=...): there is no such option: use batch_size"),
+        ({"plugins": [1]}, "Trainer(plugins=[1]) can't be used"),
+        ({"overfit_batches": 1}, "Trainer(overfit_batches=1) can't be used"),
+        ({"limit_train_batches": 3}, "Trainer(limit_train_batches=3) can't be used"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "the training set must stay"),
+        ({"precision": "16-mixed"}, "fp16 needs a GPU"),
+        ({"precision": "4"}, "4"),
+        ({"exact": True, "precision": "bf16-true"}, "exact needs one of 64-true, 32-true, bf16-mixed"),
+        ({"exact": True, "deterministic": False}, "don't go together"),
+        ({"sync_batchnorm": True}, "sync_batchnorm"),
+        ({"gradient_clip_algorithm": "value"}, "give both"),
+        ({"callbacks": GradientAccumulationScheduler({0: 2})}, "which the layout fixes: use Trainer(accumulate"),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "takes over the schedule"),
+        ({"callbacks": [EarlyStopping("val_loss", patience=-1)]}, "patience=-1: must be at least 0"),
+    ],
+    ids=str,
+)
+def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        trainer(tmp_path, **options)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "options", "line"),
+    [
+        (Manual, loader, {}, "Manual: manual optimization can't cut a step into pieces"),
+        (WithLoader, lambda: None, {}, "its train_dataloader would not be called: use trainer.fit(module, loader"),
+        (AfterBackward, loader, {}, "its on_after_backward would get the gradient of a piece"),
+        (Sums, loader, {}, "it must be the mean over the samples"),
+        (Two, loader, {}, "configure_optimizers returned several optimizers"),
+        (pl.LightningModule, loader, {}, "training_step"),
+        (nn.Module, loader, {}, "trainer.fit got a Module: it must be a LightningModule"),
+        (Net, lambda: None, {}, "trainer.fit needs data"),
+        (Net, Data, {"batch_size": 30}, "Trainer(batch_size=30), but the training loader has batch_size=24"),
+        (Net, Data, {"accumulate_grad_batches": 2}, "in Lightning a step has 48 samples"),
+        (Net, Data, {"pieces": 5}, "batch_size=24 can't be cut into 5 equal pieces"),
+        (Net, Transfers, {}, "the transfer_batch_to_device of Transfers would not be called"),
+        (Net, lambda: loader(batch_size=200), {}, "batch_size=200 is more than the 132 samples"),
+        (Net, lambda: lockstep.DataModule(train=samples()), {}, "the batch size is unknown"),
+        (Net, lambda: lockstep.DataModule(val=samples()), {"batch_size": 5}, "there is no train_dataloader"),
+        (Net, lambda: lockstep.DataModule(train=Stream()), {}, "a Stream has no __getitem__ and __len__"),
+        (Net, lambda: DataLoader(Stream(), batch_size=5), {}, "has an IterableDataset"),
+        (Net, lambda: loader(shuffle=None, sampler=SubsetRandomSampler(range(3))), {}, "has a SubsetRandomSampler"),
+        (Net, lambda: {"a": loader()}, {}, "it must be one torch DataLoader"),
+        (Net, lambda: loader(batch_size=131), {}, "a BatchNorm layer gets one value per channel"),
+    ],
+    ids=str,
+)
+def test_a_fit_is_refused_in_one_line(
+    tmp_path: Path, module: Any, data: Any, options: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        trainer(tmp_path, **options).fit(module(), data())
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    trainer(tmp_path).fit(Net(), loader())
+    last = tmp_path / "checkpoints" / "last.ckpt"
+
+    class Larger(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(2, 2)
+
+    def refused(line: str, module: Any, data: Any, **options: Any) -> None:
+        with pytest.raises(UserError) as error:
+            trainer(tmp_path / "other", **options).fit(module, data, ckpt_path=last)
+        assert line in str(error.value)
+
+    refused("batch_size=10, but", Net(), loader(batch_size=10))
+    refused("samples=30, but", Net(), DataLoader(Subset(samples(), range(30)), BATCH, shuffle=True))
+    refused("has the weights of another network", Larger(), loader())
+    refused("max_epochs=1", Net(), loader(), max_epochs=1)
+    plain = pl.Trainer(default_root_dir=tmp_path / "plain", enable_checkpointing=False, max_epochs=1, logger=False)
+    plain.fit(Net(), loader())
+    last = tmp_path / "plain.ckpt"
+    plain.save_checkpoint(last)
+    refused("no lockstep.Trainer has saved it", Net(), loader())
+    assert trainer(tmp_path).test(Net(), loader(shuffle=False), ckpt_path=last, verbose=False)
