@@ -96,7 +96,7 @@ def test_a_run_may_end_where_it_was_saved_and_not_before(
 ) -> None:
     monkeypatch.setattr(start, "_check_same_data", lambda *arguments: None)
     layout, chosen = SimpleNamespace(batch_size=12), {"model": {"_target_": "Net"}, "optimizer": {"_target_": "SGD"}}
-    config: Any = SimpleNamespace(layout=layout, max_steps=max_steps, max_epochs=4, **chosen)
+    config: Any = SimpleNamespace(layout=layout, max_steps=max_steps, max_epochs=4, record=chosen, **chosen)
 
     def check(step: int) -> None:
         record = {"config": {"batch_size": 12, **chosen}}

@@ -1,9 +1,12 @@
 """Which known name a message proposes for an unknown one."""
 
+import re
+
 import pytest
+from conftest import composed
 
 from lockstep.config.arguments import check_arguments, no_option_message
-from lockstep.config.pages import options
+from lockstep.config.pages import group_file, options
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 
@@ -71,3 +74,44 @@ def test_keys_that_people_type(key: str, here: str) -> None:
 def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], pattern: str) -> None:
     with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {pattern}$"):
         check_arguments(arguments)
+
+
+def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> None:
+    for group in ("experiment", "callbacks", "debug", "data/transforms"):
+        name = options(group)[0]
+        assert no_option_message(group, f"{name}s").startswith(f"{group}={name}s: did you mean {name}")
+
+
+def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
+    page = group_file("experiment", "mnist_cnn")  # its `defaults` choose files of other groups
+    assert "defaults" not in page
+    assert {"batch_size", "lr"} <= page.keys()
+    assert group_file("model", "mnist_cnn")["label_smoothing"] == 0.0, "of _classifier"
+
+
+@pytest.mark.parametrize(
+    ("argument", "right"),
+    [
+        ("trainer=ddp", "strategy=ddp devices=4"),
+        ("+trainer=gpu", "accelerator=gpu"),
+        ("logger=many_loggers", "logger=[tensorboard,csv]"),
+        ("debug=fdr", "debug=batch"),
+    ],
+)
+def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: str, right: str) -> None:
+    with pytest.raises(UserError, match=rf": there is no such file; give {re.escape(right)}$"):
+        check_arguments([argument])
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("learnign_rate", "lr"),
+        ("trainer.fast_dev_run", "debug=batch"),
+        ("trainer.limit_train_batches", "max_steps"),
+        ("bath_size", None),  # a typo of a key that exists
+    ],
+)
+def test_a_key_of_other_projects_has_a_suggestion_also_with_a_typo(key: str, right: str | None) -> None:
+    message = no_such_key_message(key, composed())
+    assert message.startswith(f"{key}: there is no such key; did you mean {right or 'batch_size'}?")

@@ -110,6 +110,18 @@ def of_pictures() -> Source:
     return Source(Pictures(), None, Spec(1, 4, ("a", "b")))
 
 
+def of_nothing(data_dir: str) -> Source:
+    return Source(arrays(0), None, Spec(1, 4, ("a", "b")))
+
+
+def test_an_opener_that_finds_nothing_is_named_and_not_the_share_for_validation() -> None:
+    line = refusal_of(open_data, {"name": "mine", "_target_": f"{__name__}.of_nothing"}, "nowhere")
+    assert line == (
+        f"data=mine: {__name__}.of_nothing has returned no training samples, with data_dir=nowhere: it needs at least "
+        "one"
+    )
+
+
 def test_what_is_no_source_and_what_is_no_item_is_reported_in_a_line() -> None:
     line = refusal_of(open_data, {"_target_": f"{__name__}.Pictures"}, "nowhere")
     assert "docs/use/own-data.md" in line

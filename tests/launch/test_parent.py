@@ -28,7 +28,7 @@ from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
-from lockstep.run.cli import error_line
+from lockstep.run.cli import error_line, print_traceback
 from lockstep.run.supervisor import run_in_workers
 from lockstep.run.sweeps import Slot, SweepJob, run_jobs
 
@@ -212,3 +212,13 @@ def test_an_error_in_a_users_code_before_the_run_names_file_and_line(
     with pytest.raises(Exception) as error:  # noqa: PT011  of any kind
         instantiate("x", {"_target_": "broken_module.make"})
     assert re.fullmatch(line, error_line(error.value)), error_line(error.value)
+
+
+def test_a_traceback_is_that_of_the_worker_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = WorkerFailed("rank 0 failed")
+    failed.add_note("to continue: ...")
+    print_traceback(failed)
+    assert "WorkerFailed: rank 0 failed" in capsys.readouterr().err, "without a worker's, the error's"
+    failed.add_note("Traceback (most recent call last):\n  in training_step\nValueError: wrong\n")
+    print_traceback(failed)
+    assert capsys.readouterr().err == "Traceback (most recent call last):\n  in training_step\nValueError: wrong\n"

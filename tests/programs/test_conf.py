@@ -1,13 +1,14 @@
 """`lockstep conf` copies a page into the project, which then comes before the inherited one."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT, composed
 
-from lockstep.config.arguments import help_page
-from lockstep.config.pages import INHERITED, also_inherited, find, options
+from lockstep.config.arguments import _purpose, help_page
+from lockstep.config.pages import INHERITED, also_inherited, find, folders, options
 from lockstep.errors import UserError
 from lockstep.programs.conf import main, names
 from lockstep.project import use_project_of
@@ -56,6 +57,8 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str], dogs: Path) -> None:
     assert capsys.readouterr().out.splitlines() == names()
     assert {"model/timm", "logger/wandb"} <= {*names()}
     assert "base" not in names()
+    assert main(["optimizer"]) == 0
+    assert capsys.readouterr().out.splitlines() == [name for name in names() if name.startswith("optimizer/")]
 
 
 def test_a_front_page_needs_no_key_of_a_newer_lockstep() -> None:
@@ -88,3 +91,23 @@ def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None
     assert also_inherited("lr=0.1") == "lr=0.1"
     for other in ("pkg://lockstep.conf_of_others", "file:///pkg://lockstep.conf"):
         assert also_inherited(f"hydra.searchpath=[{other}]") == f"hydra.searchpath=[{other},pkg://lockstep.conf]"
+
+
+def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:
+    for folder in folders():
+        for page in folder.glob("*/*.yaml"):
+            if not page.name.startswith("_") and page.parent.name not in ("hydra", "schema"):
+                purpose = _purpose(page)
+                assert not re.search(r"([:,;(]|\b(and|or|of|the|a|in|with|to|for))$", purpose), (page, purpose)
+
+
+def test_pages_name_nothing_that_only_the_checkout_of_lockstep_has() -> None:
+    for page in INHERITED.rglob("*.yaml"):
+        assert not re.search(r"\bdocs/|pip install -e", page.read_text()), page
+
+
+def test_the_help_of_a_page_that_adds_keys_lists_the_groups_of_train_yaml() -> None:
+    text = help_page("parity", [])
+    assert text.startswith("Prove that layouts agree on your model:")
+    assert "\noptimizer=\n  adam " in text
+    assert "@package" not in text

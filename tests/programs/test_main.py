@@ -3,6 +3,7 @@
 import re
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,21 @@ def test_python_runs_the_command_without_its_script() -> None:
 def test_the_installed_command_is_this_one() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"lockstep": f"{main.__name__}:{main.main.__name__}"}
+
+
+def test_the_version_is_that_of_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", "--version"])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert (end.value.code, capsys.readouterr().out) == (0, f"lockstep {version('pytorch-lockstep')}\n")
+
+
+def test_a_package_that_a_format_needs_is_missed_before_the_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
+    with pytest.raises(UserError, match=r"^format=onnx needs onnx and onnxscript: pip install onnx onnxscript; "):
+        main.run("export", ["checkpoint=last", "format=onnx"])

@@ -72,7 +72,8 @@ def test_lockstep_in_the_project_needs_no_other(tmp_path: Path) -> None:
 
 
 def test_a_pin_can_be_chosen(tmp_path: Path) -> None:
-    new(tmp_path, "cats", "--require", "pytorch-lockstep==9.9")
+    output = new(tmp_path, "cats", "--require", "pytorch-lockstep==9.9")
+    assert output.splitlines()[-1] == "it requires pytorch-lockstep==9.9: pyproject.toml has the line"
     assert '"pytorch-lockstep==9.9",' in (tmp_path / "cats" / "pyproject.toml").read_text()
 
 

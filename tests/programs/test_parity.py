@@ -3,17 +3,21 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from conftest import STRATEGIES, Program, Run
+from torch import nn
 
 from lockstep.config.check import check
 from lockstep.config.pages import options
 from lockstep.errors import UserError
 from lockstep.programs.parity import Different, chosen, judge_features, layouts, verdict
-from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed
+from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed, distances
+from lockstep.programs.trials.record import Record
 from lockstep.programs.trials.trial import shorten
 from lockstep.run.api import compose
 
@@ -184,3 +188,49 @@ def test_few_training_samples_are_of_all_classes() -> None:
     assert {short.train[number] for number in range(len(short.train))} == set(range(10))
     few: Any = shorten(cast("Any", Sorted(labels[:9])), batch_size=8, pieces=4, tail=None)
     assert list(few.train.indices) == list(range(9))
+
+
+def test_the_control_with_a_larger_lr_needs_no_argument_of_the_module() -> None:
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    record, trainer = Record(1, 8, "faster"), SimpleNamespace(global_step=0, max_steps=9, precision="32-true")
+    rates = []
+    for _ in range(2):
+        before = module.weight.item()
+        module.weight.grad = torch.ones(1, 1)
+        record.on_before_optimizer_step(trainer, module, optimizer)  # type: ignore[arg-type]
+        optimizer.step()
+        rates.append(before - module.weight.item())
+    assert rates == pytest.approx([1.01, 1.01])
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_rounding_that_adamw_makes_whole_steps_of_is_not_compared_and_a_fault_beside_it_is() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3))
+    record = Record(1, 8)
+    trainer: Any = SimpleNamespace(global_step=0, max_steps=9, precision="32-true")
+    nn.functional.cross_entropy(module(torch.rand(8, 1, 6, 6)), torch.arange(8) % 3).backward()
+    record.on_before_optimizer_step(trainer, module, None)  # type: ignore[arg-type]
+    rounding = {name: each.numpy() > 0 for name, each in record.rounding.items()}
+    assert rounding["0.bias"].all(), "the true gradient of a bias before BatchNorm is zero"
+    assert not any(each.mean() > 0.02 for name, each in rounding.items() if name != "0.bias")
+
+    weights = {name: each.detach().numpy() for name, each in module.named_parameters()}
+    flat = np.concatenate([rounding[name].reshape(-1) for name in weights])
+
+    def outcome(**changes: float) -> Any:
+        moved = {name: each + changes.get(name.replace(".", "_"), 0.0) for name, each in weights.items()}
+        probes = np.stack([np.concatenate([each.reshape(-1) for each in moved.values()])])
+        losses = np.ones(1)
+        return SimpleNamespace(
+            weights=moved, buffers={}, gradients={}, probes=probes, losses=losses, rounding=rounding,
+            rounding_probes=flat,
+        )  # fmt: skip
+
+    def leaves(**changes: float) -> int:
+        tolerance = allowed([distances(outcome(), outcome())], 2.0**-24)
+        return distances(outcome(**changes), outcome()).leaves(tolerance)
+
+    assert leaves(**{"0_bias": 0.01}) == 0
+    assert leaves(**{"0_weight": 0.01}) == leaves(**{"1_bias": 0.01}) == 1, "the control"

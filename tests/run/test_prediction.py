@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.programs import export
 from lockstep.run import commands, prediction
-from lockstep.run.prediction_table import write_predictions
+from lockstep.run.prediction_table import note_on_numbers, write_predictions
 from lockstep.vision.data import ImageFiles
 from project.models import MnistCNN
 
@@ -165,6 +166,14 @@ def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:
     lines = (tmp_path / "table.csv").read_text().splitlines()
     assert lines[0] == "file,predicted,probability,'-,'=2+5"
     assert lines[1:] == ["./@a.png,'=2+5,0.750000,0.250000,0.750000", "b.png,,,,"]
+
+
+def test_logits_are_called_so() -> None:
+    spec, ids = Spec(1, SIZE, ("a", "b")), torch.arange(2)
+    logits = torch.tensor([[0.25, 0.7], [1.0, -3.0]], dtype=torch.float64)
+    assert note_on_numbers("Lit", spec, ids, logits).startswith("the numbers are the output of Lit.forward, not prob")
+    assert note_on_numbers("Lit", spec, ids, logits.softmax(1)) == ""
+    assert note_on_numbers("Lit", replace(spec, task="regression"), ids, logits) == ""
 
 
 def test_a_module_reports_what_it_predicts(trained: Run, project: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from lockstep.text import shell_override
 
 MULTIRUN_FLAGS = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}  # the keys that limit a run's length
-OVERRIDES = "overrides.yaml"  # in .hydra/
+CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"  # in .hydra/
 NAME_KEYS = {"name", "model", "data", "experiment"}  # the keys that determine a run's name
 
 
@@ -270,7 +270,7 @@ def hydra_files_of(config: Mapping[str, Any]) -> dict[str, str]:
         config: the composed and resolved config, as plain containers.
     """
     hydra = HydraConfig.get()
-    content = {"config.yaml": config, "hydra.yaml": {"hydra": hydra}, OVERRIDES: hydra.overrides.task}
+    content = {CONFIG: config, "hydra.yaml": {"hydra": hydra}, OVERRIDES: hydra.overrides.task}
     return {name: OmegaConf.to_yaml(each) for name, each in content.items()}
 
 

@@ -5,9 +5,10 @@ The run's folder gets the new config after the first step, because nothing is re
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -29,6 +30,8 @@ from lockstep.launch.environment import Environment, environment
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
 from lockstep.text import join_names
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 LOG = logging.getLogger("lockstep")
 # Options of a data set that do not change which samples it has.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
@@ -135,6 +138,23 @@ def share_newest(start: Path, ranks: Sequence[int]) -> None:
 # --- whether the checkpoint fits, and what has changed ---
 
 
+def _reads_a_record(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Wrap a function so that a record with another structure, a forged one, is refused in a line."""
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            wrong = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            raise CheckpointError(
+                f"the checkpoint is not as a run of this version saves it ({wrong}): {NEW_RUN}"
+            ) from error
+
+    return call
+
+
+@_reads_a_record
 def check_checkpoint_fits(
     path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, splits: Splits, steps: int
 ) -> None:
@@ -159,13 +179,13 @@ def check_checkpoint_fits(
         )
     groups = (each.get("lr_scale") for each in (before["optimizer"], config.optimizer))
     saved_patterns, patterns = (list(each) if isinstance(each, Mapping) else [] for each in groups)
-    if saved_patterns != patterns:
+    if config.record["optimizer"].get("_target_") and saved_patterns != patterns:
         raise UserError(
             f"optimizer.lr_scale groups parameters by {join_names(patterns) or 'no pattern'}, but {path} groups them "
             f"by {join_names(saved_patterns) or 'no pattern'}: keep the patterns; only their factors may change"
         )
-    saved_optimizer, optimizer = before["optimizer"]["_target_"], config.optimizer.get("_target_")
-    if saved_optimizer != optimizer:
+    saved_optimizer, optimizer = before["optimizer"]["_target_"], config.record["optimizer"].get("_target_")
+    if optimizer and saved_optimizer != optimizer:  # otherwise the module's own, which its class decides
         raise UserError(
             f"optimizer._target_={optimizer}, but {path} holds the state of {saved_optimizer}: give the same class; "
             f"{NEW_RUN}"
@@ -227,13 +247,19 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
 
 
+@_reads_a_record
 def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines for the log about a resumed run: its step, and what has changed since the checkpoint."""
     if not checkpoint:
         return []
     recorded, messages = checkpoint["lockstep"], [f"resumes after step {checkpoint['global_step']}"]
     before = {**recorded["config"], "precision": recorded["precision"]}
-    changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
+    now = {**config.record, "precision": config.precision, "resume": before.get("resume")}
+    if before["optimizer"]["_target_"] and not now["optimizer"].get("_target_"):
+        # an older version recorded these though the module makes its own
+        before |= {key: now.get(key) for key in ("optimizer", "scheduler", "lr", "lr_scaling")}
+        before["model"] = {**before["model"], **({"lr": now["model"]["lr"]} if "lr" in now["model"] else {})}
+    changed = differences(before, now)
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if recorded["fingerprint"] != splits.fingerprint:

@@ -12,9 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep.config import pages
-from lockstep.config.pages import group_file, options, quote_path
-from lockstep.config.value_checks import RENAMED, no_such_key_message, unknown_name_message
+from lockstep.config.pages import options, quote_path
+from lockstep.config.value_checks import CHOICES, RENAMED, no_such_key_message, unknown_name_message
 from lockstep.errors import UserError
+from lockstep.project import project
 
 MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that names a file's schema to editors
 LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
@@ -28,6 +29,9 @@ def check_arguments(arguments: list[str]) -> list[str]:
             chooses several files of a group that takes one.
     """
     for argument in arguments:
+        plain = argument.lstrip("+")
+        if plain in CHOICES and not pages.find(plain.replace("=", "/")):
+            raise UserError(f"{argument}: there is no such file; give {CHOICES[plain]}")
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and pages.is_group(match[1]):
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             lists_names = isinstance(value, list) and match[1] in LIST_GROUPS
@@ -150,11 +154,15 @@ def front_page(page: Path) -> str:
     """
     text = _text(page)
     usage, _, keys = text.partition("defaults:\n")
+    usage = re.sub("^# @.*\n", "", usage, flags=re.MULTILINE)  # an instruction to Hydra
     keys = keys[keys.index("\n\n") :].strip()
     inherited = _text(pages.INHERITED / "base.yaml") if "- base" in text else ""
+    chosen = text + inherited
+    if page.parent.name == "program":  # it adds keys to train.yaml, of which it has all
+        chosen = _text(project().conf / "train.yaml") + _text(pages.INHERITED / "base.yaml")
     groups = []
     for group in sorted({path.name for folder in pages.folders() for path in folder.iterdir() if path.is_dir()}):
-        if group != "hydra" and f"- {group}:" in text + inherited:
+        if group != "hydra" and f"- {group}:" in chosen:
             groups.append(f"{group}=")
             files = [file for name in pages.options(group) if (file := pages.find(f"{group}/{name}"))]
             groups += [f"  {file.stem:<16} {_purpose(file)}" for file in files]
@@ -187,7 +195,8 @@ def no_option_message(group: str, name: str) -> str:
     known = options(group)
     if group == "strategy" and not elsewhere and not difflib.get_close_matches(name, known, n=1, cutoff=0.8):
         return f"strategy={name}: not supported: use ddp on several devices, auto on one; known: {', '.join(known)}"
-    libraries = [each for each in known if group_file(group, each).get("name") == "${.arch}"]  # they have many nets
+    files = {each: pages.find(f"{group}/{each}") for each in known}
+    libraries = [each for each, file in files.items() if file and "\nname: ${.arch}" in _text(file)]  # of many nets
     nets = [f"others are in {' or '.join(f'{group}={each}' for each in libraries)} with {group}.arch=<net>"]
     parts = [*elsewhere, unknown_name_message(name, known)]
     return f"{group}={name}: {'; '.join([' '.join(parts), *nets[: len(libraries)]])}"

@@ -110,7 +110,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         raise UserError(
             f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too and overrides it: give lr=... alone"
         )
-    if "model" in raw and "_target_" not in keys.model:
+    if "model" in raw and keys.model.get("_target_") is None:
         check_target("model._target_", "null")
     for group, value in raw.items():
         if not trains and group in ("optimizer", "scheduler"):

@@ -201,9 +201,9 @@ def locate(key: str, target: str) -> Any:
 
 
 def targets_in(key: str, value: Any) -> Iterable[tuple[str, str]]:
-    """Yield every `_target_` at any depth of a value, as `(dotted key, target)`."""
+    """Yield every `_target_` at any depth of a value, as `(dotted key, target)`. One that is null names nothing."""
     if isinstance(value, Mapping):
-        if "_target_" in value:
+        if value.get("_target_") is not None:
             yield f"{key}._target_", str(value["_target_"])
         for name, part in value.items():
             yield from targets_in(f"{key}.{name}", part)

@@ -45,12 +45,13 @@ def options(group: str) -> list[str]:
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
-    """Return the content of a page, merged with the pages in its `defaults`."""
+    """Return the content of a page, merged with the pages of its group in its `defaults`."""
     file = find(f"{group}/{name}")
     if file is None:
         raise FileNotFoundError(f"{group}/{name}.yaml")
     page: dict[str, Any] = yaml.safe_load(file.read_text()) or {}
-    bases = [group_file(group, base) for base in page.pop("defaults", []) if base != "_self_"]
+    names = [base for base in page.pop("defaults", []) if isinstance(base, str)]  # a mapping chooses in another group
+    bases = [group_file(group, base) for base in names if base != "_self_"]
     return {key: value for part in (*bases, page) for key, value in part.items()}
 
 

@@ -161,6 +161,7 @@ RENAMED = {
     "amp": ("precision",),
     "deterministic": ("exact",),
     "fast_dev_run": ("debug=batch",),
+    "limit_train_batches": ("max_steps",),
     "overfit_batches": ("debug=overfit",),
     "task_name": ("name",),
     "experiment_name": ("name",),
@@ -170,11 +171,25 @@ RENAMED = {
     "enable_progress_bar": ("callbacks.console",),
     "enable_checkpointing": ("callbacks.checkpoint",),
 }
+# A choice in lightning-hydra-template -> what to type here.
+CHOICES = {
+    "trainer=ddp": "strategy=ddp devices=4",
+    "trainer=ddp_sim": "strategy=ddp devices=2 accelerator=cpu",
+    "trainer=cpu": "accelerator=cpu",
+    "trainer=gpu": "accelerator=gpu",
+    "trainer=default": "nothing: strategy=auto, devices=1",
+    "logger=many_loggers": "logger=[tensorboard,csv]",
+    "debug=fdr": "debug=batch",
+    "debug=limit": "debug=batch",
+    "debug=default": "debug=batch",
+    "debug=profiler": "debug=profile",
+}
 # Keys of other projects that have no single key here.
 EXPLAINED = {
     "train": "train.py always trains; src/evaluate.py checkpoint=<file or run folder> tests only",
     "test": "train.py tests where the data set has a test set; src/evaluate.py tests again",
-    "trainer": "the arguments of Lightning's Trainer are at the top level: strategy=ddp devices=2 max_epochs=3, say",
+    "trainer": "the arguments of Lightning's Trainer are at the top level: strategy=ddp devices=2 max_epochs=3, say; "
+    "+debug.trainer.<name>= takes a few others, such as limit_val_batches",
     "hparams_search": "`lockstep search` searches hyperparameters",
     "tags": "name=<name> names a run; a logger's own options are in conf/logger/",
 }
@@ -208,11 +223,18 @@ def _suggestion(key: str, config: Mapping[str, Any]) -> str:
     if key in EXPLAINED:
         return EXPLAINED[key]
     last = key.rpartition(".")[2]
-    renamed = [each for name in (key, last) for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in config]
+    groups = {*config, *(["debug"] if "max_epochs" in config else [])}  # a group without a choice is no key of a config
+
+    def renamed_keys(*names: str) -> list[str]:
+        return [each for name in names for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in groups]
+
+    renamed = renamed_keys(key, last)
     same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]
     if not renamed and not same and len(last) > 1:  # the first letters of its words, as in wd=0.1
         same = [each for each in _keys(config) if "".join(w[:1] for w in each.rpartition(".")[2].split("_")) == last]
     candidates = renamed or [each for each in same if "." not in each] or same[:3]
+    if not candidates and not difflib.get_close_matches(last, [*_keys(config)], cutoff=0.8):
+        candidates = renamed_keys(*difflib.get_close_matches(last, RENAMED, n=1, cutoff=0.8))
     if candidates:
         return f"did you mean {' or '.join(dict.fromkeys(candidates))}?"
     return EXPLAINED.get(key.partition(".")[0], "")

@@ -61,13 +61,19 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
     options = {key: value for key, value in group.items() if key not in Data.__annotations__}
     offers = {"data_dir": data_dir, "seed": seed, "val_fraction": val_fraction, "split_seed": split_seed}
     source = _open_source(options, **offers, known_classes=known_classes)
+    for name, dataset in (("training", source.train), ("validation", source.val), ("test", source.test)):
+        if dataset is not None and not len(dataset):
+            raise UserError(
+                f"data={config.get('name')}: {options['_target_']} has returned no {name} samples, with "
+                f"data_dir={data_dir}: it needs at least one"
+            )
     if not known_classes:
         refuse_untrained_classes(source)
     if folding and source.val is not None:
         has = f"data={config.get('name')} brings its own validation set"
         raise UserError(f"data.folds={folding[0]}: {has}: leave data.folds out, or make that set a part of train")
     train, val, about = split_validation(source, val_fraction, folding, split_seed)
-    for name, dataset in (("training", train), ("validation", val), ("test", source.test)):
+    for name, dataset in (("training", train), ("validation", val)):
         if dataset is not None and not len(dataset):
             raise UserError(f"data={config.get('name')}: the {name} set is empty: it needs at least one image")
     mix, sampling = group.get("mix"), group.get("sampling")

@@ -29,6 +29,7 @@ from typing import Any
 from lockstep import standard_streams
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import LostRank, UserError, WorkerFailed
+from lockstep.launch import breakpoints
 from lockstep.launch.environment import LAUNCHER_VARIABLE, SCRATCH, environment, export, external_workers
 from lockstep.launch.failures import (
     end_hanging_worker,
@@ -260,6 +261,7 @@ class WorkerPlace:
 def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
     """Run `work(*args)` in a worker process. Send the parent `(error, result)`; error: None if the work succeeded."""
     standard_streams.protect()  # of a program that has not done it: one that calls `lockstep.train`
+    breakpoints.allow(place.layout.world_size)
     faulthandler.enable(2)
     # A terminal sends these to all processes. The parent forwards them, so workers ignore them.
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
@@ -296,6 +298,9 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
             # A failed worker stays in the group: otherwise other workers report lost connections before its reason.
             leave_group()
     except (Exception, SystemExit) as failure:
-        error = failure_of_worker(failure, place.hang_timeout)
+        if breakpoints.is_quit(failure):
+            error = breakpoints.error_of_quit(place.layout.world_size)
+        else:
+            error = failure_of_worker(failure, place.hang_timeout)
     end_children()
     place.answers.send((error, result))

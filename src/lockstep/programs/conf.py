@@ -3,7 +3,7 @@
     lockstep conf optimizer/adamw
 
 The copy in conf/optimizer/adamw.yaml is used from then on, with later changes of yours; a newer Lockstep does not
-change it. Without a name the command lists the pages.
+change it. Without a name the command lists the pages; with a group, `lockstep conf optimizer`, its own.
 """
 
 import argparse
@@ -41,6 +41,9 @@ def main(words: list[str]) -> int:
         print("\n".join(known))
         return 0
     conf = project().conf
+    if len(wanted) == 1 and (group := [name for name in known if name.startswith(f"{wanted[0].rstrip('/')}/")]):
+        print("\n".join(group))
+        return 0
     for name in wanted:  # all are checked before the first is written
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

@@ -13,7 +13,6 @@ is still there, and on random ones. The file's metadata describe it: class names
 activation. So does model.json beside it, which has the largest difference too.
 """
 
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
 from lockstep.launch import logs
+from lockstep.programs.common.packages import check_packages
 from lockstep.run import cli
 from lockstep.run.build import make_data
 from lockstep.run.prediction import as_splits, config_and_spec, load_module, prediction_step
@@ -43,7 +43,6 @@ from lockstep.step.passes import overrides_method
 TOLERANCE = 1e-5  # largest allowed difference: absolute for outputs up to 1, relative above
 BATCH_SIZES = (1, 2, 7)  # batch sizes at which the outputs are compared
 SAMPLES = sum(BATCH_SIZES)
-ONNX_PACKAGES = ("onnx", "onnxscript")
 DESCRIPTION = "model.json"  # the file beside the model, and the entry of a .pt2 file
 # What may be computed from the result of `forward`: the name is written to the file's metadata.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -119,10 +118,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
         UserError: the model can't be exported.
     """
     file_format = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
-    missing = [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing and file_format == "onnx":
-        install = f"pip install {' '.join(missing)}"
-        raise UserError(f"format=onnx needs {' and '.join(missing)}: {install}; format=torch does not")
+    check_packages(f"format={file_format}")
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true"}
     fixed["speed"] = {"memory_format": "contiguous"}
     for key, value in fixed.items():

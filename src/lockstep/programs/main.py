@@ -11,11 +11,13 @@ import os
 import pkgutil
 import sys
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
 from lockstep.errors import UserError
+from lockstep.programs.common.packages import check_packages
 from lockstep.project import VARIABLE, project
 
 FOLDER = Path(__file__).parent
@@ -49,6 +51,9 @@ def main() -> NoReturn:
     if name in ("-h", "--help"):
         print(help_text())
         sys.exit(0)
+    if name in ("-V", "--version"):
+        print(f"lockstep {metadata.version('pytorch-lockstep')}")
+        sys.exit(0)
     os.environ.pop(VARIABLE, None)  # it is for the processes that a command starts
     try:
         code = run(name, arguments)
@@ -80,6 +85,8 @@ def run(name: str, arguments: list[str]) -> int:
     with suppress(UserError):  # a command that needs a project refuses to run without one
         sys.path.insert(0, str(project().source))  # the user's code
     sys.argv[:] = [f"lockstep {name}", *arguments]
+    if not {"--help", "-h"} & set(arguments):
+        check_packages(*arguments)
     module = importlib.import_module(f"{__package__}.{known[name]}")
     code: int = module.main(arguments)
     return code

@@ -104,6 +104,8 @@ The first command builds `.venv`. `python src/train.py --help` lists all setting
     src/{name}/    nets and data sets
     tests/         tests of src/{name}/
 
+`lockstep schema` writes conf/schema/, with which editors complete and check the keys of conf/.
+
 {upgrade}
 """
 UPGRADE = (
@@ -221,9 +223,11 @@ def main(words: list[str]) -> int:
     if shutil.which("git") is None:
         raise UserError("git is not installed: a project is a git repository")
     folder.mkdir(parents=True, exist_ok=True)
-    write(options.name, folder, options.require or requirement(), options.vendor)
+    pin = options.require or requirement()
+    write(options.name, folder, pin, options.vendor)
     git(folder, "init", "--quiet", "--initial-branch=main")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "-m", "A new project, as `lockstep new` wrote it")
-    print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test")
+    pinned = "" if options.vendor else f"\nit requires {pin}: pyproject.toml has the line"
+    print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test{pinned}")
     return 0

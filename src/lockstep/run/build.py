@@ -105,6 +105,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     arguments = training_arguments(config, len(splits.train)) | sizes
     arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
     offered = without_defaulted(arguments, target, config)
+    if config.trains and offered.get("optimizer", "") is None and "optimizer" in argument_names - set(options):
+        raise UserError(f"optimizer: {options['_target_']} takes one, and the config has none: give optimizer=sgd, say")
     if "lr" in offered and "lr" in argument_names:
         options = {"lr": offered["lr"], **options}
     yielding = () if LR_SETTERS & config.requested else ("lr",)
@@ -128,7 +130,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if config.precision == "64-true":
         module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
     worker_setup.apply_memory_format(module, config.speed.memory_format)
-    if config.trains:  # the optimizer's factory divides the parameters into groups by their names
+    if arguments["optimizer"]:  # the optimizer's factory divides the parameters into groups by their names
         arguments["optimizer"].named_parameters = module.named_parameters
     return module
 

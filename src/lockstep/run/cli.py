@@ -130,9 +130,15 @@ def run_command(program: Program, config_name: str, config_folder: Path | None =
     except Exception as refused:
         error, code = refused, REFUSED
     if shows_tracebacks:
-        traceback.print_exception(error)
+        print_traceback(error)
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to continue")]
     return code, "\n".join([f"error: {error_line(error)}", *notes])
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print where an error was raised: the worker's stack if one has sent it; the parent's explains nothing."""
+    of_worker = [note for note in getattr(error, "__notes__", []) if note.startswith("Traceback")]
+    print(*(of_worker or traceback.format_exception(error)), sep="", end="", file=sys.stderr)
 
 
 def set_signal_handlers() -> None:
@@ -208,7 +214,7 @@ def run_job_of_sweep(
         if environment().rank == 0:
             write_conclusion(folder, "failed", error_line(error))
             if shows_tracebacks:
-                traceback.print_exception(error)
+                print_traceback(error)
 
 
 def run_in_folder(program: Program, cfg: DictConfig, folder: Path, writes_in_folder: bool) -> None:

@@ -37,7 +37,7 @@ from lockstep.text import join_names
 REFUSED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # a user may not give them: the checkpoint has them
 SPLITS = ("train", "val", "test")
 SAVED_GROUPS = ("model", "data", "optimizer", "scheduler")  # config groups that are read from the checkpoint
-SAVED_KEYS = ("seed", "lr", "data_dir")  # single keys that are read from the checkpoint
+SAVED_KEYS = ("seed", "data_dir")  # single keys that are read from the checkpoint, and `lr` if it has one
 
 LOG = logging.getLogger("lockstep")
 check_group, check_spec = checker(OptionalGroup), checker(SpecRecord)
@@ -117,7 +117,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         raise CheckpointError(f"{path}: its config lacks {', '.join(missing)}: use a checkpoint of this version")
     # `check` refuses the key `split`, which a run of training lacks. `choose_test_images` gets it as an argument.
     raw = {key: value for key, value in raw.items() if key != "split"}
-    merged = {key: trained_config[key] for key in SAVED_KEYS}
+    merged = {key: trained_config[key] for key in (*SAVED_KEYS, "lr") if key in trained_config}
     if raw.get("data_dir") is not None:
         merged["data_dir"] = raw["data_dir"]
     for group in SAVED_GROUPS:

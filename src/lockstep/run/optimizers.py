@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep.arithmetic.exact_sum import dense
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
-from lockstep.config.instantiate import call, defaults, instantiate, locate, parameters
+from lockstep.config.instantiate import LATER, call, defaults, instantiate, locate, parameters
 from lockstep.config.metrics import known_of_model, with_mode
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.run_length import run_length
+from lockstep.run.run_length import RunLength, run_length
 from lockstep.text import plural
 from lockstep.trainer.parts import OneOptimizerCheck
 
@@ -29,6 +29,7 @@ CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size
 # If the user sets one of these keys and groups, the run's `lr` is passed even if the constructor has a default for it.
 LR_SETTERS = {"lr", "lr_scaling", "reference_batch_size", "optimizer"}
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those that torch can fuse on a GPU
+OF_THE_MODULE: dict[str, Any] = {"_target_": None}  # in a record: a group of which the module takes nothing
 UNFUSED = {"fused", "foreach", "capturable", "differentiable"}  # options by which a user chooses
 
 
@@ -115,7 +116,7 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     """Return the arguments about training that a module's constructor may take.
 
     These are `lr`, `optimizer`, `scheduler`, `total_steps` and `steps_per_epoch`. In an evaluation `optimizer` and
-    `scheduler` are None.
+    `scheduler` are None, and so are those that the config marks as the module's own (`as_built`).
 
     Raises:
         UserError: The optimizer or the schedule can't be made with these options.
@@ -129,6 +130,8 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     if not config.trains:
         # A huge number of steps, so that a module's check like `warmup < total_steps` passes.
         return {**numbers, "total_steps": sys.maxsize, "optimizer": None, "scheduler": None}
+    if config.optimizer.get("_target_", "") is None:
+        return {**numbers, "optimizer": None, "scheduler": _scheduler(config, length, numbers, None, None)}
     options: dict[str, Any] = {**config.optimizer, "_partial_": True}
     groups_config, scale, groups = options.pop("param_groups", None), options.pop("lr_scale", None), None
     if scale and not groups_config:
@@ -140,21 +143,33 @@ def training_arguments(config: Config, samples: int) -> dict[str, Any]:
     optimizer = OptimizerFactory("optimizer", make, groups, {"lr_scale": scale} if scale else {})
     optimizer.fuses = config.layout.accelerator == "gpu"
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early
-    scheduler = None
-    if config.scheduler:
-        lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
-        takes_mode = "mode" in parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
-        whole = with_mode("scheduler", config.scheduler, known_of_model(config.model), required=takes_mode)
-        schedule = {name: value for name, value in whole.items() if name not in lightning_keys}
-        if schedule.get("mode", "") is None:  # there is no metric, which is refused below
-            del schedule["mode"]
-        make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
-        scheduler = SchedulerFactory("scheduler", make, groups, lightning_keys)
-        if isinstance(made := call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
-            if made.patience < 0:
-                raise UserError(f"scheduler.patience={made.patience}: must be at least 0")
-            _check_plateau_metric(lightning_keys, config.val_every, length.steps_per_epoch)
-    return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
+    return {**numbers, "optimizer": optimizer, "scheduler": _scheduler(config, length, numbers, groups, trial)}
+
+
+def _scheduler(
+    config: Config, length: RunLength, numbers: Mapping[str, Any], groups: ParameterGroups | None, trial: Any
+) -> SchedulerFactory | None:
+    """Return the factory of the schedule; None if the config has none.
+
+    Args:
+        trial: an optimizer with which bad values are refused early; None: there is none.
+    """
+    if not config.scheduler or config.scheduler.get("_target_", "") is None:
+        return None
+    lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
+    takes_mode = "mode" in parameters(locate("scheduler._target_", str(config.scheduler.get("_target_"))))
+    whole = with_mode("scheduler", config.scheduler, known_of_model(config.model), required=takes_mode)
+    schedule = {name: value for name, value in whole.items() if name not in lightning_keys}
+    if schedule.get("mode", "") is None:  # there is no metric, which is refused below
+        del schedule["mode"]
+    make = instantiate("scheduler", {**schedule, "_partial_": True}, **numbers)
+    scheduler = SchedulerFactory("scheduler", make, groups, lightning_keys)
+    made = call("scheduler", scheduler.make, trial) if trial is not None else None
+    if isinstance(made, ReduceLROnPlateau):
+        if made.patience < 0:
+            raise UserError(f"scheduler.patience={made.patience}: must be at least 0")
+        _check_plateau_metric(lightning_keys, config.val_every, length.steps_per_epoch)
+    return scheduler
 
 
 def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config) -> dict[str, Any]:
@@ -173,6 +188,50 @@ def without_defaulted(arguments: Mapping[str, Any], target: Any, config: Config)
 def text_defaults(target: Any) -> set[str]:
     """Return which of `optimizer` and `scheduler` are texts in a constructor, so that they are no factories of ours."""
     return {name for name in ("optimizer", "scheduler") if isinstance(defaults(target).get(name), str)}
+
+
+def as_built(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return a run's config as any program can build the same module from it, whatever keys the user has set.
+
+    Each class in `model` that gets a learning rate has it as its option `lr`. A group of which the module takes nothing
+    has `_target_: null`. If the module makes its own optimizer, `lr` is that of the module; it is missing if the module
+    takes none. The config of a module that takes both groups, and of which no part takes `lr`, is unchanged.
+
+    Args:
+        raw: the config as plain containers, before or after the checks.
+        config: the checked config.
+    """
+    located = locate("model._target_", config.model["_target_"])
+    taken = parameters(located) - set(config.model) - text_defaults(located)
+    keeps_defaults = not LR_SETTERS & config.requested
+    model: dict[str, Any] = _with_lr({**raw["model"], "_target_": None}, config.scaled_lr, keeps_defaults)
+    model["_target_"] = raw["model"]["_target_"]
+    built = {**raw, "model": model, **{key: OF_THE_MODULE for key in ("optimizer", "scheduler") if key not in taken}}
+    if "optimizer" in taken:
+        return built
+    if "scheduler" in taken:
+        built["scheduler"] = _with_lr(raw.get("scheduler") or {}, config.scaled_lr, keeps_defaults)
+    if "lr" in parameters(located) and "lr" not in model:
+        lr = without_defaulted({"lr": config.scaled_lr}, located, config).get("lr", defaults(located).get("lr"))
+        model |= {"lr": lr} if isinstance(lr, int | float) else {}
+    built |= {"lr_scaling": "none"} if "lr_scaling" in raw else {}  # the values are scaled already
+    if isinstance(model.get("lr"), int | float):
+        return {**built, "lr": model["lr"]}
+    return {key: value for key, value in built.items() if key != "lr"}
+
+
+def _with_lr(value: Any, lr: float, keeps_defaults: bool) -> Any:
+    """Return a config's value in which every class that gets the run's `lr` has it, as `instantiate` passes it."""
+    if isinstance(value, list | tuple):
+        return type(value)(_with_lr(each, lr, keeps_defaults) for each in value)
+    if not isinstance(value, Mapping):
+        return lr if value == f"{LATER}lr" else value
+    options = {name: _with_lr(each, lr, keeps_defaults) for name, each in value.items()}
+    if options.get("_target_") is not None and "lr" not in options:
+        target = locate("model._target_", str(options["_target_"]))
+        gets_lr = "lr" in parameters(target) and not (keeps_defaults and defaults(target).get("lr") is not None)
+        options |= {"lr": lr} if gets_lr else {}
+    return options
 
 
 def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | None, epoch: int) -> None:

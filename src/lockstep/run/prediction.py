@@ -26,7 +26,7 @@ from lockstep.run.build import make_module, make_trainer
 from lockstep.run.evaluation import config_of, find_checkpoint_and_record, spec_of, weights_must_fit
 from lockstep.run.job import Job
 from lockstep.run.job_trainer import JobTrainer
-from lockstep.run.prediction_table import first_rows, write_masks, write_predictions
+from lockstep.run.prediction_table import first_rows, note_on_numbers, write_masks, write_predictions
 from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
@@ -139,10 +139,13 @@ class PredictionJob(Job):
         set_up_worker(config, folder)
         super().__init__(config, splits, folder, config.checkpoint)
         self.top_k, self._collector = top_k, PredictionCollector()
+        self._of_forward = ""  # the module's class if it has no predict_step
 
     def build_module(self) -> pl.LightningModule:
         """Build the module with the checkpoint's weights."""
         module = load_module(self.config, self.splits)
+        has_step = overrides_method(module, "predict_step", pl.LightningModule)
+        self._of_forward = "" if has_step else type(module).__name__
         module.predict_step = prediction_step(module)  # type: ignore[method-assign]
         return module
 
@@ -176,6 +179,8 @@ class PredictionJob(Job):
             summary["throughput"]["samples_per_second"] = speed
             write_summary(folder / "summary.json", summary)
             print(first_rows(folder / "predictions.csv"), flush=True)
+            if self._of_forward and (note := note_on_numbers(self._of_forward, splits.spec, ids, rows)):
+                LOG.warning(note)
             LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
             if broken:
                 LOG.warning("images that can't be decoded have empty rows: %s", join_names(broken, 5))

@@ -18,6 +18,23 @@ SHOWN_ROWS, SHOWN_WIDTH, LONGEST_CELL = 5, 100, 50  # of the table on the consol
 FORMULA = tuple("=+-@\t\r")  # spreadsheets compute cells that begin with one of these
 
 
+def are_probabilities(spec: Spec, ids: Tensor, rows: Tensor) -> bool:
+    """Check whether rows are probabilities of the classes; see `write_predictions`."""
+    known = rows[ids >= 0]
+    sums_to_one = bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
+    return rows.shape[1] == len(spec.classes) and sums_to_one
+
+
+def note_on_numbers(module: str, spec: Spec, ids: Tensor, rows: Tensor) -> str:
+    """Return a line if the rows of a module without `predict_step` look like probabilities and are none; else ""."""
+    if spec.task != "classification" or rows.ndim > 2 or are_probabilities(spec, ids, rows):
+        return ""
+    return (
+        f"the numbers are the output of {module}.forward, not probabilities: for those give it a predict_step that "
+        "returns self(batch[0]).softmax(1)"
+    )
+
+
 def write_predictions(
     path: Path, names: Sequence[Any], spec: Spec, ids: Tensor, rows: Tensor, top_k: int | None = None
 ) -> list[str]:
@@ -41,8 +58,7 @@ def write_predictions(
         UserError: `top_k` is given, but the rows are no probabilities of the classes.
     """
     known, count, classes = rows[ids >= 0], rows.shape[1], spec.classes
-    sums_to_one = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
-    probabilities = sums_to_one and spec.task == "classification"
+    probabilities = spec.task == "classification" and are_probabilities(spec, ids, rows)
     if top_k and not probabilities:
         raise UserError(f"top_k={top_k}: the model's predict_step does not return class probabilities: leave it out")
     shown = [_inert(name, "'") for name in classes]

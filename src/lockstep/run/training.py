@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import yaml
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from omegaconf import OmegaConf
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
@@ -20,6 +22,7 @@ from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed, Preemption
 from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.resume import CONFIG
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
 from lockstep.checkpoint.weights import load_initial_weights, refuse_frozen_unloaded
@@ -37,7 +40,7 @@ from lockstep.run.build import make_callbacks, make_module, make_trainer
 from lockstep.run.ignored_arguments import argument_notes, refuse_loader_keys
 from lockstep.run.job import Job
 from lockstep.run.job_trainer import JobTrainer
-from lockstep.run.optimizers import settings
+from lockstep.run.optimizers import as_built, settings
 from lockstep.run.report_lines import StartLines, chance_level_line, end_lines
 from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
@@ -76,7 +79,12 @@ class TrainingJob(Job):
         self._first_fit = self._loaded.get("continuation", {}).get("fits", 1)
         self.length = run_length(config, len(splits.train))
         # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
-        config = replace(config, resume=path, max_epochs=self.length.epochs)
+        record = as_built(config.record, config)
+        config = replace(config, resume=path, max_epochs=self.length.epochs, record=record)
+        if CONFIG in self.hydra_files:
+            composed: dict[str, Any] = yaml.safe_load(self.hydra_files[CONFIG])
+            if (built := as_built(composed, config)) != composed:
+                self.hydra_files = {**self.hydra_files, CONFIG: OmegaConf.to_yaml(built)}
         super().__init__(config, splits, folder, path)
         self.run: RunRecord | None = None
         self._fits = 0  # calls of `trainer.fit`

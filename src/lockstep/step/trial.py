@@ -1,5 +1,6 @@
 """Passes of a piece beside those of a step, which leave no trace, and batches of some of its samples."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ def trial_passes(step: Step, compiled: bool = False) -> Iterator[SavedTensors]:
     attributes, tensors = SavedAttributes(module), SavedTensors(module)
     with ExitStack() as stack:
         stack.enter_context(isolate_rng(include_cuda=False))
+        stack.enter_context(_without_breakpoints())
         stack.enter_context(without_logging(step.trainer))
         if compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -32,6 +34,16 @@ def trial_passes(step: Step, compiled: bool = False) -> Iterator[SavedTensors]:
             attributes.restore()
             for generator, state in zip(device_generators, states, strict=True):
                 generator.set_state(state)
+
+
+@contextmanager
+def _without_breakpoints() -> Iterator[None]:
+    """Let `breakpoint()` do nothing: it would show some samples of a piece, and not the first step."""
+    hook, sys.breakpointhook = sys.breakpointhook, lambda *_, **__: None
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
 
 
 class CannotRepeat(Exception):

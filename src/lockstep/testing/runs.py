@@ -158,7 +158,7 @@ def make_run(overrides: list[str], folder: str, name: str) -> Any:
     if work is fit_and_test:
         shown["without_trial"] = WITHOUT_TRIAL
     raw = {**raw, **changes, "callbacks": {**shown, **changes.get("callbacks", {})}}
-    config = check(raw, trains=work is not evaluate)
+    config = check(raw, trains=work is not evaluate, overridden=chosen - USUAL.keys() - SHORT.keys() - changes.keys())
     if after:
         config = replace(config, checkpoint=str(paths.last(Path(folder, after))))
     at.mkdir(exist_ok=True)

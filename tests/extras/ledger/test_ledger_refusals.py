@@ -1,12 +1,17 @@
 """What can't be combined is refused in one line."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from conftest import composed
 from refusals import refused_with
 
 from lockstep.config import check as config
+from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import decisive_config
 from lockstep.launch import machine
+from lockstep.programs import verify
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
@@ -37,3 +42,16 @@ def test_tf32_counts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     assert speed() == {"memory_format": "auto", "tf32": "auto"}
     assert speed("speed.tf32=false") != speed()
+
+
+def test_a_run_without_a_ledger_is_refused_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lockstep.programs.common.verifying", None)  # an import of it fails
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/no: there is no such folder: give the folder of a run"):
+        verify.main(["steps=3", f"run={tmp_path}/no"])
+    with pytest.raises(UserError, match=rf"^run={tmp_path} has no ledger\.jsonl: start a run with extras=\[ledger\]$"):
+        verify.main([f"run='{tmp_path}'"])
+    (tmp_path / "ledger.jsonl").touch()
+    with pytest.raises(ImportError):
+        verify.main([f"run={tmp_path}"])

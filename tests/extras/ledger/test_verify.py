@@ -232,10 +232,27 @@ def test_a_run_without_exact_on_its_layout(run_train: Program) -> None:
         "steps=[23]": "has no line at 23: the nearest are 20, 24, 25",
         "steps=[30]": "training would start at step 0, and the run's config changed between the two",
         "steps=x": "steps=x: must be",
-        "run=nowhere": "run=nowhere has no ledger.jsonl",
+        "run=nowhere": "run=nowhere: there is no such folder",
     }.items():
         code, output = verified(folder, "devices=2", wanted)
         assert (code, why in output) == (2, True), output
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_module_with_a_default_lr_is_computed_again_with_the_lr_of_the_run(project: Path, tmp_path: Path) -> None:
+    program = Program(tmp_path / "outputs", home=project)
+    task = ["model=mine", "data=synthetic", "data.samples=90", "data.image_size=12", "data.num_classes=3"]
+    task += ["accelerator=cpu", "threads=1", "max_epochs=1", "batch_size=24", "extras=[ledger]", "logger=none"]
+    folder = program(*task, "lr=0.02").folder
+    recorded = ledger(folder)[0]["about"]["config"]
+    assert (recorded["lr"], recorded["model"]["lr"]) == (0.02, 0.02)
+    assert recorded["optimizer"] == recorded["scheduler"] == {"_target_": None}
+    assert "lr: 0.02" in (folder / ".hydra" / "config.yaml").read_text()
+    done = Program(tmp_path / "verified", "lockstep verify", home=project)(f"run={folder}")
+    assert "the same bits" in done.stdout
+    default = Program(tmp_path / "default", home=project)(*task).folder  # the control
+    lines = ledger(folder)
+    assert lines[-1]["weights_sha256"] != ledger(default)[-1]["weights_sha256"]
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from lockstep.config.check import Config
 
+LEDGER_FILE = "ledger.jsonl"  # in the run's folder
+
 
 class Ledger(Extra):
     """Writes a line of hashes for each checkpoint."""

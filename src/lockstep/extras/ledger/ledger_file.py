@@ -24,11 +24,11 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import locate
 from lockstep.data import Splits
 from lockstep.errors import UserError
+from lockstep.extras.ledger import LEDGER_FILE
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.run.summary import weights_sha256
 
 LOG = logging.getLogger("lockstep")
-LEDGER_FILE = "ledger.jsonl"
 ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII
 MAX_BYTES = 1 << 28  # about half a million lines; a larger file is refused as too long for a ledger
 # Keys of train.yaml that do not affect the bits of the weights. For the layout see `decisive_config`.

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lockstep.programs.common.showing import BLUE, GREEN, GREY, PURPLE, VERMILION, our_pyplot
 from lockstep.programs.trials.trial import Outcome, difference, norm
+from lockstep.text import join_names
 
 MARGIN = 10  # the tolerance is the yardstick times this
 ENDS = ("weights", "buffers", "gradient")  # compared after the last step
@@ -40,13 +41,18 @@ class Distances:
 
 
 def distances(result: Outcome, reference: Outcome) -> Distances:
-    """Return the distances of `result` from `reference`. Losses are relative to the reference's largest."""
-    scale = norm(reference.probes[0]) or 1.0
+    """Return the distances of `result` from `reference`. Losses are relative to the reference's largest.
+
+    Weights whose gradient is only rounding in the reference are left out, since their steps have any direction.
+    """
+    left_out, judged = reference.rounding, ~reference.rounding_probes
+    scale = norm(reference.probes[0][judged]) or 1.0
+    pairs = zip(result.probes[:, judged], reference.probes[:, judged], strict=True)
     return Distances(
-        difference(result.weights, reference.weights),
+        difference(result.weights, reference.weights, left_out),
         difference(result.buffers, reference.buffers),
-        difference(result.gradients, reference.gradients),
-        np.array([norm(now - then) / scale for now, then in zip(result.probes, reference.probes, strict=True)]),
+        difference(result.gradients, reference.gradients, left_out),
+        np.array([norm(now - then) / scale for now, then in pairs]),
         np.abs(result.losses - reference.losses) / np.abs(reference.losses).max(),
     )
 
@@ -148,6 +154,11 @@ def explain(reference: Outcome, tolerance: Distances) -> str:
         f"and at least {MARGIN} roundings of the weights a step: "
         f"{curve[0]:.1e} of the weights after step 1 and {curve[-1]:.1e} after step {steps}. Under exact=true: none.",
     ]
+    if names := [name for name, each in reference.rounding.items() if each.all()]:
+        lines.append(
+            f"Not compared by default: {join_names(names, 5)}. The gradient is only rounding there, as that of a bias "
+            "before BatchNorm, and an optimizer such as AdamW makes whole steps of it."
+        )
     if curve[-1] > MARGIN * 0.01:
         lines.append(
             "On this model rounding grows so much that by default only the first steps are a test (see the plot): "

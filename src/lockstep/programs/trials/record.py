@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8
 BY_RANK = ("decayed", "weighted", "seeded")
 KILLED = "killed"
 YARDSTICKS = ("rounding 1", "rounding 2", "rounding 3")  # the largest of three counts: which ReLU flips first is random
+# A gradient is rounding only below so many roundings of the largest gradient (the RMS of a tensor); at most this share.
+MOST_ROUNDINGS, MOST_ROUNDING_SHARE = 1024, 1e-3
 FILE = "record.npz"
 
 
@@ -33,6 +36,7 @@ class Record(pl.Callback):
         batch_size: samples of a full step.
         fault: the deliberate mistake:
 
+            - `faster`: the optimizer takes each step with a learning rate that is 1 % larger.
             - `permuted`: samples come in the order of another seed; weights and dropout keep theirs.
             - `summed`: the pieces' gradients are added, not averaged.
             - `windowed`: a short step's samples count as in a full step, as in Lightning's accumulation (#19987).
@@ -54,6 +58,7 @@ class Record(pl.Callback):
         self.losses: list[tuple[float, int]] = []  # sum over this process's samples, samples of the step
         self.probes: list[NDArray[Any]] = []
         self.gradients: dict[str, NDArray[Any]] = {}
+        self.rounding: dict[str, Tensor] = {}  # elements whose gradient was only rounding at some step, by parameter
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         if self.fault == "permuted" and stage == "fit":
@@ -70,20 +75,28 @@ class Record(pl.Callback):
             self.ids[batch.step, micro_batch.piece] = hashlib.sha256(micro_batch.ids.tobytes()).hexdigest()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self.fault == "faster":  # here, because a module may have no argument for it
+            _take_one_step_faster(optimizer)
         named = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
-        for gradient in named.values():
+        limit = rounding_limit(named.values(), str(trainer.precision))
+        for name, gradient in named.items():
+            # A zero is one on every layout: nothing was added.
+            tiny = ((gradient.detach().abs() <= limit) & (gradient.detach() != 0)).to(torch.uint8)
+            self.rounding[name] = torch.maximum(tiny, self.rounding.get(name, tiny))
             if self.fault == "summed":
                 gradient.mul_(self.pieces)
             elif self.fault == "windowed":
                 gradient.mul_(self.samples / self.batch_size)
             elif self.fault in YARDSTICKS:
                 signs = torch.randint(0, 2, gradient.shape, generator=self.generator).to(gradient) * 2 - 1
+                gradient.mul_(torch.where(tiny.bool(), signs, 1))  # rounding has any sign, and AdamW sees only that
                 # partial sums may be larger than the total
                 partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())
                 gradient.add_(signs * partial, alpha=2 * roundoff(str(trainer.precision)) * self.pieces)
         if trainer.global_step + 1 == trainer.max_steps:
             strategy: Any = trainer.strategy
             self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gather_dicts(named).items()}
+            self.rounding = strategy.gather_dicts(self.rounding)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,10 +128,31 @@ class Record(pl.Callback):
         arrays: dict[str, Any] = {f"weights/{name}": _numpy(state[name]) for name, _ in pl_module.named_parameters()}
         arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in buffers.items()}
         arrays |= {f"gradients/{name}": gradient for name, gradient in self.gradients.items()}
+        rounding = {
+            name: self.rounding[name].cpu().numpy() > 0 if name in self.rounding else np.zeros(tuple(each.shape), bool)
+            for name, each in pl_module.named_parameters()
+        }
+        arrays |= {f"rounding/{name}": each for name, each in rounding.items()}
+        every = max(1, sum(each.size for each in rounding.values()) // PROBES)
+        arrays["about/rounding_probes"] = np.concatenate([each.reshape(-1)[::every] for each in rounding.values()])
         arrays |= {"about/losses": losses, "about/probes": np.stack(self.probes)}
         arrays["about/samples"] = np.array(hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest())
         arrays["about/sensitive"] = np.array(sensitive(pl_module), dtype=str)
         np.savez(Path(trainer.default_root_dir, FILE), **arrays)
+
+
+def _take_one_step_faster(optimizer: torch.optim.Optimizer) -> None:
+    """Make the next step with a learning rate that is 1 % larger. The schedule then finds the right one."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 1.01
+
+    def restore(*_: Any) -> None:
+        handle.remove()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    handle = optimizer.register_step_post_hook(restore)
 
 
 def _apply_by_rank(trainer: Any, fault: str) -> None:
@@ -131,6 +165,16 @@ def _apply_by_rank(trainer: Any, fault: str) -> None:
         data.labels_of_step = lambda batch: data.labels[np.concatenate([each.ids for each in batch.micro_batches])]
     else:
         trainer.fit_loop.epoch_loop.passes.seed += trainer.global_rank
+
+
+def rounding_limit(gradients: Iterable[Tensor], precision: str) -> float:
+    """Return the size below which an element of a step's gradients is only what rounding has left of zero.
+
+    The true gradient of a bias before BatchNorm is zero, for example. The terms of its sum are as large as those of
+    other gradients, and so are their roundings. AdamW makes a whole step of them, in any direction.
+    """
+    largest = max((float(each.detach().float().square().mean().sqrt()) for each in gradients), default=0.0)
+    return largest * min(MOST_ROUNDINGS * roundoff(precision), MOST_ROUNDING_SHARE)
 
 
 def roundoff(precision: str) -> float:

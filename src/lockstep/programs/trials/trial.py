@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
+from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.data import Splits
@@ -73,6 +75,8 @@ class Outcome:
         sensitive: kinds of layers whose result depends on how a step is cut into pieces: BatchNorm, dropout.
         weights, buffers: the values at the end, by name.
         gradients: the gradients of the last step, before clipping, by name.
+        rounding: the elements of each weight whose gradient was only rounding at some step, bool, by name.
+        rounding_probes: the same of `probes`, bool [probes].
     """
 
     config: Config
@@ -85,6 +89,8 @@ class Outcome:
     weights: Tensors
     buffers: Tensors
     gradients: Tensors
+    rounding: Tensors
+    rounding_probes: NDArray[Any]
 
 
 def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> Splits:
@@ -131,7 +137,7 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
         if not (folder / "checkpoints" / "last.ckpt").exists():
             raise WorkerFailed("killed before its first checkpoint")
     summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
-    record: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
+    record: dict[str, Any] = {name: {} for name in ("weights", "buffers", "gradients", "rounding", "about")}
     with np.load(folder / FILE) as arrays:
         for key in arrays:
             section, _, name = key.partition("/")
@@ -153,7 +159,9 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
     if trial.first_layout is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
-    return check({**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
+    changed = {**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}}
+    overridden = overridden_keys() if HydraConfig.initialized() else []  # what the user has set counts as in train.py
+    return check(changed, overridden=[key for key in overridden if key.partition(".")[0] not in {*common, *changes}])
 
 
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -214,12 +222,19 @@ def with_counter(items: Sequence[T], label: str) -> Iterator[T]:
         yield item
 
 
-def difference(tensors: Tensors, reference: Tensors) -> float:
+def difference(tensors: Tensors, reference: Tensors, left_out: Tensors | None = None) -> float:
     """Return the largest relative difference of any tensor: norm of its difference over norm of its reference.
+
+    Elements that are true in `left_out` are not compared.
 
     The divisor is at least a thousandth of the norm of all reference tensors together. The gradient of a bias before
     BatchNorm, for example, is zero except for rounding, so a difference relative to its own norm means nothing.
     """
+    if left_out:
+        tensors, reference = (
+            {name: np.where(left_out.get(name, False), 0, tensor) for name, tensor in side.items()}
+            for side in (tensors, reference)
+        )
     norms = {name: norm(tensor) for name, tensor in reference.items()}
     smallest = max(1e-3 * float(np.sqrt(sum(value**2 for value in norms.values()))), 1e-300)
     distances = {name: norm(tensors[name] - tensor.astype(np.float64)) for name, tensor in reference.items()}

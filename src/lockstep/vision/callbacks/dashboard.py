@@ -66,7 +66,12 @@ class Dashboard(Callback):
                 about = f"{self._headline}\n{peak_lr(trainer.optimizers)}"
                 write(logger.experiment, trainer.global_step, self._config, about, self._name)
             elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # MLflow's can't change
-                logger.log_hyperparams(dict(hyper_parameters(self._config)))
+                parameters: dict[str, Any] = {}
+                of_module: Mapping[str, Any] = pl_module.hparams  # Lightning has sent them already
+                for name, value in hyper_parameters(self._config):
+                    differs = of_module.get(name, value) != value  # trackers have one value of a name
+                    parameters[f"run.{name}" if differs else name] = value
+                logger.log_hyperparams(parameters)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         strategy: Any = trainer.strategy
