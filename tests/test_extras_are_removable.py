@@ -62,11 +62,12 @@ def broken(root: Path, promises: list[str]) -> str:
 @pytest.mark.parametrize(
     "names",
     [
-        EXTRAS[:1],
-        *(pytest.param(names, marks=pytest.mark.nightly) for names in (*([name] for name in EXTRAS[1:]), EXTRAS)),
+        *([name] for name in EXTRAS),
+        EXTRAS,
     ],
     ids="+".join,
 )
+@pytest.mark.nightly
 def test_all_else_works_without(names: list[str], tmp_path: Path) -> None:
     root = copied(tmp_path / "project")
     remove(names, root)

@@ -139,6 +139,7 @@ def test_a_resume_that_goes_on_wrongly_is_detected(tmp_path: Path, planted: str)
     assert "weights_sha256" in output
 
 
+@pytest.mark.nightly
 def test_a_failing_history_can_be_typed(tmp_path: Path) -> None:
     """The commands that are shown lead to the wrong bits; without the planted fault, to the right ones."""
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing_instructions()), reason="this processor has no AVX2 and FMA"),
 ]
 PROCESSORS = ("Haswell", "EPYC", "Skylake-Client")  # of Intel, AMD, Intel
-MINUTES = 30  # that an emulated program may take on a busy machine
+MINUTES = 90  # that an emulated program may take on a busy machine
 
 
 @cache

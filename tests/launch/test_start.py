@@ -55,6 +55,7 @@ exit_process(7)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what processes share")
+@pytest.mark.nightly
 def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
     samples, size = 60_000, 64
     data = samples * size**2 >> 10  # KiB

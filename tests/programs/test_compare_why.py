@@ -36,6 +36,7 @@ def test_a_layer_and_its_key(tmp_path: Path) -> None:
     assert "cause: log_every" not in printed
 
 
+@pytest.mark.nightly
 def test_runs_that_saved_only_their_end(tmp_path: Path) -> None:
     """From the seed, steps are taken again. Where the data is gone, the answer is what the records show."""
     one = Program(tmp_path / "one")(*SHORT).folder

@@ -30,6 +30,7 @@ def test_three_runs_have_the_recorded_weights() -> None:
 
 @here
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_a_run_with_another_seed_fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delitem(LAYOUTS, KILLED)
     with pytest.raises(Different, match=f"^other weights than on {ONE}: {THREE}$"):

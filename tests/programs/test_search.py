@@ -55,6 +55,7 @@ def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> Non
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
     overrides = (*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")

@@ -35,6 +35,7 @@ sys.exit(said or code)
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
+@pytest.mark.nightly
 def test_freed_memory_stays_by_default(tmp_path: Path) -> None:
     script = tmp_path / "counted.py"
     script.write_text(COUNTED)

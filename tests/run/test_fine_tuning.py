@@ -301,6 +301,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_the_commands_of_the_page_do_what_it_describes(tmp_path: Path) -> None:
     page = site_pages.read("use/fine-tuning.md")
     commands = [command.words[2:] for command in page.commands if command.text.startswith("python")]

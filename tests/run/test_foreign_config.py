@@ -74,9 +74,9 @@ def test_what_the_local_config_names_is_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "lacks data, data_dir, lr, model"),
-        (["model"], "lacks data, data_dir, lr, model"),
-        ({"model": {}}, "lacks data, data_dir, lr, optimizer"),
+        (None, "lacks data, data_dir, model"),
+        (["model"], "lacks data, data_dir, model"),
+        ({"model": {}}, "lacks data, data_dir, optimizer"),
         (composed() | {"model": 3}, "model=3: must be a valid dictionary"),
         (composed() | {"optimizer": [1]}, "optimizer=.*: must be a valid dictionary"),
     ],

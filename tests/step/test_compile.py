@@ -174,6 +174,7 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
 
 
 @compiles
+@pytest.mark.nightly
 def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path, tmp_path: Path) -> None:
     """Also one that goes on uncompiled, in the middle of an epoch."""
 

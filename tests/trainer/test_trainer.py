@@ -234,7 +234,6 @@ class Transfers(Data):
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, "takes over the schedule"),
         ({"callbacks": [EarlyStopping("val_loss", patience=-1)]}, "patience=-1: must be at least 0"),
     ],
-    ids=str,
 )
 def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError) as refused:
@@ -268,7 +267,6 @@ def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any]
         (Net, lambda: loader(worker_init_fn=print), {}, "has a worker_init_fn, which would not be called"),
         (Net, lambda: loader(batch_size=131), {}, "a BatchNorm layer gets one value per channel"),
     ],
-    ids=str,
 )
 def test_a_fit_is_refused_in_one_line(
     tmp_path: Path, module: Any, data: Any, options: dict[str, Any], line: str

@@ -54,6 +54,7 @@ def rows(library: Any, tmp_path: Path) -> Any:
     return library.DatasetDict(splits)
 
 
+@pytest.mark.nightly
 def test_a_run_offline_on_a_local_copy(rows: Any, run_train: Program, tmp_path: Path) -> None:
     """It trains what the folder trains, also on two devices and after a resume."""
     rows.save_to_disk(tmp_path / "copy")

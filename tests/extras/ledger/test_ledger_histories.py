@@ -108,7 +108,7 @@ def test_a_disturbed_run_has_the_ledger_of_an_undisturbed_one(tmp_path: Path) ->
     assert seen["changed"], seen
 
 
-@pytest.mark.parametrize("planted", ["skip@resumed", "unlisted@resumed"])
+@pytest.mark.parametrize("planted", ["skip@resumed", pytest.param("unlisted@resumed", marks=pytest.mark.nightly)])
 def test_a_ledger_of_a_wrong_resume_is_detected(tmp_path: Path, planted: str) -> None:
     """The controls: a step that is taken back, and a checkpoint whose line is lost. One history shows each."""
 

@@ -208,6 +208,7 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
     assert (code, "step 5 differs from its ledger: other weights and optimizer; first" in output) == (1, True), output
 
 
+@pytest.mark.nightly
 def test_a_run_without_exact_on_its_layout(run_train: Program) -> None:
     job = [*SAVES_OFTEN, "checkpoint_every=5", "extras=[ledger]", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
     job += ["data.sampling=balanced"]

@@ -10,6 +10,7 @@ JOB = (*TINY, "extras=[ledger]", "checkpoint_every=1", "max_steps=6", "callbacks
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 def test_the_step_of_a_ledger(tmp_path: Path) -> None:
     """A schedule that ends at another rate differs after its peak. The data is gone, so no step is taken again."""
     one = Program(tmp_path / "one")(*JOB).folder
