@@ -145,7 +145,7 @@ def _reads_a_record(function: Callable[Parameters, Result]) -> Callable[Paramete
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             wrong = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             raise CheckpointError(
                 f"the checkpoint is not as a run of this version saves it ({wrong}): {NEW_RUN}"
