@@ -188,7 +188,7 @@ def changed(content: dict[str, Any], changes: list[tuple[float, str, Any]]) -> d
             node = node[each]
         match how:
             case "replace":
-                node[key] = value
+                node[key] = copy.deepcopy(value)  # else later changes would change the strategy
             case "remove":
                 del node[key]
             case "rename":
