@@ -107,6 +107,9 @@ def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any
     checkpoint = load_plain(checked_source(path, broadcast), path)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
+    weights = checkpoint["state_dict"]
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        raise CheckpointError(f"{path}: not a checkpoint: its state_dict must have tensors by name")
     if isinstance(record := checkpoint.get("lockstep"), dict):
         checkpoint["lockstep"] = formats.up_to_date(record, path)
     return checkpoint

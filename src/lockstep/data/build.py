@@ -212,8 +212,11 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
 def without_training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `data` group without the settings that only training uses, for an evaluation."""
     options = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
-    listed = (config.get("transforms") or {}).get("eval")
-    return {**options, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else options
+    transforms = config.get("transforms")
+    if "transforms" not in config or not isinstance(transforms, Mapping | None):  # the second is refused later
+        return options
+    listed = (transforms or {}).get("eval")
+    return {**options, "transforms": {"train": listed, "eval": listed}}
 
 
 # --- validation: a share or a fold, a pure function of a seed and the labels, the same on every layout and machine ---

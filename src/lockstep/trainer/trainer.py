@@ -411,7 +411,8 @@ class Trainer(StepTrainer):
     def _check_fits(self, path: str, content: dict[str, Any], module: pl.LightningModule, now: dict[str, Any]) -> None:
         """Check that a fit can continue from a checkpoint: to the same bits, if it is exact."""
         saved = content.get("lockstep", {}).get("trainer") if isinstance(content.get("lockstep"), dict) else None
-        if not isinstance(saved, dict) or "continuation" not in content:
+        counts = isinstance(content.get("global_step"), int)
+        if not isinstance(saved, dict) or not counts or "continuation" not in content:
             raise CheckpointError(
                 f"{path}: no lockstep.Trainer has saved it, so none can continue from it: load its weights by "
                 f"{type(module).__name__}.load_from_checkpoint"
