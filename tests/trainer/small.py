@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import lockstep
 
+# autograd decides at the first backward pass of a process, by its devices, whether forks may compute gradients too: not
+# after a test has made it see a GPU
+torch.ones(1, requires_grad=True).sum().backward()
 SAMPLES, BATCH = 132, 24  # the last step has twelve samples
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
