@@ -41,7 +41,11 @@ class Project:
         return self.source / "train.py"
 
     def function(self, name: str) -> Callable[..., Any] | None:
-        """Return the function `name(job)` of the program `src/<name>.py`; None if an older program has none."""
+        """Return the function `name(job)` of the program `src/<name>.py`; None for an older program.
+
+        Raises:
+            UserError: the program has no such function.
+        """
         return _function(self.source / f"{name}.py")
 
 
@@ -88,8 +92,10 @@ def _function(program: Path) -> Callable[..., Any] | None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Any = getattr(module, program.stem, None)
-    takes_job = inspect.isfunction(function) and list(inspect.signature(function).parameters) == ["job"]
-    return function if takes_job else None
+    if not callable(function):
+        raise UserError(f"{program}: it has no function {program.stem}: it must define {program.stem}(job)")
+    is_older = list(inspect.signature(function).parameters) == ["raw", "folder"]
+    return None if is_older else function
 
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:
