@@ -119,6 +119,15 @@ class DataOrder:
         at = cuts(len(step_samples), self.layout.pieces)
         return [step_samples[start:stop] for start, stop in pairwise(at)]
 
+    def piece(self, epoch: int, index: int, piece: int) -> NDArray[np.int64]:
+        """Return the part of `encoded_ids` of one piece of step `index`."""
+        return self.pieces(epoch, index)[piece]
+
+    def piece_sizes(self, index: int) -> list[int]:
+        """Return the number of samples of each piece of step `index` of any epoch."""
+        size = min(self.layout.batch_size, self.samples - index * self.layout.batch_size)
+        return [stop - start for start, stop in pairwise(cuts(size, self.layout.pieces))]
+
 
 @lru_cache(maxsize=2)
 def _encoded_ids(order: DataOrder, epoch: int) -> NDArray[np.int64]:
