@@ -158,9 +158,34 @@ class StreamOrder(DataOrder):
             for number in range(int(np.searchsorted(stream.ends, start, side="right")) - 1, len(stream.ends) - 1):
                 ends = int(stream.ends[number]), min(int(stream.ends[number + 1]), read)
                 if ends[0] < ends[1]:
-                    steps = [min(at // per_step, full_steps) if per_step else full_steps for at in (ends[0], ends[1] - 1)]
+                    steps = [
+                        min(at // per_step, full_steps) if per_step else full_steps for at in (ends[0], ends[1] - 1)
+                    ]
                     parts = slice(stream.first_parts[number], stream.first_parts[number + 1])
                     yield offset + steps[0], piece, offset + steps[1], stream.shards[parts].tolist()
+
+
+def shards_of_chunks(shard_borders: Ids, chunks: Sequence[tuple[int, int]], number: int, count: int) -> list[ShardNeed]:
+    """Return the shards that an evaluation reads from a chunk on, in order. Its steps are the numbers of the chunks.
+
+    Args:
+        shard_borders: see `StreamOrder`.
+        chunks: `(start, stop)` of each chunk of a process.
+        number: of the chunk.
+        count: how many shards to list, if so many are read. Those of this chunk and the next one are always listed.
+    """
+    needs: list[ShardNeed] = []
+    for step in range(number, len(chunks)):
+        if step > number + 1 and len(needs) >= count:
+            break
+        start, stop = chunks[step]
+        first, end = int(np.searchsorted(shard_borders, start, "right")) - 1, int(np.searchsorted(shard_borders, stop))
+        for shard in first + np.flatnonzero(np.diff(shard_borders[first : end + 1])):
+            if needs and needs[-1].shard == shard:
+                needs[-1] = needs[-1]._replace(last_step=step)
+            else:
+                needs.append(ShardNeed(int(shard), step, step))
+    return needs
 
 
 @lru_cache(maxsize=2)

@@ -1,13 +1,15 @@
 """Data sets in shards, of which a run with a window reads a few at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.arithmetic.streams import ShardNeed
+from lockstep.data.datasets import Ids, Source, weights_of
 from lockstep.data.transforms import Transformed
+from lockstep.errors import UserError
 
 
 class ShardedDataset(Protocol):
@@ -52,3 +54,45 @@ def reads_ahead(dataset: Any) -> ReadsAhead | None:
     while type(dataset) is Transformed:
         dataset = dataset.dataset
     return dataset if hasattr(dataset, "will_need") else None
+
+
+def checked_borders(source: Source, options: Mapping[str, Any]) -> Ids:
+    """Return the borders of the shards of a training set that is read with a window, int64 [shards + 1].
+
+    Args:
+        source: it has a window.
+        options: `sampling`, `folds` and `val_fraction` of the `data` group.
+
+    Raises:
+        UserError: the window is no number of shards, the data set has no borders of shards, or another option chooses
+            single samples out of all shards.
+    """
+    window, train = source.window, source.train
+    if type(window) is not int or window < 1:
+        raise UserError(f"data.window={window}: must be a whole number of shards of at least 1, or null")
+    try:
+        borders = np.asarray(train.shard_borders)
+    except AttributeError:
+        name = type(train).__name__
+        raise UserError(
+            f"data.window={window}: the training set, a {name}, has no shard_borders: leave it out"
+        ) from None
+    integers = borders.dtype.kind in "iu" and borders.ndim == 1 and len(borders) > 1
+    if not integers or borders[0] != 0 or borders[-1] != len(train) or (np.diff(borders.astype(np.int64)) < 0).any():
+        raise UserError(
+            f"data.window={window}: the shard_borders of the training set must be whole numbers that rise from 0 to "
+            f"{len(train)}, its samples"
+        )
+    if options.get("sampling") is not None:
+        other = f"data.sampling={options['sampling']}"
+        raise UserError(f"data.window={window}: {other} draws from all shards at once: leave one of the two out")
+    if source.sample_weights is not None or weights_of(train) is not None:
+        what = "the data has sample_weights, which draw from all shards at once"
+        raise UserError(f"data.window={window}: {what}: leave one of the two out")
+    if options.get("folds") is not None:
+        folds = f"data.folds={options['folds']} takes images out of all shards"
+        raise UserError(f"data.window={window}: {folds}: leave one of the two out")
+    if source.val is None and options.get("val_fraction"):
+        taken = f"data.val_fraction={options['val_fraction']:g} would take images out of all shards"
+        raise UserError(f"data.window={window}: {taken}: make shards for a part val, or use data.val_fraction=0")
+    return borders.astype(np.int64)

@@ -35,6 +35,7 @@ from lockstep.vision.data.walk import passed_over_text
 
 VERSION = 2  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
+BORDERS = "shard_borders"  # one more file of a part, in an index by place
 PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
 MAX_LABEL = 200  # characters
 Stamp = tuple[int, int]  # size and time of the last change of a file
@@ -42,12 +43,14 @@ Stamp = tuple[int, int]  # size and time of the last change of a file
 
 @dataclass(eq=False)
 class ShardImages(LabelledFiles):
-    """Images in shards, in the order of their classes and names. Each image is read by one `pread`."""
+    """Images in shards, in the order of their classes and names, or of their places. Each is read by one `pread`."""
 
     places: NDArray[Any]  # of dtype PLACE
     files: Sequence[Path]  # the shards, and after them the file with the images of parquet files, if there are any
     stamps: Sequence[Stamp]  # of `files`, when they were indexed
     sha256: str  # the fingerprint
+    # In an index by place: the number of the first image of each shard, and of all images, int64 [shards + 1].
+    shard_borders: NDArray[np.int64] | None = None
 
     uses_random_numbers = False  # again, since Lockstep does not read it from a base class
     skip_hint = ""  # data=shards has no option skip_broken
@@ -122,8 +125,8 @@ def open_index(
     Args:
         root: the folder of the shards.
         shards: the files of each part, the training part first.
-        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`, and `known_classes`, see
-            `classes.ordered`.
+        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`; `known_classes`, see
+            `classes.ordered`; and `by_place`, see `build`.
         index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
         image_size: pixels.
         channels: 1 or 3.
@@ -150,7 +153,8 @@ def open_index(
             for part, sha256 in content["fingerprints"].items():
                 names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
                 all_files = [*files, *image_files]
-                fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
+                borders = column(folder / part / f"{BORDERS}.npy") if options.get("by_place") else None
+                fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256, borders)
                 parts[part] = ShardImages(*fields, reading=reading)
             return Index(folder, parts, content["classes"], Counter(content["passed_over"]))
         except (OSError, ValueError, KeyError) as error:
@@ -239,7 +243,8 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     """Write an index of shards to a folder.
 
     The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
-    the images are distributed to shards.
+    the images are distributed to shards. With the option `by_place` they stay in the order of the shards and of their
+    places there. So the images of a shard have neighbouring numbers.
     """
     columns = {name: options[name] for name in ("image", "label")}
     known_classes: Sequence[str] = options.get("known_classes", ())
@@ -247,12 +252,14 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
     first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
+    sizes_of_shards: dict[str, list[int]] = {part: [] for part in shards}
     files = ((part, path) for part, paths in shards.items() for path in paths)
     with open(folder / "images.bin", "wb") as images_file:  # for the images of parquet files
         for file_number, (part, path) in enumerate(files):
             is_parquet = path.suffix == ".parquet"
             shard = scan_parquet(path, **columns, packed=images_file) if is_parquet else scan_tar(path, **columns)
             passed_over += shard.passed_over
+            sizes_of_shards[part].append(len(shard.samples))
             if not shard.samples:
                 continue
             first = first or (path, shard.label_source, shard.class_names)
@@ -299,8 +306,10 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
             what = f"only {part} has the class {[*label_numbers][others[0]]}"
             raise UserError(f"{shards[part][0].parent}: {what}: {next(iter(rows))} must have it, too")
         labels = class_by_label_number[labels]
-        order = np.lexsort((names, labels))
+        order = np.arange(len(labels)) if options.get("by_place") else np.lexsort((names, labels))
         (folder / part).mkdir()
+        if options.get("by_place"):
+            np.save(folder / part / f"{BORDERS}.npy", np.cumsum([0, *sizes_of_shards[part]], dtype=np.int64))
         for name, array in zip(COLUMNS, (names, labels, places), strict=True):
             np.save(folder / part / f"{name}.npy", array[order])
         sizes = places["size"][order].tolist()

@@ -35,6 +35,7 @@ def shards(
     split_seed: int = 0,
     background: str | Sequence[int] = "white",
     bits: int | None = None,
+    window: int | None = None,
     known_classes: Sequence[str] = (),
 ) -> Source:
     """Open the tar and parquet files in a folder.
@@ -43,8 +44,12 @@ def shards(
     names a part, the images are split. data/shards.yaml describes the options. `known_classes` comes from a
     checkpoint, see `classes.ordered`.
 
+    Images are numbered by class and name, however they are distributed to shards; with a window in the order of the
+    shards' names and of their places in the shards.
+
     Raises:
-        UserError: There are no shards, one is damaged, or labels, columns or parts are missing.
+        UserError: There are no shards, one is damaged, or labels, columns or parts are missing; or there is a window,
+            and the images would be split.
     """
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
     reading = Reading(background, bits)
@@ -64,18 +69,27 @@ def shards(
         raise UserError(f"shards: {other}: all paths must name train, val or test, or none")
     if len(of_part) > 1 and "train" not in of_part:
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
-    index = open_index(root, of_part, {"image": image, "label": label}, index_dir, image_size, channels, reading)
+    alone, split_here = len(of_part) == 1, bool(val_fraction or test_fraction)
+    if window is not None and alone and split_here:
+        fractions = f"data.val_fraction={val_fraction:g} and data.test_fraction={test_fraction:g} would take images out"
+        right = "name train, val and test in the shards' paths, or use 0 for both"
+        raise UserError(f"data.window={window}: {root} has one part, and {fractions} of all shards: {right}")
+    options: dict[str, Any] = {"image": image, "label": label}
+    if window is not None:  # without a window the options, which name the index, stay what they were
+        options["by_place"] = True
+    index = open_index(root, of_part, options, index_dir, image_size, channels, reading)
     if known_classes and (recorded := ordered(index.classes, known_classes)) != index.classes:
-        options = {"image": image, "label": label, "known_classes": recorded}
+        options["known_classes"] = recorded
         index = open_index(root, of_part, options, index_dir, image_size, channels, reading)
     check_bits([*index.parts.values()])
     if len(index.classes) < 2:
         raise UserError(f"shards: {root} has only one class, {index.classes[0]}: it must have two at least")
-    alone = len(of_part) == 1
     train: Any
     val: Any
     test: Any
-    if alone:
+    if window is not None and alone:
+        (train,), val, test, what = index.parts.values(), None, None, "all of them for training"
+    elif alone:
         (images,) = index.parts.values()
         name = f"split-{digest([SPLIT_RULE, val_fraction, test_fraction, split_seed])[:16]}"
         ids = index.cached_arrays(name, lambda: split_ids(images, val_fraction, test_fraction, split_seed))
@@ -90,7 +104,7 @@ def shards(
     texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
-    return Source(train, test, spec, val, about=about, split_by_opener=alone)
+    return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window)
 
 
 def part_of(path: Path) -> str:
