@@ -18,8 +18,15 @@ from lockstep.vision.data.shard_files import LONGEST, TEXTS, Sample, Shard
 
 IMAGE_ENCODINGS = ("jpeg", "jpegarray", "jpeg_array", "png", "bytes")  # whose bytes are those of an image file
 NUMBERS = {
-    **{"int": "<i8", "int8": "<i1", "int16": "<i2", "int32": "<i4", "int64": "<i8"},
-    **{"uint8": "<u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8"},
+    "int": "<i8",
+    "int8": "<i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "uint8": "<u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
 }
 LABEL_ENCODINGS = ("str", "str_int", *NUMBERS)
 MOST_COLUMNS = 10_000
@@ -87,7 +94,9 @@ def columns_of(description: Any) -> dict[str, tuple[str, int | None]]:
     return {str(name): (str(kind), size) for name, kind, size in zip(names, encodings, sizes, strict=True)}
 
 
-def chosen(path: Path | str, columns: dict[str, tuple[str, int | None]], image: str | None, label: str) -> tuple[str, str]:
+def chosen(
+    path: Path | str, columns: dict[str, tuple[str, int | None]], image: str | None, label: str
+) -> tuple[str, str]:
     """Return the column of the images and the encoding of the labels.
 
     Raises:
@@ -104,7 +113,9 @@ def chosen(path: Path | str, columns: dict[str, tuple[str, int | None]], image: 
         kind = columns[name][0]
         if kind not in known:
             why = "is never unpickled" if kind == "pkl" else "is not read"
-            raise UserError(f"{path}: the column {name} has the encoding {kind}, which {why}: known are {', '.join(known)}")
+            raise UserError(
+                f"{path}: the column {name} has the encoding {kind}, which {why}: known are {', '.join(known)}"
+            )
     return image, columns[label][0]
 
 

@@ -19,8 +19,16 @@ from lockstep.text import plural
 
 LOG = logging.getLogger("lockstep")
 DRIVERS = {
-    **{"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"},
-    **{"hf": "huggingface_hub", "abfs": "adlfs", "az": "adlfs", "abfss": "adlfs"},
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "hf": "huggingface_hub",
+    "abfs": "adlfs",
+    "az": "adlfs",
+    "abfss": "adlfs",
 }  # Python packages
 NO_LISTING = ("http", "https")  # a page with links is no list of files
 CHUNK = 8 << 20  # bytes of a request
@@ -241,7 +249,11 @@ def status_of(error: BaseException) -> int | None:
     for each in causes(error):
         response = getattr(each, "response", None)
         meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-        for status in (getattr(each, "status", None), getattr(response, "status_code", None), meta.get("HTTPStatusCode")):
+        for status in (
+            getattr(each, "status", None),
+            getattr(response, "status_code", None),
+            meta.get("HTTPStatusCode"),
+        ):
             if isinstance(status, int) and status >= 400:
                 return status
     return None
@@ -261,7 +273,7 @@ def is_permanent(error: BaseException) -> bool:
     if status is not None:
         return status in (400, 401, 403, 404, 410, 416)
     kinds = (FileNotFoundError, PermissionError, IsADirectoryError)
-    return isinstance(error, kinds) and not refused(error) or isinstance(error, PermissionError)
+    return (isinstance(error, kinds) and not refused(error)) or isinstance(error, PermissionError)
 
 
 def reason(error: BaseException) -> str:

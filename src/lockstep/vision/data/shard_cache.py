@@ -30,6 +30,7 @@ from lockstep.arithmetic.streams import ShardNeed
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
+from lockstep.vision.data.shard_scan import is_packed
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 THREADS = 4  # of a process, that fetch ahead
@@ -40,7 +41,7 @@ LEFT_FREE = 0.05  # of the disk, without a limit
 WHOLE = 1_000_000_007  # the time of change, ns after 1970, of files that were checked and not touched since
 NEVER = 1 << 62  # steps until an unlisted shard is needed
 PLAN = np.dtype([("key", "<u8"), ("first", "<i8"), ("last", "<i8")])
-COUNTS = ("bytes", "fetched", "hits", "retries", "wait_ns")
+COUNTS = ("bytes", "fetched", "hits", "waits", "wait_ns", "retries")
 WORKERS, RANKS = 65, 64  # slots of counters: each process of a rank has one
 
 
@@ -53,8 +54,9 @@ class Known(NamedTuple):
     sha256: str  # of that file
 
 
-# Writes to a file what is kept of a shard, from the name and the file of the shard.
-Pack = Callable[[str, Path, IO[bytes]], Any]
+# Gets a shard's name for messages, its file, and the file that is kept, in which a packed shard's images are to be
+# written. It may raise a UserError.
+Examine = Callable[[str, Path, IO[bytes]], Any]
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class ShardCache:
         table: what the index knows of its shards.
         folder: the folder of the cache.
         gigabytes: its limit, of all runs that use it; None: a part of the disk stays free.
-        pack: see `Pack`; None for a shard that is kept as it is.
+        pack: writes the images of a packed shard, see `Examine`.
         advice: what to do if a shard was replaced, for messages.
     """
 
@@ -126,7 +128,7 @@ class ShardCache:
         table: Table | None,
         folder: Path,
         gigabytes: float | None,
-        pack: Callable[[str], Pack | None],
+        pack: Examine,
         advice: str = "",
     ) -> None:
         self.server, self.table, self.folder, self.gigabytes = server, table, folder, gigabytes
@@ -161,7 +163,7 @@ class ShardCache:
                 process.files.move_to_end(number)
                 return os.pread(file, size, start)
         began = time.monotonic_ns()
-        known = self._known(number)
+        known = self.known(number)
         opened = self._open_kept(known)
         if opened is None:
             with process.lock:
@@ -174,11 +176,15 @@ class ShardCache:
             while opened is None:  # another process has removed it at once
                 self._fetch(known, None)
                 opened = self._open_kept(known)
+            self.counters.add("waits")
             self.counters.add("wait_ns", time.monotonic_ns() - began)
             self.read_ahead = min(MOST_AHEAD, 2 * self.read_ahead)
         else:
             self.counters.add("hits")
         with process.lock:
+            if number in process.files:  # by another thread
+                os.close(opened)
+                opened = process.files[number]
             process.files[number] = opened
             while len(process.files) > OPEN_FILES:
                 os.close(process.files.popitem(last=False)[1])
@@ -191,7 +197,7 @@ class ShardCache:
             self._process = _OfProcess()
         return self._process
 
-    def _known(self, number: int) -> Known:
+    def known(self, number: int) -> Known:
         assert self.table is not None
         return self.table[number]
 
@@ -207,7 +213,9 @@ class ShardCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise UserError(f"{path}: can't be read ({error.strerror}): repair it, or use another data.cache") from error
+            raise UserError(
+                f"{path}: can't be read ({error.strerror}): repair it, or use another data.cache"
+            ) from error
         stat = os.fstat(file)
         whole = stat.st_size == known.kept_bytes
         if whole and stat.st_mtime_ns != WHOLE:
@@ -247,7 +255,7 @@ class ShardCache:
                 future = process.futures[need.shard] = Future()
                 distance = max(0, need.first_step - process.step)
             try:
-                known = self._known(need.shard)
+                known = self.known(need.shard)
                 file = self._open_kept(known)
                 if file is None:
                     self._fetch(known, distance)
@@ -267,41 +275,55 @@ class ShardCache:
                 (self.folder / "plans").mkdir(parents=True, exist_ok=True)
                 process.plan = open(self.folder / "plans" / uuid.uuid4().hex, "wb", buffering=0)  # noqa: SIM115
                 fcntl.flock(process.plan, fcntl.LOCK_EX)
-            rows = [(int(self._known(each.shard).sha256[:16], 16), each.first_step - step, each.last_step - step) for each in needs]
+            rows = [
+                (int(self.known(each.shard).sha256[:16], 16), each.first_step - step, each.last_step - step)
+                for each in needs
+            ]
             content = np.array(rows, PLAN).tobytes()
             os.pwrite(process.plan.fileno(), content, 0)
             os.ftruncate(process.plan.fileno(), len(content))
 
     # --- fetching ---
 
-    def fetch_new(self, path: str, stat: Stat) -> Known:
-        """Fetch a shard that is not in the index yet. Return what is known of it then.
+    def fetch(self, known: Known) -> Path:
+        """Return the file in which something is kept. Fetch it first if it is not there.
 
         Raises:
             UserError: It can't be fetched.
         """
-        name = hashlib.sha256(f"{self.server.url}/{path}\0{stat}".encode()).hexdigest()
-        return self._fetch(Known(path, stat, -1, name), None, is_new=True)
+        while (file := self._open_kept(known)) is None:
+            self._fetch(known, None)
+        os.close(file)
+        return self.path(known)
 
-    def _fetch(self, known: Known, distance: int | None, is_new: bool = False) -> Known:
+    def fetch_new(self, path: str, stat: Stat, examine: Examine) -> tuple[Known, Any]:
+        """Fetch a shard that is not in the index yet. Return what is known of it then, and what `examine` returns.
+
+        Raises:
+            UserError: It can't be fetched, or `examine` refuses it.
+        """
+        name = hashlib.sha256(f"{self.server.url}/{path}\0{stat}".encode()).hexdigest()
+        found: list[Any] = []
+        known = self._fetch(Known(path, stat, -1, name), None, lambda *files: found.append(examine(*files)))
+        return known, found[0]
+
+    def _fetch(self, known: Known, distance: int | None, examine: Examine | None = None) -> Known:
         """Fetch a shard, unless another process has just done so.
 
         Args:
             known: of the shard. If it is new, `sha256` is only a name for the temporary file.
             distance: steps until it is needed: shards that are needed sooner are not removed for it. None: it is
                 needed now.
-            is_new: whether it is not in the index.
+            examine: see `Examine`, for a shard that is not in the index.
 
         Raises:
             UserError: It can't be fetched.
         """
-        pack = self.pack(known.path)
-        reserved = max(0, known.stat[0]) + (max(0, known.kept_bytes) if pack else 0)
-        if not self._has_limit_for(reserved):
-            raise UserError(
-                f"data.cache_gb={self.gigabytes:g}: {self.server.url}/{known.path} alone takes "
-                f"{reserved / GIB:.3g} GB: give more"
-            )
+        is_new = examine is not None
+        reserved = max(0, known.stat[0]) + (max(0, known.kept_bytes) if is_packed(known.path) else 0)
+        if self.gigabytes is not None and reserved > self.gigabytes * GIB:
+            where = f"{self.server.url}/{known.path}"
+            raise UserError(f"data.cache_gb={self.gigabytes:g}: {where} alone takes {reserved / GIB:.3g} GB: give more")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             part = self.folder / f"{'new-' if is_new else ''}{known.sha256}.{reserved}.part"
@@ -312,8 +334,8 @@ class ShardCache:
                     return known
                 if not self._make_room(part, distance):
                     part.unlink(missing_ok=True)
-                    return known  # later
-                return self._complete(known, part, file, pack, is_new)
+                    return known  # it is fetched when it is needed
+                return self._complete(known, part, file, examine)
         except OSError as error:
             if error.errno in FULL:
                 remedy = "free space, or give another data.cache or a smaller data.cache_gb"
@@ -321,50 +343,55 @@ class ShardCache:
             reason = error.strerror or error
             raise UserError(f"{self.folder}: can't be written ({reason}): give another data.cache=<folder>") from error
 
-    def _complete(self, known: Known, part: Path, file: IO[bytes], pack: Pack | None, is_new: bool) -> Known:
+    def _complete(self, known: Known, part: Path, file: IO[bytes], examine: Examine | None) -> Known:
         """Download a shard to its temporary file, check it, and give it its name."""
         where = f"{self.server.url}/{known.path}"
+        is_new, packed = examine is not None, is_packed(known.path)
+        if packed and examine is None:
+            examine = self.pack
         for is_last in (False, True):
+            start = file.seek(0, os.SEEK_END)
+            if not 0 < start <= known.stat[0]:
+                start = 0
+                file.truncate(0)
+            file.seek(start)
             try:
-                start = file.seek(0, os.SEEK_END)
-                if not 0 < start <= known.stat[0]:
-                    start = 0
-                    file.truncate(0)
-                file.seek(start)
                 self.server.read(known.path, known.stat[0], lambda content: self._write(file, content), start)
-                self.counters.add("bytes", file.tell() - start)
             except Unavailable as error:
                 self._refuse_replaced(known)
                 raise UserError(f"{where}: {error}: {REMEDY}") from error
-            made, kept = (part, file) if pack is None else (part.with_suffix(".packed"), None)
-            try:
-                if pack is not None:
-                    kept = open(made, "w+b")  # noqa: SIM115
-                    pack(where, part, kept)
-                assert kept is not None
-                kept.flush()
-                kept.seek(0)
-                sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
-                size = os.fstat(kept.fileno()).st_size
-                if is_new or sha256 == known.sha256:
-                    known = known._replace(sha256=sha256, kept_bytes=size, stat=(os.fstat(file.fileno()).st_size, known.stat[1]))
-                    path = self.path(known)
-                    path.parent.mkdir(exist_ok=True)
-                    os.fsync(kept.fileno())
-                    os.utime(kept.fileno(), ns=(time.time_ns(), WHOLE))
-                    os.rename(made, path)
-                    if made != part:
+            self.counters.add("bytes", file.tell() - start)
+            with open(part.with_suffix(".packed"), "w+b") if packed else contextlib.nullcontext(file) as kept:
+                made = Path(kept.name) if packed else part
+                try:
+                    if examine is not None:
+                        examine(where, part, kept)
+                    kept.flush()
+                    kept.seek(0)
+                    sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
+                    if is_new or sha256 == known.sha256:
+                        stat = file.seek(0, os.SEEK_END), known.stat[1]
+                        known = known._replace(sha256=sha256, kept_bytes=kept.seek(0, os.SEEK_END), stat=stat)
+                        self.path(known).parent.mkdir(exist_ok=True)
+                        os.fsync(kept.fileno())
+                        os.utime(kept.fileno(), ns=(time.time_ns(), WHOLE))
+                        os.rename(made, self.path(known))
+                        self.counters.add("fetched")
+                        if packed:
+                            part.unlink(missing_ok=True)
+                        return known
+                except UserError:  # of `examine`
+                    if is_new or is_last:
                         part.unlink(missing_ok=True)
-                    self.counters.add("fetched")
-                    return known
-            finally:
-                if kept is not None and kept is not file:
-                    kept.close()
-                    made.unlink(missing_ok=True)
+                        raise
+                finally:
+                    if packed:
+                        made.unlink(missing_ok=True)
             self._refuse_replaced(known)
             file.truncate(0)
             if not is_last:
                 self.counters.add("retries")
+        part.unlink(missing_ok=True)
         raise UserError(f"{where}: has arrived twice with another SHA-256 than that in the index: {self.advice}")
 
     def _write(self, file: IO[bytes], content: bytes) -> None:
@@ -395,9 +422,6 @@ class ShardCache:
             return self.gigabytes * GIB
         disk = shutil.disk_usage(self.folder)
         return self._used() + disk.free - LEFT_FREE * disk.total
-
-    def _has_limit_for(self, size: int) -> bool:
-        return self.gigabytes is None or size <= self.gigabytes * GIB
 
     def _used(self) -> int:
         return sum(max(size, reserved_by(path)) for path, size, _ in self._kept())
@@ -512,5 +536,11 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
             except FileNotFoundError:
                 same = False
             if same:  # else it was renamed or removed while this process waited
-                yield file
+                try:
+                    yield file
+                finally:  # not by closing alone: a process that was forked meanwhile has the file open, too
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(file, fcntl.LOCK_UN)
                 return
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)

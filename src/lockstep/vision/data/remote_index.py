@@ -1,0 +1,402 @@
+"""The index of shards on a server.
+
+`lockstep index`, or a run that finds no index, fetches each shard once and makes a record of its images. So making an
+index can be interrupted and goes on, and only new shards are fetched later. `lockstep index` writes all records in two
+files beside the shards, if it may. A run makes its own index of the records, once on a machine, and maps it.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lockstep.arithmetic.streams import ShardNeed
+from lockstep.errors import UserError
+from lockstep.files import replacing, write
+from lockstep.text import join_names, plural
+from lockstep.vision.data.labelled import CHECKED_FILES, UNREADABLE, LabelledFiles
+from lockstep.vision.data.pixels import (
+    TOO_DEEP,
+    Reading,
+    fewer_bits_text,
+    highest_value,
+    largest_value,
+    open_image,
+    too_deep,
+    too_large_text,
+)
+from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
+from lockstep.vision.data.shard_cache import Known, ShardCache, Table
+from lockstep.vision.data.shard_index import (
+    BORDERS,
+    COLUMNS,
+    Index,
+    build,
+    column,
+    digest,
+    first_writable,
+    index_root,
+    make_once,
+)
+from lockstep.vision.data.shard_scan import Scanned, scan
+
+LOG = logging.getLogger("lockstep")
+RECORD_VERSION, INDEX_VERSION = 1, 1  # of the records of shards, and of the index that is made of them
+BESIDE = ".index"  # the folder of the records beside the shards
+TABLE = ("paths", "sizes", "versions", "kept_bytes", "sha256")
+MOST_LISTED = 10_000  # shards; with more, a run takes the records beside them without a listing
+CHECKED_DEEP = 4  # images of 16 bits of a shard that are decoded
+CONNECTIONS = 8  # shards that are indexed at the same time
+SECONDS_BETWEEN = 10.0  # between two lines about the progress
+
+
+@dataclass(eq=False)
+class RemoteImages(LabelledFiles):
+    """Images in shards on a server. Whole shards are kept in a folder of the machine, and read there."""
+
+    places: NDArray[Any]  # of dtype PLACE
+    cache: ShardCache  # of the shards of this part
+    first_file: int  # the number of its first shard in `places`
+    sha256: str  # the fingerprint
+    shard_borders: NDArray[np.int64] | None = None  # see `ShardImages`
+
+    uses_random_numbers = False  # again, since Lockstep does not read it from a base class
+    skip_hint = ""
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.names[index])
+
+    def location(self, index: int) -> str:
+        known = self.cache.known(self.places[index]["file"] - self.first_file)
+        return f"{self.cache.server.url}/{known.path}: image {self.name(index)}"
+
+    def encoded(self, index: int) -> io.BytesIO:
+        file, start, size = self.places[index].item()
+        return io.BytesIO(self.cache.read(file - self.first_file, start, size))
+
+    def fingerprint(self) -> str:
+        return self.sha256
+
+    @property
+    def read_ahead(self) -> int:
+        """See `lockstep.data.streams.ReadsAhead`."""
+        return self.cache.read_ahead
+
+    def will_need(self, step: int, needs: Sequence[ShardNeed]) -> None:
+        """See `lockstep.data.streams.ReadsAhead`."""
+        self.cache.will_need(step, needs)
+
+
+@dataclass
+class Record:
+    """A shard: what is known of it, and its images.
+
+    Attributes:
+        highest: the highest values of some images of 16 bits.
+    """
+
+    known: Known
+    images: Scanned
+    highest: list[int] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is not in columns, for JSON."""
+        known = {**self.known._asdict(), "highest": self.highest, "count": len(self.images.names)}
+        return {**known, **self.images.facts()}
+
+    @classmethod
+    def from_columns(cls, arrays: dict[str, NDArray[Any]], facts: dict[str, Any]) -> "Record":
+        """Return the record of which `facts` are; raise ValueError, TypeError or KeyError if they are others."""
+        size, version = facts["stat"]
+        if {"", ".", ".."} & set(str(facts["path"]).split("/")):
+            raise ValueError("a shard is elsewhere")
+        sha256 = str(facts["sha256"])
+        if len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
+            raise ValueError("a SHA-256 is none")
+        known = Known(str(facts["path"]), (int(size), str(version)), int(facts["kept_bytes"]), sha256)
+        images = Scanned.from_columns(arrays, facts)
+        if len(images.names) and (images.starts + images.sizes).max() > known.kept_bytes:
+            raise ValueError("an image is beyond its shard")
+        return cls(known, images, [int(each) for each in facts["highest"]])
+
+
+class Records:
+    """The records of the shards on a server.
+
+    Args:
+        server: the server.
+        options: the arguments `image` and `label` of `scan`, which the records depend on.
+        folder: where records are kept on this machine.
+        cache: keeps the shards that are fetched.
+    """
+
+    def __init__(self, server: Server, options: Mapping[str, Any], folder: Path, cache: ShardCache) -> None:
+        self.server, self.options, self.cache = server, options, cache
+        self.key = digest([RECORD_VERSION, dict(options)])[:16]
+        self.folder = folder / f"records-{self.key}"
+        self.beside = f"{BESIDE}/records-{self.key}"  # with the endings .json and .npz
+        self.shards = 1  # their number, which decides how many images of each are checked
+        self._published: dict[str, tuple[int, dict[str, Any]]] = {}  # by path: the first image, facts
+        self._columns: dict[str, NDArray[Any]] = {}
+        self._lock = threading.Lock()
+        self._npz: Any = None  # the file of their columns, a `Known`
+
+    def published(self) -> dict[str, Stat] | None:
+        """Return the shards of which there are records beside the shards; None: there are none.
+
+        Raises:
+            UserError: The server does not answer, or the file is damaged.
+        """
+        try:
+            content = self.server.read_small(f"{self.beside}.json")
+        except Unavailable as error:
+            raise UserError(f"{self.server.url}: {error}: {REMEDY}") from error
+        if content is None:
+            return None
+        try:
+            described = json.loads(content)
+            first, size = 0, int(described["bytes"])
+            self._npz = Known(f"{self.beside}.npz", (size, ""), size, str(described["npz"]))
+            for facts in described["shards"]:
+                self._published[str(facts["path"])] = first, facts
+                first += int(facts["count"])
+            return {
+                path: (int(facts["stat"][0]), str(facts["stat"][1])) for path, (_, facts) in self._published.items()
+            }
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> UserError:
+        remedy = f"remove it, or make it again by `lockstep index {self.server.url}`"
+        return UserError(f"{self.server.url}/{self.beside}: damaged ({error}): {remedy}")
+
+    def of(self, path: str, stat: Stat) -> Record:
+        """Return the record of a shard. Make it if there is none, or if it is of another version of the shard.
+
+        Raises:
+            UserError: The shard can't be fetched, or is damaged.
+        """
+        return self._kept(path, stat) or self._of_published(path, stat) or self._made(path, stat)
+
+    def _file(self, path: str) -> Path:
+        return self.folder / f"{digest(path)[:32]}.npz"
+
+    def _kept(self, path: str, stat: Stat) -> Record | None:
+        try:
+            record = self._read(self._file(path))
+        except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
+            return None
+        return record if record.known.path == path and is_same(stat, record.known.stat) else None
+
+    @staticmethod
+    def _read(file: Path) -> Record:
+        with np.load(file, allow_pickle=False) as content:
+            arrays = {name: content[name] for name in content.files}
+        facts = json.loads(arrays.pop("facts").tobytes())
+        return Record.from_columns(arrays, facts)
+
+    def _of_published(self, path: str, stat: Stat) -> Record | None:
+        if path not in self._published:
+            return None
+        first, facts = self._published[path]
+        try:
+            if not is_same(stat, tuple(facts["stat"])):
+                return None
+            with self._lock:
+                self._columns = self._columns or self._fetched_columns()
+            stop = first + int(facts["count"])
+            arrays = {name: values[first:stop] for name, values in self._columns.items()}
+            if len(arrays["names"]) != stop - first:
+                raise ValueError("it has fewer images than shards should have")
+            return Record.from_columns(arrays, facts)
+        except (OSError, ValueError, TypeError, KeyError, IndexError, zipfile.BadZipFile) as error:
+            raise self._damaged(error) from error
+
+    def _fetched_columns(self) -> dict[str, NDArray[Any]]:
+        with np.load(self.cache.fetch(self._npz), allow_pickle=False) as content:
+            return {name: content[name] for name in ("names", "label_of", "starts", "sizes")}
+
+    def _made(self, path: str, stat: Stat) -> Record:
+        """Fetch a shard, and make its record."""
+        where = f"{self.server.url}/{path}"
+        if stat[0] < 0:
+            stat = self.server.tried(lambda: self.server.stat(path), where)
+        known, (images, highest) = self.cache.fetch_new(path, stat, self._examined)
+        record = Record(known, images, highest)
+        facts = np.frombuffer(json.dumps(record.facts()).encode(), np.uint8)
+        with contextlib.suppress(OSError), replacing(self._file(path)) as target:
+            np.savez(target, facts=facts, **images.arrays())  # type: ignore[arg-type]
+        return record
+
+    def _examined(self, where: str, source: Path, kept: IO[bytes]) -> tuple[Scanned, list[int]]:
+        """Return the images of a shard, and the highest values of some of 16 bits. Refuse images with bad headers."""
+        images = Scanned.of(scan(where, self.options["image"], self.options["label"], source, kept))
+        kept.flush()
+        highest: list[int] = []
+        broken = []
+        places = [*zip(images.names.tolist(), images.starts.tolist(), images.sizes.tolist(), strict=True)]
+        checked = places[:: max(1, len(places) * self.shards // CHECKED_FILES)]
+        for name, start, size in checked:
+            at = os.fsdecode(name)
+            try:
+                with open_image(io.BytesIO(os.pread(kept.fileno(), size, start))) as image:
+                    if too_deep(image):
+                        broken.append(f"{at} ({TOO_DEEP})")
+                    elif largest_value(image) is not None and len(highest) < CHECKED_DEEP:
+                        value = highest_value(image)
+                        highest += [] if value is None else [value]
+            except Image.DecompressionBombError as error:
+                broken.append(f"{at} ({too_large_text(error)})")
+            except UNREADABLE:
+                broken.append(at)
+        if broken:
+            which = f"{len(broken):,} of {len(checked):,} images that were checked can't be read"
+            raise UserError(
+                f"{where}: {which}: {join_names(broken, 5)}: repair or remove {'it' if len(broken) == 1 else 'them'}"
+            )
+        return images, highest
+
+    def all(self, shards: Mapping[str, Stat]) -> Iterator[Record]:
+        """Yield the records of shards in order. Several are made at a time.
+
+        Raises:
+            UserError: as of `of`.
+        """
+        self.shards = max(1, len(shards))
+        began, told = time.monotonic(), time.monotonic()
+        with ThreadPoolExecutor(CONNECTIONS, "index-shards") as pool:
+            pending: list[Any] = []
+            remaining = iter(shards.items())
+            try:
+                for number in range(len(shards)):
+                    while len(pending) < 2 * CONNECTIONS and (item := next(remaining, None)) is not None:
+                        pending.append(pool.submit(self.of, *item))
+                    yield pending.pop(0).result()
+                    if time.monotonic() - told > SECONDS_BETWEEN:
+                        told = time.monotonic()
+                        LOG.info("indexed %d of %d shards in %.0f s", number + 1, len(shards), told - began)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def publish(self, records: Sequence[Record]) -> None:
+        """Write records beside the shards; raise `Unavailable` if that is not allowed."""
+        columns = [record.images.arrays() for record in records]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "all.npz"
+        with replacing(file) as target:
+            arrays = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+            np.savez(target, **arrays)  # type: ignore[arg-type]
+        with open(file, "rb") as written:
+            sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+        described = {"npz": sha256, "bytes": file.stat().st_size, "shards": [record.facts() for record in records]}
+        description = self.folder / "all.json"
+        write(description, json.dumps(described).encode())
+        self.server.write(f"{self.beside}.npz", file)
+        self.server.write(f"{self.beside}.json", description)
+        file.unlink()
+        description.unlink()
+
+
+def is_same(listed: Stat, recorded: Stat) -> bool:
+    """Check whether a shard is the one of a record, as far as it is known."""
+    size, version = listed
+    return size in (-1, recorded[0]) and (not version or not recorded[1] or version == recorded[1])
+
+
+def open_remote(
+    data_dir: str,
+    shards: Mapping[str, Mapping[str, Stat]],
+    records: Records,
+    options: Mapping[str, Any],
+    index_dir: str | None,
+    image_size: int,
+    channels: int,
+    reading: Reading,
+    cache_of: Callable[[Table], ShardCache],
+) -> Index:
+    """Open the index of shards on a server, and make it first if there is none, or if a shard has changed.
+
+    Args:
+        data_dir: the URL that the user gives.
+        shards: the paths of each part with what the server says of them, the training part first.
+        records: of these shards.
+        options: see `open_index`.
+        index_dir: the folder for indexes; None: the user's cache.
+        image_size: pixels.
+        channels: 1 or 3.
+        reading: how pixels are read.
+        cache_of: makes the cache of a part's shards.
+
+    Raises:
+        UserError: A shard or an image is damaged, a column is missing, or the index can't be written.
+    """
+    server = records.server
+    listed = {path: stat for paths in shards.values() for path, stat in paths.items()}
+    options_prefix = f"shards-{digest([INDEX_VERSION, dict(options)])[:16]}"
+    name = f"{options_prefix}-{digest([{part: [*paths.items()] for part, paths in shards.items()}])[:24]}"
+
+    def fill(new_folder: Path) -> None:
+        LOG.info("%s: indexing %s in %s, once", server.url, plural(len(listed), "shard"), new_folder.parent)
+        known: list[Known] = []
+        highest: list[int] = []
+
+        def scanned() -> Iterator[Scanned]:
+            for record in records.all(listed):
+                known.append(record.known)
+                highest.extend(record.highest)
+                yield record.images
+
+        names = {part: [f"{server.url}/{path}" for path in paths] for part, paths in shards.items()}
+        build(new_folder, names, options, scanned())
+        paths, stats, kept_bytes, sha256 = zip(*known, strict=True)
+        sizes, versions = zip(*stats, strict=True)
+        np.save(new_folder / "paths.npy", np.array([os.fsencode(path) for path in paths]))
+        np.save(new_folder / "sizes.npy", np.array(sizes, np.int64))
+        np.save(new_folder / "versions.npy", np.array([version.encode() for version in versions], np.bytes_))
+        np.save(new_folder / "kept_bytes.npy", np.array(kept_bytes, np.int64))
+        np.save(new_folder / "sha256.npy", np.array([each.encode() for each in sha256]))
+        write(new_folder / "highest.json", json.dumps(highest).encode())
+
+    def load(folder: Path) -> Index:
+        try:
+            content = json.loads((folder / "index.json").read_text("utf-8"))
+            highest = json.loads((folder / "highest.json").read_text("utf-8"))
+            table = [column(folder / f"{each}.npy") for each in TABLE]
+            parts: dict[str, Any] = {}
+            first = 0
+            for part, sha256 in content["fingerprints"].items():
+                names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
+                borders = column(folder / part / f"{BORDERS}.npy") if options.get("by_place") else None
+                stop = first + len(shards[part])
+                cache = cache_of(Table(*(each[first:stop] for each in table)))
+                fields = (Path(), names, labels, image_size, channels, places, cache, first, sha256, borders)
+                parts[part] = RemoteImages(*fields, reading=reading)
+                first = stop
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error
+        if highest and reading.bits is None and (fault := fewer_bits_text(highest)):
+            raise UserError(f"{server.url}: {fault}")
+        return Index(folder, parts, content["classes"], Counter(content["passed_over"]))
+
+    parent = first_writable([index_root(index_dir) / digest(data_dir)[:16]])
+    make_once(parent / name, fill)
+    for index_folder in parent.glob(f"{options_prefix}-*"):
+        if index_folder.name != name:  # made before the shards changed
+            shutil.rmtree(index_folder, ignore_errors=True)
+    return load(parent / name)
