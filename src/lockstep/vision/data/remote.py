@@ -15,7 +15,7 @@ from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote_index import MOST_LISTED, Records, open_remote
 from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
 from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
-from lockstep.vision.data.shard_index import Index, cache_folder
+from lockstep.vision.data.shard_index import Index, cache_folder, index_root
 from lockstep.vision.data.shard_scan import scan
 
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -63,18 +63,22 @@ class Remote:
         self.options = {name: options[name] for name in ("image", "label")}
         base, pattern = split_pattern(self.data_dir)
         self.server = Server(base, retry_seconds)
-        index_folder = Path(index_dir).expanduser().absolute() if index_dir else cache_folder()
-        self.records = Records(self.server, self.options, index_folder, self.cache_of(None))
+        self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None))
+        named = expanded(pattern) if pattern else None
         published = self.records.published() if reads_records else None
-        self.stats: Mapping[str, Stat] = self._listed(pattern, published)
+        self.stats: Mapping[str, Stat] = self._listed(named, published)
         self.paths = [*self.stats]
 
-    def _listed(self, pattern: str, published: dict[str, Stat] | None) -> Mapping[str, Stat]:
-        """Return the shards with what the server says of them."""
+    def _listed(self, named: Sequence[str] | None, published: dict[str, Stat] | None) -> Mapping[str, Stat]:
+        """Return the shards with what the server says of them.
+
+        Args:
+            named: the paths that a pattern names; None: there is no pattern.
+            published: the shards of which there are records beside the shards; None: there are none.
+        """
         from lockstep.vision.data.shards import SHARD
 
-        if pattern:
-            named = expanded(pattern)
+        if named is not None:
             return {path: (published or {}).get(path, UNKNOWN) for path in named}
         if published is not None and (len(published) > MOST_LISTED or not self.server.lists):
             return published

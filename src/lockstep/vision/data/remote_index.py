@@ -142,14 +142,14 @@ class Records:
     Args:
         server: the server.
         options: the arguments `image` and `label` of `scan`, which the records depend on.
-        folder: where records are kept on this machine.
+        folder: for the indexes of this machine.
         cache: keeps the shards that are fetched.
     """
 
     def __init__(self, server: Server, options: Mapping[str, Any], folder: Path, cache: ShardCache) -> None:
         self.server, self.options, self.cache = server, options, cache
         self.key = digest([RECORD_VERSION, dict(options)])[:16]
-        self.folder = folder / f"records-{self.key}"
+        self.folder = folder / digest(server.url)[:16] / f"records-{self.key}"
         self.beside = f"{BESIDE}/records-{self.key}"  # with the endings .json and .npz
         self.shards = 1  # their number, which decides how many images of each are checked
         self._published: dict[str, tuple[int, dict[str, Any]]] = {}  # by path: the first image, facts

@@ -131,9 +131,9 @@ class Server:
     def read_small(self, path: str) -> bytes | None:
         """Return an object's content; None if there is none; raise `Unavailable`."""
         try:
-            content: bytes = self._tried(lambda: self._range(path, 0, None), path)
+            content: bytes = self._tried(lambda: self._range(path, 0, None), path, may_be_missing=True)
         except Unavailable as error:
-            if isinstance(error.__cause__, FileNotFoundError) and not refused(error.__cause__):
+            if error.__cause__ is not None and is_permanent(error.__cause__):
                 return None
             raise
         return content
@@ -155,8 +155,13 @@ class Server:
         except Unavailable as error:
             raise UserError(f"{what}: {error}: {REMEDY}") from error
 
-    def _tried(self, call: Callable[[], Result], what: str) -> Result:
-        """Call a function again after an error, with growing waits, until it succeeds or `retry_seconds` are over."""
+    def _tried(self, call: Callable[[], Result], what: str, may_be_missing: bool = False) -> Result:
+        """Call a function again after an error, with growing waits, until it succeeds or `retry_seconds` are over.
+
+        Args:
+            may_be_missing: whether an object that is missing is no error of the server. Without a right to list, S3
+                answers 403 for it.
+        """
         began, tries = time.monotonic(), 0
         while True:
             try:
@@ -165,6 +170,8 @@ class Server:
                 raise
             except Exception as error:  # fsspec's drivers raise errors of their own libraries
                 tries += 1
+                if may_be_missing and is_permanent(error):
+                    raise Unavailable(reason(error)) from error
                 waited = time.monotonic() - began
                 pause = min(LONGEST_WAIT, FIRST_WAIT * 2**tries) * random.uniform(0.5, 1.0)
                 over = waited + pause > self.retry_seconds or (tries >= PERMANENT_TRIES and is_permanent(error))
