@@ -380,7 +380,7 @@ def test_limits_that_are_refused(web: WebServer) -> None:
 
 def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     assert refusal_of(opened, "s3://bucket/images") == "s3://bucket/images: s3:// needs s3fs: pip install s3fs"
     assert "there is no protocol nowhere: known are" in refusal_of(opened, "nowhere://bucket/images")
 

@@ -3,6 +3,8 @@
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from lockstep.text import plural
 from lockstep.vision.data.labelled import PARTS
 from lockstep.vision.data.mds import names_in
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.remote_index import MOST_LISTED, Records, open_remote
+from lockstep.vision.data.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
 from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
 from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
 from lockstep.vision.data.shard_index import Index, cache_folder, index_root
@@ -33,6 +35,8 @@ class Remote:
         cache_gb: its limit; None: a part of the disk stays free.
         retry_seconds: how long a request is tried again.
         index_dir: the folder for indexes; None: the user's cache.
+        anew: whether the server is asked about all shards, whatever is known of them.
+        may_be_empty: whether there may be nothing at the URL yet.
 
     Attributes:
         paths: of the shards, below the URL.
@@ -47,7 +51,8 @@ class Remote:
         cache_gb: float | None = None,
         retry_seconds: float = 300.0,
         index_dir: str | None = None,
-        reads_records: bool = True,
+        anew: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
         if cache_gb is not None and (type(cache_gb) not in (int, float) or not 0 < cache_gb < float("inf")):
             raise UserError(f"data.cache_gb={cache_gb}: must be a number above 0, or null")
@@ -65,25 +70,32 @@ class Remote:
         self.server = Server(base, retry_seconds)
         self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None))
         named = expanded(pattern) if pattern else None
-        published = self.records.published() if reads_records else None
-        self.stats: Mapping[str, Stat] = self._listed(named, published)
+        published = self.records.published()
+        self.stats: Mapping[str, Stat] = self._listed(named, published, anew, may_be_empty)
+        if anew and (named is not None or not self.server.lists):
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                asked = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), self.stats)
+                self.stats = dict(zip(self.stats, asked, strict=True))
         self.paths = [*self.stats]
 
-    def _listed(self, named: Sequence[str] | None, published: dict[str, Stat] | None) -> Mapping[str, Stat]:
+    def _listed(
+        self, named: Sequence[str] | None, published: dict[str, Stat] | None, anew: bool, may_be_empty: bool
+    ) -> Mapping[str, Stat]:
         """Return the shards with what the server says of them.
 
         Args:
             named: the paths that a pattern names; None: there is no pattern.
             published: the shards of which there are records beside the shards; None: there are none.
+            anew, may_be_empty: of `Remote`.
         """
         from lockstep.vision.data.shards import SHARD
 
         if named is not None:
             return {path: (published or {}).get(path, UNKNOWN) for path in named}
-        if published is not None and (len(published) > MOST_LISTED or not self.server.lists):
+        if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
             return published
         if self.server.lists:
-            found = self.server.files()
+            found = self.server.files(may_be_empty)
             return {
                 path: stat
                 for path, stat in found.items()

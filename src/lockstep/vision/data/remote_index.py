@@ -6,7 +6,6 @@ files beside the shards, if it may. A run makes its own index of the records, on
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import logging
@@ -42,7 +41,7 @@ from lockstep.vision.data.pixels import (
     too_large_text,
 )
 from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
-from lockstep.vision.data.shard_cache import Known, ShardCache, Table
+from lockstep.vision.data.shard_cache import Known, ShardCache, Table, digest_of
 from lockstep.vision.data.shard_index import (
     BORDERS,
     COLUMNS,
@@ -237,15 +236,18 @@ class Records:
         where = f"{self.server.url}/{path}"
         if stat[0] < 0:
             stat = self.server.tried(lambda: self.server.stat(path), where)
-        known, (images, highest) = self.cache.fetch_new(path, stat, self._examined)
+        known, (images, highest) = self.cache.fetch_new(path, stat, self.examined)
         record = Record(known, images, highest)
         facts = np.frombuffer(json.dumps(record.facts()).encode(), np.uint8)
         with contextlib.suppress(OSError), replacing(self._file(path)) as target:
-            np.savez(target, facts=facts, **images.arrays())  # type: ignore[arg-type]
+            np.savez(target, facts=facts, **images.arrays())
         return record
 
-    def _examined(self, where: str, source: Path, kept: IO[bytes]) -> tuple[Scanned, list[int]]:
-        """Return the images of a shard, and the highest values of some of 16 bits. Refuse images with bad headers."""
+    def examined(self, where: str, source: Path, kept: IO[bytes]) -> tuple[Scanned, list[int]]:
+        """Return the images of a shard, and the highest values of some of 16 bits. Refuse bad headers.
+
+        It is an `Examine` of the cache.
+        """
         images = Scanned.of(scan(where, self.options["image"], self.options["label"], source, kept))
         kept.flush()
         highest: list[int] = []
@@ -300,10 +302,10 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "all.npz"
         with replacing(file) as target:
-            arrays = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
-            np.savez(target, **arrays)  # type: ignore[arg-type]
+            arrays: Any = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+            np.savez(target, **arrays)
         with open(file, "rb") as written:
-            sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+            sha256 = digest_of(written, "sha256")
         described = {"npz": sha256, "bytes": file.stat().st_size, "shards": [record.facts() for record in records]}
         description = self.folder / "all.json"
         write(description, json.dumps(described).encode())

@@ -36,8 +36,10 @@ CHUNK_SECONDS, LISTING_SECONDS = 60.0, 1800.0  # timeouts of a request, and of a
 FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0  # seconds before another try
 PERMANENT_TRIES = 3  # of an object that is missing or forbidden
 # What a server says of an object's version, in order of preference.
-VERSIONS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "LastModified", "last_modified", "updated")
-VERSIONS += ("Last-Modified", "mtime", "created")
+VERSIONS = (
+    *("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "LastModified", "last_modified", "updated"),
+    *("Last-Modified", "mtime", "created"),
+)
 Result = TypeVar("Result")
 Stat = tuple[int, str]  # size in bytes and version; -1 and an empty text: unknown
 
@@ -76,8 +78,11 @@ class Server:
         """Whether the server lists its objects."""
         return self.url.partition(":")[0] not in NO_LISTING
 
-    def files(self) -> dict[str, Stat]:
+    def files(self, may_be_empty: bool = False) -> dict[str, Stat]:
         """Return the objects below the URL by their paths.
+
+        Args:
+            may_be_empty: whether there may be nothing at the URL.
 
         Raises:
             UserError: They can't be listed.
@@ -90,7 +95,12 @@ class Server:
             return {name: info for name, info in found.items() if info.get("type", "file") == "file"}
 
         root = self._fs()[1].rstrip("/") + "/"
-        found = self.tried(find, self.url)
+        try:
+            found = self._tried(find, self.url, may_be_missing=may_be_empty)
+        except Unavailable as error:
+            if not may_be_empty or not isinstance(error.__cause__, FileNotFoundError):
+                raise UserError(f"{self.url}: {error}: {REMEDY}") from error
+            return {}
         return {name.removeprefix(root): stat_of(info) for name, info in found.items() if name.startswith(root)}
 
     def stat(self, path: str) -> Stat:
@@ -244,10 +254,9 @@ def stat_of(info: Any) -> Stat:
 
 def causes(error: BaseException) -> list[BaseException]:
     """Return an error and those that it was raised from."""
-    chain, seen = [], error
-    while seen is not None and len(chain) < 9:
-        chain.append(seen)
-        seen = seen.__cause__ or seen.__context__  # type: ignore[assignment]
+    chain = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 9:
+        chain.append(before)
     return chain
 
 

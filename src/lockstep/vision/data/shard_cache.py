@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import threading
 import time
@@ -220,7 +221,7 @@ class ShardCache:
         whole = stat.st_size == known.kept_bytes
         if whole and stat.st_mtime_ns != WHOLE:
             with open(file, "rb", closefd=False) as opened:
-                whole = hashlib.file_digest(opened, "sha256").hexdigest() == known.sha256
+                whole = digest_of(opened, "sha256") == known.sha256
         if not whole:
             os.close(file)
             with contextlib.suppress(OSError):
@@ -367,8 +368,10 @@ class ShardCache:
                     if examine is not None:
                         examine(where, part, kept)
                     kept.flush()
-                    kept.seek(0)
-                    sha256 = hashlib.file_digest(kept, "sha256").hexdigest()
+                    sha256 = digest_of(kept, "sha256")
+                    if is_new and not self._is_what_was_sent(known, file, is_last):
+                        file.truncate(0)
+                        continue
                     if is_new or sha256 == known.sha256:
                         stat = file.seek(0, os.SEEK_END), known.stat[1]
                         known = known._replace(sha256=sha256, kept_bytes=kept.seek(0, os.SEEK_END), stat=stat)
@@ -393,6 +396,18 @@ class ShardCache:
                 self.counters.add("retries")
         part.unlink(missing_ok=True)
         raise UserError(f"{where}: has arrived twice with another SHA-256 than that in the index: {self.advice}")
+
+    def _is_what_was_sent(self, known: Known, file: IO[bytes], is_last: bool) -> bool:
+        """Check a new shard by the MD5 that most servers give as its ETag. Refuse one that was replaced meanwhile.
+
+        If it differs twice, the ETag is none: that of a shard in several parts, or encrypted, is something else.
+        """
+        has_md5 = re.fullmatch(r"[0-9a-f]{32}", known.stat[1]) is not None
+        if has_md5 and not is_last and digest_of(file, "md5") != known.stat[1]:
+            self.counters.add("retries")
+            return False
+        self._refuse_replaced(known)
+        return True
 
     def _write(self, file: IO[bytes], content: bytes) -> None:
         """Write to a file; if the disk is full, remove shards that nobody needs, and try again."""
@@ -499,6 +514,12 @@ class ShardCache:
                     for key, first in zip(rows["key"].tolist(), rows["first"].tolist(), strict=True):
                         uses[key] = min(uses.get(key, NEVER), max(0, first))
         return uses
+
+
+def digest_of(file: Any, kind: str) -> str:
+    """Return a hash of an open file, in hex."""
+    file.seek(0)
+    return hashlib.file_digest(file, kind).hexdigest()
 
 
 def reserved_by(path: str) -> int:
