@@ -76,6 +76,9 @@ class Transforms(TypedDict, total=False):
     eval: list[Group] | None
 
 
+CACHE_KEYS = ("cache", "cache_gb", "retry_seconds")  # of data=shards: they decide how shards are fetched, not which
+
+
 @with_config(ConfigDict(extra="allow"))
 class Data(TypedDict, total=False):
     """The keys that every data set has. Other keys are options of the function that opens it."""

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 from lockstep.arithmetic.streams import ShardNeed
 from lockstep.data.datasets import Ids, Source, weights_of
@@ -54,6 +55,17 @@ def reads_ahead(dataset: Any) -> ReadsAhead | None:
     while type(dataset) is Transformed:
         dataset = dataset.dataset
     return dataset if hasattr(dataset, "will_need") else None
+
+
+def fetch_counts(dataset: Any) -> Mapping[str, int] | None:
+    """Return what a data set has fetched for this rank since it was opened, if its method `fetch_counts` says so.
+
+    The numbers are `bytes`; `hits`, how often a shard was there when it was read first; and `waits`, how often not.
+    """
+    while type(dataset) in (Transformed, Subset):
+        dataset = dataset.dataset
+    counts: Mapping[str, int] | None = dataset.fetch_counts() if hasattr(dataset, "fetch_counts") else None
+    return counts
 
 
 def checked_borders(source: Source, options: Mapping[str, Any]) -> Ids:

@@ -63,8 +63,8 @@ def main(words: list[str]) -> int:
     try:
         remote.records.publish(records)
         print(f"{counts}; the index is beside them: {remote.server.url}/{remote.records.beside}.json and .npz")
-    except (Unavailable, NotImplementedError) as error:
+    except (Unavailable, NotImplementedError) as error:  # hf:// may be read-only
         where = remote.records.folder
-        print(f"the index can't be written beside the shards ({error or 'read-only'})", file=sys.stderr)
+        print(f"the index can't be written beside the shards ({error or 'it is read-only'})", file=sys.stderr)
         print(f"{counts}; the index stays in {where}, for the runs of this machine")
     return 0

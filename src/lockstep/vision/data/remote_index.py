@@ -97,6 +97,10 @@ class RemoteImages(LabelledFiles):
         """See `lockstep.data.streams.ReadsAhead`."""
         return self.cache.read_ahead
 
+    def fetch_counts(self) -> dict[str, int]:
+        """Return what this rank's processes have fetched; see `lockstep.data.streams.fetch_counts`."""
+        return self.cache.counters.of_rank()
+
     def will_need(self, step: int, needs: Sequence[ShardNeed]) -> None:
         """See `lockstep.data.streams.ReadsAhead`."""
         self.cache.will_need(step, needs)

@@ -150,6 +150,8 @@ class Server:
 
     def write(self, path: str, local: str | os.PathLike[str]) -> None:
         """Write a local file to an object; raise `Unavailable`."""
+        if not self.lists:
+            raise Unavailable("a web server takes no files")
 
         def put() -> None:
             fs, root = self._fs()
@@ -287,7 +289,7 @@ def is_permanent(error: BaseException) -> bool:
     """Check whether trying again for long would be useless."""
     status = status_of(error)
     if status is not None:
-        return status in (400, 401, 403, 404, 410, 416)
+        return status in (400, 401, 403, 404, 405, 410, 416, 501)
     kinds = (FileNotFoundError, PermissionError, IsADirectoryError)
     return (isinstance(error, kinds) and not refused(error)) or isinstance(error, PermissionError)
 
