@@ -76,7 +76,12 @@ def test_a_folder_becomes_shards_that_train_as_the_folder(
 
     puts: list[str] = []
     write = server.Server.write
-    monkeypatch.setattr(server.Server, "write", lambda self, path, local: (puts.append(path), write(self, path, local)))
+
+    def counted(self: Any, path: str, local: Any) -> None:
+        puts.append(path)
+        write(self, path, local)
+
+    monkeypatch.setattr(server.Server, "write", counted)
     client(s3).delete_object(Bucket="images", Key="made/train-00001.tar")
     shards.main([str(folder), "s3://images/made", "--megabytes", "2", *KEEP])
     assert [path for path in puts if path.endswith(".tar")] == ["train-00001.tar"]  # the others are there
@@ -140,9 +145,12 @@ def test_an_index_goes_on_and_is_beside_the_shards(
         patch.setattr(remote_index.Records, "_made", counted)
         with pytest.raises(KeyboardInterrupt):
             index.main([url])
-    monkeypatch.setattr(
-        remote_index.Records, "_made", lambda self, path, stat: (fetched.append(path), original(self, path, stat))[1]
-    )
+
+    def uninterrupted(self: Any, path: str, stat: Any) -> Any:
+        fetched.append(path)
+        return original(self, path, stat)
+
+    monkeypatch.setattr(remote_index.Records, "_made", uninterrupted)
     assert index.main([url]) == 0
     assert len(fetched) == len(set(fetched)) == 6
     assert "6 shards with 54 images; the index is beside them: s3://images/indexed/.index/" in capsys.readouterr().out

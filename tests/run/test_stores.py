@@ -83,7 +83,7 @@ def test_a_server_that_fails_during_a_run(run_train: Program, shards: Path, tmp_
     cache = (f"data.cache={tmp_path}/mine", f"data.cache_gb={limit}", "num_workers=0")
     first = run(*EXACT, *data, "checkpoint_every=1", *cache, env=env, ok=False)
     assert first.returncode == 2, str(first)
-    assert re.search(rf"error: {web.url}/train-0000[0-3].tar: access is denied \(403\)", first.stderr)
+    assert re.search(rf"error: {web.url}/\w+-0000[0-3].tar: access is denied \(403\)", first.stderr)
     assert "it goes on from its checkpoint" in first.stderr
     assert "Traceback" not in first.stderr
     web.fault = lambda path: None

@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
         shutil.rmtree(made_before, ignore_errors=True)
     try:
         remote.records.publish(records)
-        print(f"{counts}; the index is beside them: {remote.server.url}/{remote.records.beside}.json and .npz")
+        print(f"{counts}; the index is beside them: {remote.server.url}/{remote.records.beside}.json")
     except (Unavailable, NotImplementedError) as error:  # hf:// may be read-only
         where = remote.records.folder
         print(f"the index can't be written beside the shards ({error or 'it is read-only'})", file=sys.stderr)

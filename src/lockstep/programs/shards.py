@@ -260,7 +260,7 @@ class Store:
             records.publish([self.records[name] for name in sorted(names)])
         except Unavailable as error:
             raise UserError(f"{self.remote.server.url}: the index can't be written: {error}: {REMEDY}") from error
-        return f", their index in {records.beside}.json and .npz"
+        return f", their index in {records.beside}.json"
 
 
 def same_content(one: Path, other: Path) -> bool:

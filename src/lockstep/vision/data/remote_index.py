@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -17,7 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,7 +59,7 @@ from lockstep.vision.data.shard_scan import Scanned, scan
 LOG = logging.getLogger("lockstep")
 RECORD_VERSION, INDEX_VERSION = 1, 1  # of the records of shards, and of the index that is made of them
 BESIDE = ".index"  # the folder of the records beside the shards
-TABLE = ("paths", "sizes", "versions", "kept_bytes", "sha256")
+DAMAGED = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, zipfile.BadZipFile)
 MOST_LISTED = 10_000  # shards; with more, a run takes the records beside them without a listing
 CHECKED_DEEP = 4  # images of 16 bits of a shard that are decoded
 CONNECTIONS = 8  # shards that are indexed at the same time
@@ -155,16 +156,20 @@ class Records:
         self.folder = folder / digest(server.url)[:16] / f"records-{self.key}"
         self.beside = f"{BESIDE}/records-{self.key}"  # with the endings .json and .npz
         self.shards = 1  # their number, which decides how many images of each are checked
-        self._published: dict[str, tuple[int, dict[str, Any]]] = {}  # by path: the first image, facts
-        self._columns: dict[str, NDArray[Any]] = {}
+        # Of the records beside the shards:
+        self._number_of: dict[str, int] = {}  # of each shard, by path
+        self._table: dict[str, NDArray[Any]] = {}  # columns with a row for each shard
+        self._texts: dict[str, Any] = {}
+        self._borders: NDArray[Any] = np.zeros(1)  # the first image of each shard
+        self._columns: dict[str, NDArray[Any]] = {}  # with a row for each image
         self._lock = threading.Lock()
-        self._npz: Any = None  # the file of their columns, a `Known`
+        self._files: dict[str, Known] = {}
 
     def published(self) -> dict[str, Stat] | None:
         """Return the shards of which there are records beside the shards; None: there are none.
 
         Raises:
-            UserError: The server does not answer, or the file is damaged.
+            UserError: The server does not answer, or a file is damaged.
         """
         try:
             content = self.server.read_small(f"{self.beside}.json")
@@ -174,15 +179,23 @@ class Records:
             return None
         try:
             described = json.loads(content)
-            first, size = 0, int(described["bytes"])
-            self._npz = Known(f"{self.beside}.npz", (size, ""), size, str(described["npz"]))
-            for facts in described["shards"]:
-                self._published[str(facts["path"])] = first, facts
-                first += int(facts["count"])
-            return {
-                path: (int(facts["stat"][0]), str(facts["stat"][1])) for path, (_, facts) in self._published.items()
+            self._files = {
+                name: Known(f"{self.beside}-{name}.npz", (size := int(described[name]["bytes"]), ""), size, sha256)
+                for name in ("shards", "images")
+                if re.fullmatch("[0-9a-f]{64}", sha256 := str(described[name]["sha256"]))
             }
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+            with np.load(self.cache.fetch(self._files["shards"]), allow_pickle=False) as loaded:
+                table = {name: loaded[name] for name in loaded.files}
+            self._texts = json.loads(table.pop("texts").tobytes())
+            self._table = table
+            self._borders = np.cumsum([0, *table["counts"].tolist()])
+            paths = [os.fsdecode(path) for path in table["paths"].tolist()]
+            if any({"", ".", ".."} & set(path.split("/")) for path in paths):
+                raise ValueError("a shard is elsewhere")
+            self._number_of = {path: number for number, path in enumerate(paths)}
+            stats = zip(table["sizes"].tolist(), table["versions"].tolist(), strict=True)
+            return dict(zip(paths, ((size, version.decode()) for size, version in stats), strict=True))
+        except DAMAGED as error:
             raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> UserError:
@@ -215,24 +228,37 @@ class Records:
         return Record.from_columns(arrays, facts)
 
     def _of_published(self, path: str, stat: Stat) -> Record | None:
-        if path not in self._published:
+        number = self._number_of.get(path)
+        if number is None:
             return None
-        first, facts = self._published[path]
         try:
-            if not is_same(stat, tuple(facts["stat"])):
+            recorded, table = self._known(path, number), self._table
+            if not is_same(stat, recorded.stat):
                 return None
             with self._lock:
                 self._columns = self._columns or self._fetched_columns()
-            stop = first + int(facts["count"])
-            arrays = {name: values[first:stop] for name, values in self._columns.items()}
-            if len(arrays["names"]) != stop - first:
+            images = slice(self._borders[number], self._borders[number + 1])
+            arrays = {name: values[images] for name, values in self._columns.items()}
+            if len(arrays["names"]) != table["counts"][number]:
                 raise ValueError("it has fewer images than shards should have")
-            return Record.from_columns(arrays, facts)
-        except (OSError, ValueError, TypeError, KeyError, IndexError, zipfile.BadZipFile) as error:
+            # the labels are numbered over all shards, and those of a shard in the order of appearance
+            numbers, firsts, label_of = np.unique(arrays["label_of"], return_index=True, return_inverse=True)
+            order = np.argsort(firsts)
+            arrays["label_of"] = np.argsort(order)[label_of].astype(np.int32)
+            facts = self._texts["kinds"][table["kind_of"][number]]
+            labels = [self._texts["labels"][each] for each in numbers[order].tolist()]
+            return Record.from_columns(arrays, {**facts, **recorded._asdict(), "labels": labels})
+        except DAMAGED as error:
             raise self._damaged(error) from error
 
+    def _known(self, path: str, number: int) -> Known:
+        """Return what the records beside the shards know of a shard."""
+        stat = int(self._table["sizes"][number]), self._table["versions"][number].decode()
+        kept = int(self._table["kept_bytes"][number]), self._table["sha256"][number].decode()
+        return Known(path, stat, *kept)
+
     def _fetched_columns(self) -> dict[str, NDArray[Any]]:
-        with np.load(self.cache.fetch(self._npz), allow_pickle=False) as content:
+        with np.load(self.cache.fetch(self._files["images"]), allow_pickle=False) as content:
             return {name: content[name] for name in ("names", "label_of", "starts", "sizes")}
 
     def _made(self, path: str, stat: Stat) -> Record:
@@ -302,20 +328,38 @@ class Records:
 
     def publish(self, records: Sequence[Record]) -> None:
         """Write records beside the shards; raise `Unavailable` if that is not allowed."""
-        columns = [record.images.arrays() for record in records]
+        label_numbers: dict[str, int] = {}
+        kinds: dict[str, int] = {}
+        kind_of = []
+        columns = []
+        for record in records:
+            numbers = [label_numbers.setdefault(label, len(label_numbers)) for label in record.images.labels]
+            label_of = np.array(numbers, np.int32)[record.images.label_of]
+            columns.append({**record.images.arrays(), "label_of": label_of})
+            facts = {**record.images.facts(), "highest": record.highest}
+            del facts["labels"]
+            kind_of.append(kinds.setdefault(json.dumps(facts, sort_keys=True), len(kinds)))
+        texts = {"labels": [*label_numbers], "kinds": [json.loads(kind) for kind in kinds]}
+        shards: Any = {
+            **Table.of([record.known for record in records]).columns(),
+            "counts": np.array([len(record.images.names) for record in records], np.int64),
+            "kind_of": np.array(kind_of, np.int32),
+            "texts": np.frombuffer(json.dumps(texts).encode(), np.uint8),
+        }
+        images: Any = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
+        described = {}
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / "all.npz"
-        with replacing(file) as target:
-            arrays: Any = {name: np.concatenate([each[name] for each in columns]) for name in columns[0]}
-            np.savez(target, **arrays)
-        with open(file, "rb") as written:
-            sha256 = digest_of(written, "sha256")
-        described = {"npz": sha256, "bytes": file.stat().st_size, "shards": [record.facts() for record in records]}
+        for name, arrays in {"images": images, "shards": shards}.items():
+            file = self.folder / f"all-{name}.npz"
+            with replacing(file) as target:
+                np.savez(target, **arrays)
+            with open(file, "rb") as written:
+                described[name] = {"sha256": digest_of(written, "sha256"), "bytes": file.stat().st_size}
+            self.server.write(f"{self.beside}-{name}.npz", file)
+            file.unlink()
         description = self.folder / "all.json"
         write(description, json.dumps(described).encode())
-        self.server.write(f"{self.beside}.npz", file)
         self.server.write(f"{self.beside}.json", description)
-        file.unlink()
         description.unlink()
 
 
@@ -370,20 +414,15 @@ def open_remote(
 
         names = {part: [f"{server.url}/{path}" for path in paths] for part, paths in shards.items()}
         build(new_folder, names, options, scanned())
-        paths, stats, kept_bytes, sha256 = zip(*known, strict=True)
-        sizes, versions = zip(*stats, strict=True)
-        np.save(new_folder / "paths.npy", np.array([os.fsencode(path) for path in paths]))
-        np.save(new_folder / "sizes.npy", np.array(sizes, np.int64))
-        np.save(new_folder / "versions.npy", np.array([version.encode() for version in versions], np.bytes_))
-        np.save(new_folder / "kept_bytes.npy", np.array(kept_bytes, np.int64))
-        np.save(new_folder / "sha256.npy", np.array([each.encode() for each in sha256]))
+        for column_name, array in Table.of(known).columns().items():
+            np.save(new_folder / f"{column_name}.npy", array)
         write(new_folder / "highest.json", json.dumps(highest).encode())
 
     def load(folder: Path) -> Index:
         try:
             content = json.loads((folder / "index.json").read_text("utf-8"))
             highest = json.loads((folder / "highest.json").read_text("utf-8"))
-            table = [column(folder / f"{each}.npy") for each in TABLE]
+            table = [column(folder / f"{each.name}.npy") for each in fields(Table)]
             parts: dict[str, Any] = {}
             first = 0
             for part, sha256 in content["fingerprints"].items():
@@ -391,8 +430,8 @@ def open_remote(
                 borders = column(folder / part / f"{BORDERS}.npy") if options.get("by_place") else None
                 stop = first + len(shards[part])
                 cache = cache_of(Table(*(each[first:stop] for each in table)))
-                fields = (Path(), names, labels, image_size, channels, places, cache, first, sha256, borders)
-                parts[part] = RemoteImages(*fields, reading=reading)
+                values = (Path(), names, labels, image_size, channels, places, cache, first, sha256, borders)
+                parts[part] = RemoteImages(*values, reading=reading)
                 first = stop
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder}: damaged index ({error}): remove it, and it is made again") from error

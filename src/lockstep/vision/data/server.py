@@ -229,7 +229,8 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
     protocol = url.partition(":")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url)
+        # its own one: fsspec would return one that was made with other credentials, or before them
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except ImportError as error:
         package = DRIVERS.get(protocol, error.name or protocol)
         raise UserError(f"{url}: {protocol}:// needs {package}: pip install {package}") from error

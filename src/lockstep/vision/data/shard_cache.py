@@ -19,7 +19,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -69,6 +69,21 @@ class Table:
     versions: NDArray[np.bytes_]
     kept_bytes: NDArray[np.int64]
     sha256: NDArray[np.bytes_]
+
+    @classmethod
+    def of(cls, known: Sequence[Known]) -> "Table":
+        """Return the table of some shards."""
+        return cls(
+            np.array([os.fsencode(each.path) for each in known], np.bytes_),
+            np.array([each.stat[0] for each in known], np.int64),
+            np.array([each.stat[1].encode() for each in known], np.bytes_),
+            np.array([each.kept_bytes for each in known], np.int64),
+            np.array([each.sha256.encode() for each in known], np.bytes_),
+        )
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return the columns by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __getitem__(self, number: int) -> Known:
         stat = int(self.sizes[number]), self.versions[number].decode()

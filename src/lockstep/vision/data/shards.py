@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from lockstep.data.datasets import Source
@@ -130,12 +130,14 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
     Raises:
         UserError: There are no shards, one is compressed, or only some name a part.
     """
-    files = sorted(names, key=lambda name: PurePosixPath(name).parts)
+    files = sorted(names, key=lambda name: name.split("/"))
     if packed := [name for name in files if not name.endswith(EXTENSIONS)]:
         raise UserError(f"shards: {root}/{packed[0]} is compressed: unpack it, since its images are read singly")
     if not files:
         raise UserError(f"shards: {root} has no shards: it must {WANTED}")
-    of_part = {part: [name for name in files if part_of(name) == part] for part in (*PARTS, "all")}
+    of_part: dict[str, list[str]] = {part: [] for part in (*PARTS, "all")}
+    for name in files:
+        of_part[part_of(name)].append(name)
     of_part = {part: paths for part, paths in of_part.items() if paths}
     if "all" in of_part and len(of_part) > 1:
         other = next(iter(of_part.values()))[0].rpartition("/")[2]
