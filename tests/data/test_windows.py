@@ -98,10 +98,10 @@ def test_a_run_that_goes_on_with_other_ranks_reads_each_sample_once() -> None:
     assert sorted(seen) == list(range(sum(SIZES)))
 
     read: list[int] = []
-    for ranks, skipped, steps in ((2, 0, 7), (3, 7 * 12 // 3, None)):
+    for ranks, skipped, most in ((2, 0, 7), (3, 7 * 12 // 3, None)):
         for rank in range(ranks):
             batches = DataLoader(Stream(rank, ranks, skipped), batch_size=12 // ranks)
-            read += [sample for batch in islice(batches, steps) for sample in batch.tolist()]
+            read += [sample for batch in islice(batches, most) for sample in batch.tolist()]
     times = Counter(read)
     assert len(times) < sum(SIZES)  # some are lost
     assert max(times.values()) > 1  # others come twice
