@@ -39,7 +39,7 @@ from lockstep.run.summary import summary_of
 PAGE = ROOT / "docs" / "results" / "windows.md"
 WINDOWS: tuple[int | None, ...] = (None, 8, 4, 2)
 BATCH, PIECES = 128, (1, 4, 16)  # the second number of pieces is that of the runs
-MODELS = (("mnist_cnn",), ("fast_cnn", "model.width=[8,16,32,64]"))
+MODELS = (("mnist_cnn", "lr=0.01"), ("fast_cnn", "model.width=[8,16,32,64]", "lr=0.05"))
 TASK = (
     *("data=shards", "data.image_size=32", "data.val_fraction=0", "scheduler=cosine", "accelerator=cpu", "logger=none"),
     *(f"batch_size={BATCH}", f"pieces={PIECES[1]}", "num_workers=0", "threads=1"),
@@ -109,7 +109,6 @@ def main() -> int:
     parser.add_argument("--shard", type=int, default=100, help="images of a shard (default: 100)")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each kind (default: 2)")
-    parser.add_argument("--lr", type=float, default=0.05)
     options = parser.parse_args()
     if not (options.folder / "train").is_dir() or not (options.folder / "test").is_dir():
         print(f"error: {options.folder} has no train/ and test/: it must have both", file=sys.stderr)
@@ -125,7 +124,7 @@ def main() -> int:
         def run(of: tuple[int | None, tuple[str, ...], int]) -> float:
             window, (model, *keys), seed = of
             chosen = [f"model={model}", *keys, f"data.window={'null' if window is None else window}", f"seed={seed}"]
-            chosen += [f"max_epochs={options.epochs}", f"lr={options.lr}"]
+            chosen += [f"max_epochs={options.epochs}"]
             score = accuracy(root, scratch / f"{window}-{model}-{seed}", chosen)
             print(*chosen, score, flush=True)
             return score
@@ -143,7 +142,7 @@ def main() -> int:
         count, tested, classes = len(splits.train), len(splits.test), splits.spec.num_classes
     about = (
         f"{count:,} images of {classes} classes in {shards} shards, {tested:,} test images; steps of {BATCH} images in "
-        f"{PIECES[1]} pieces; {options.epochs} epochs, {options.seeds} seeds, lr {options.lr}."
+        f"{PIECES[1]} pieces; {options.epochs} epochs, {options.seeds} seeds."
     )
     machine = f"{available_cores()} cores of {cpu_name()}, commit {commit_of(ROOT)}."
     columns = ["shards in a window", "entropy of a step", "of a piece", "mnist_cnn", "fast_cnn (BatchNorm)"]
