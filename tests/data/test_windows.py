@@ -215,6 +215,7 @@ def test_no_label_of_the_training_set_is_read_at_the_start(monkeypatch: pytest.M
     order = data.order(layout(batch_size=12, pieces=4), 1)
     assert (order.window, order.shard_borders.tolist()) == (2, borders(SIZES).tolist())
     assert data.class_counts() is None
+    assert data.about == "each piece of a step reads 2 shards at a time"
 
 
 def test_the_fingerprint_depends_on_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,9 +101,7 @@ def shards(
         what = "nothing is tested" if test is None else of_val
     passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
     in_shards = passed_over_text(index.passed_over, IMAGES)
-    shards_read = "" if window is None else f"each piece of a step reads {plural(window, 'shard')} at a time"
-    texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", shards_read, what]
-    texts += [passed_over, in_shards]
+    texts = [f"shards: {plural(len(files), 'file')} in {root}, index in {index.folder}", what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
     return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window)
