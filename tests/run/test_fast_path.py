@@ -27,7 +27,7 @@ sys.path.insert(0, {str(ROOT / "src")!r})
 from functools import partial
 from lockstep.run import cli, commands
 from train import train
-code, said = cli.run_command(partial(commands.train, train), "train")
+code, said = cli.run_command(partial(commands.train, train), "train", sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, flush=True)
 sys.exit(said or code)
 """

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import composed
 
-from lockstep.config.arguments import check_arguments
+from lockstep.config.arguments import read_arguments
 from lockstep.config.check import Config, check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -141,7 +141,7 @@ def test_command_lines() -> None:
         sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
         override = sign + rng.choice(keys) + equals + rng.choice(values)
         try:
-            check(composed(*check_arguments([override]), *SMALL))
+            check(composed(*read_arguments([override], "train").line, *SMALL))
         except cli.BAD_INPUT as error:
             message = cli.error_line(error)
             assert message.strip(), override

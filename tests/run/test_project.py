@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.errors import UserError
 from lockstep.project import VARIABLE, Project, project, use_project_of
+from lockstep.run import commands
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +83,13 @@ def test_a_program_s_function_is_taken_whatever_its_owner_calls_the_job(tmp_path
     assert projects["older"].function("train") is None
     with pytest.raises(UserError, match=r"train.py: it has no function train: it must define train\(job\)"):
         projects["none"].function("train")
+
+
+def test_a_function_of_another_name_is_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(job: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(SystemExit) as end:
+        commands.command(run, __file__)
+    line = "the function's name says what the program does, and is run: it must be one of train, evaluate, predict"
+    assert (end.value.code, capsys.readouterr().err) == (2, f"error: lockstep.command: {line}\n")

@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 from conftest import LONG_RUN, TINY, Process, Program, Run, checkpoint_of, ended, summary_of, wait_for, workers_of
 
-from lockstep.checkpoint.resume import expand_sweep_resume as arguments
+from lockstep.checkpoint.resume import resolve
+from lockstep.config.arguments import read_arguments
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
 from lockstep.run.sweeps import Progress, Slot, result_lines, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
+
+
+def arguments(typed: list[str]) -> list[str]:
+    """Return the arguments with which Hydra composes the config of a command line."""
+    return resolve(read_arguments(typed, "train")).line
 
 
 def kill_in(process: Process, outputs: Path, job: int) -> None:

@@ -435,5 +435,5 @@ def largest_difference(
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    """Run the program under Hydra."""
     cli.command(export, "export")

@@ -336,5 +336,5 @@ def each(layout: Layout) -> str:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    """Run the program under Hydra."""
     cli.command(parity, "parity")

@@ -203,14 +203,9 @@ def run_trial(job: SweepJob, flags: list[str], log: Path) -> dict[str, Any]:
     """
 
     def start(job: SweepJob) -> None:
-        sys.argv[:] = [
-            str(project().train_program),
-            *job.overrides,
-            f"hydra.run.dir={quote_path(job.folder)}",
-            *flags,
-        ]
+        arguments = [*job.overrides, f"hydra.run.dir={quote_path(job.folder)}", *flags]
         with _redirect_output(log):
-            code, message = cli.run_command(partial(commands.train, None), "train")
+            code, message = cli.run_command(partial(commands.train, None), "train", arguments)
             if message:
                 print(message, file=sys.stderr)
         if code > 128:

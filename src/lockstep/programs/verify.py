@@ -21,7 +21,7 @@ from lockstep.extras.ledger import LEDGER_FILE
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run the program under Hydra, which reads the arguments from `sys.argv`.
+    """Run the program under Hydra.
 
     Raises:
         UserError: the run has no ledger.

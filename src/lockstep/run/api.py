@@ -18,7 +18,7 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from lockstep.checkpoint import resume
-from lockstep.config.arguments import check_arguments
+from lockstep.config.arguments import read_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_versions import VERSION_BASE
 from lockstep.config.pages import quote_path
@@ -63,7 +63,7 @@ def compose(*overrides: str) -> Composed:
     Raises:
         UserError: An override does not fit conf/.
     """
-    with _one_line_errors():
+    with _one_line_errors(overrides):
         cfg, _ = _compose_command(overrides)
         return Composed(as_plain(cfg), overrides)
 
@@ -71,20 +71,20 @@ def compose(*overrides: str) -> Composed:
 def _compose_command(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """Return the config of the command `src/train.py <overrides>`, and its arguments with `resume=` expanded."""
     cli.register_folder()
-    arguments = resume.expand_resume(check_arguments(list(overrides)), "train")
+    arguments = resume.resolve(read_arguments(overrides, "train")).line
     with initialize_config_dir(str(project().conf), **VERSION_BASE):
         return hydra_compose("train", overrides=arguments, return_hydra_config=True), arguments
 
 
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(overrides: Sequence[str]) -> Iterator[None]:
     """Inside the `with` block, turn the errors of Hydra and OmegaConf into UserErrors of one line."""
     try:
         yield
     except UserError:
         raise
     except cli.BAD_INPUT as error:
-        raise UserError(cli.error_line(error)) from None
+        raise UserError(cli.error_line(error, overrides)) from None
 
 
 def train(config: Composed) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def train(config: Composed) -> dict[str, Any]:
     environment.cache_clear()  # the caller may have made a process group since
     if not isinstance(config, Composed):
         raise UserError(f"train() got a {type(config).__name__}: pass the config that compose() returned")
-    with _one_line_errors():
+    with _one_line_errors(config.overrides):
         cfg, arguments = _compose_command(config.overrides)
         now = as_plain(cfg)
         if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
@@ -148,12 +148,10 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
     def program(raw: dict[str, Any], folder: Path) -> None:
         summary.update(commands.train(None, raw, folder), folder=str(folder))
 
-    arguments, full = sys.argv, os.environ.get(FULL_ERROR)
-    sys.argv = ["src/train.py", *config.overrides]
+    full = os.environ.get(FULL_ERROR)
     try:
-        code, line = cli.run_command(program, "train")
+        code, line = cli.run_command(program, "train", config.overrides)
     finally:
-        sys.argv = arguments
         os.environ.pop(FULL_ERROR)
         os.environ.update({FULL_ERROR: full} if full else {})
     _raise_for(code, line)

@@ -9,11 +9,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
@@ -23,10 +22,17 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import command_started_at
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, pages, portable
-from lockstep.config.arguments import check_arguments
+from lockstep.config import pages, portable
+from lockstep.config.arguments import (
+    help_page,
+    no_key_message,
+    no_name_message,
+    no_option_message,
+    read_arguments,
+    unreadable_override_message,
+)
 from lockstep.config.check import as_plain
-from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.hydra_versions import run_hydra
 from lockstep.errors import SweepFailed, UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unknown_rank
@@ -76,7 +82,7 @@ def command(program: Program, config_name: str, file: str | None = None, config_
     import_path = filter(None, [str(project().source), os.environ.get("PYTHONPATH")])  # for jobs of a Hydra launcher
     export(**{STARTED: str(command_started_at), "PYTHONPATH": os.pathsep.join(import_path)})
     disable_garbage_collector()
-    code, last_line = run_command(program, config_name, config_folder)
+    code, last_line = run_command(program, config_name, sys.argv[1:], config_folder)
     if code == 0:  # otherwise torchrun may restart the worker, which then reads what rank zero has decided
         remove_decisions()
     for number in ENDING:  # nothing may interrupt the exit
@@ -86,8 +92,10 @@ def command(program: Program, config_name: str, file: str | None = None, config_
     exit_process(code)
 
 
-def run_command(program: Program, config_name: str, config_folder: Path | None = None) -> tuple[int, str]:
-    """Run the program with the arguments in `sys.argv`, as `command` does. Return the exit code and a line to print."""
+def run_command(
+    program: Program, config_name: str, arguments: Sequence[str], config_folder: Path | None = None
+) -> tuple[int, str]:
+    """Run the program with some arguments, as `command` does. Return the exit code and a line to print."""
     shows_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them and exiting
     register_folder()  # a function of OmegaConf, used in conf/hydra/default.yaml
@@ -102,18 +110,16 @@ def run_command(program: Program, config_name: str, config_folder: Path | None =
 
     try:
         set_signal_handlers()
-        if {"--help", "-h"} & set(sys.argv):
-            page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), config_folder)
-            print(page)
+        if {"--help", "-h"} & set(arguments):
+            print(help_page(read_arguments(arguments, config_name), config_folder))
             return 0, ""
         refuse_unknown_rank()
-        if portable.is_requested(sys.argv[1:]):
+        if portable.is_requested(arguments):
             portable.choose_kernels(portable.PORTABLE)
         join_external()
         primary = pages.primary(config_name, [config_folder] if config_folder else [])
-        sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
-        sys.argv[1:1] = primary.overrides
-        hydra.main(**VERSION_BASE, config_path=str(primary.folder), config_name=primary.name)(run)()
+        resolved = resume.resolve(read_arguments(arguments, config_name))
+        run_hydra(run, [*primary.overrides, *resolved.line], primary.folder, primary.name)
         return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
@@ -132,7 +138,7 @@ def run_command(program: Program, config_name: str, config_folder: Path | None =
     if shows_tracebacks:
         print_traceback(error)
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to continue")]
-    return code, "\n".join([f"error: {error_line(error)}", *notes])
+    return code, "\n".join([f"error: {error_line(error, arguments)}", *notes])
 
 
 def print_traceback(error: BaseException) -> None:
@@ -209,10 +215,11 @@ def run_job_of_sweep(
             sys.exit(interrupted.code)
         raise
     except Exception as error:
+        line = error_line(error, HydraConfig.get().overrides.task)
         if external_workers() > 1 and not is_raised_by_all_ranks(error):
-            sys.exit(f"error: {error_line(error)}")  # the other ranks wait for this one, so it must end
+            sys.exit(f"error: {line}")  # the other ranks wait for this one, so it must end
         if environment().rank == 0:
-            write_conclusion(folder, "failed", error_line(error))
+            write_conclusion(folder, "failed", line)
             if shows_tracebacks:
                 print_traceback(error)
 
@@ -232,25 +239,30 @@ def run_in_folder(program: Program, cfg: DictConfig, folder: Path, writes_in_fol
         program(raw, folder)
 
 
-def error_line(error: BaseException) -> str:
-    """Return an error as one line. For an error of another library or of user code, add its type and its place."""
+def error_line(error: BaseException, overrides: Sequence[str] = ()) -> str:
+    """Return an error as one line. For an error of another library or of user code, add its type and its place.
+
+    Args:
+        error: the error.
+        overrides: those of the command, from which a message takes the name of a chosen page.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):  # OmegaConf wraps the UserError of a resolver
         cause = cause.__cause__ or cause.__context__
-    message = _message(cause or error)
+    message = _message(cause or error, overrides)
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split()))
 
 
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, overrides: Sequence[str]) -> str:
     text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
-        return arguments.no_option_message(*error.missing_cfg_file.rsplit("/", 1))
+        return no_option_message(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", text)):
-        return arguments.no_key_message(match[1], error.__cause__)
+        return no_key_message(match[1], error.__cause__)
     if match := re.match(r"Interpolation key '(\w+)\.name' not found", text):
-        return arguments.no_name_message(match[1], sys.argv[1:])
+        return no_name_message(match[1], overrides)
     if isinstance(error, OverrideParseException):
-        return arguments.unreadable_override_message(error.override)
+        return unreadable_override_message(error.override)
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"{mark.name}:{mark.line + 1}: not valid YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):

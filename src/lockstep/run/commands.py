@@ -3,6 +3,7 @@
 This module imports neither torch nor Lightning, so bad input is refused in a second or two.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,11 @@ def command(function: Function, file: str, **options: Any) -> NoReturn:
         file: the program's own file, `__file__`.
         options: see `predict`.
     """
-    name = function.__name__
+    name = getattr(function, "__name__", "")
+    if name not in PROGRAMS:
+        wrong = f"the function's name says what the program does, and is {name or 'missing'}"
+        print(f"error: lockstep.command: {wrong}: it must be one of {', '.join(PROGRAMS)}", file=sys.stderr)
+        sys.exit(cli.REFUSED)
     cli.command(partial(PROGRAMS[name], function, **options), name, file)
 
 

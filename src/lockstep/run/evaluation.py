@@ -78,7 +78,7 @@ def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, 
 
     def read_record() -> list[Any]:
         path = find_checkpoint(raw)
-        content = checkpoint_io.load(path).get("lockstep")
+        content = checkpoint_io.load(path, tensors=False).get("lockstep")
         if not isinstance(content, dict) or not {"config", "spec"} <= content.keys():
             raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
         record = {name: content.get(name) for name in ("config", "spec", "fingerprint")}

@@ -80,7 +80,7 @@ class Recorded:
         saved = paths.step_checkpoints(folder)
         with suppress(UserError):
             last = paths.last(self.folder)
-            saved.setdefault(int(checkpoint_io.load(last)["global_step"]), last)
+            saved.setdefault(int(checkpoint_io.load(last, tensors=False)["global_step"]), last)
         return saved
 
     @cached_property
