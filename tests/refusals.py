@@ -15,12 +15,12 @@ import yaml
 from conftest import composed
 
 from lockstep.checkpoint.resume import resolve
+from lockstep.commands.cli import BAD_INPUT, error_line
 from lockstep.config import check as config_check
 from lockstep.config.arguments import read_arguments
 from lockstep.config.check import Config, check
+from lockstep.job.evaluation import find_checkpoint
 from lockstep.launch import machine
-from lockstep.run.cli import BAD_INPUT, error_line
-from lockstep.run.evaluation import find_checkpoint
 
 TABLE = Path(__file__).with_name("refusals.yaml")
 

@@ -9,11 +9,11 @@ import pytest
 from conftest import ROOT, composed
 
 from lockstep.checkpoint import resume
+from lockstep.commands.cli import BAD_INPUT, error_line
 from lockstep.config.arguments import read_arguments
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.run.build import make_module
-from lockstep.run.cli import BAD_INPUT, error_line
+from lockstep.job.build import make_module
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # A message that is longer than a line goes on in lines that are indented further.

@@ -30,7 +30,7 @@ from lockstep.programs.comparison.trace import (
     WRITING as NOT_TAKEN,
 )
 from lockstep.programs.comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
-from lockstep.run.summary import weights_sha256
+from lockstep.report.summary import weights_sha256
 from lockstep.text import join_names, plural
 
 MOST_STEPS = 200  # steps that are taken again
