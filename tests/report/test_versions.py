@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT, page_file
 
 Record = Mapping[str, Mapping[str, str]]  # version -> experiment -> hash of the weights
-RECORD: Record = yaml.safe_load((ROOT / "tests" / "run" / "bits.yaml").read_text())
+RECORD: Record = yaml.safe_load((ROOT / "tests" / "report" / "bits.yaml").read_text())
 NEXT = "Unreleased"
 
 
