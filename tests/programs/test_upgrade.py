@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import pages
 from lockstep.config.check import as_plain, check
-from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.hydra_quirks import VERSION_BASE
 from lockstep.config.instantiate import locate, targets_in
 from lockstep.errors import UserError
 from lockstep.project import use_project_of

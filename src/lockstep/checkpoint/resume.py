@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.checkpoint import paths
 from lockstep.config import value_checks
 from lockstep.config.arguments import LIST_GROUPS, Arguments, config_dirs_of, is_sweep, key
-from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.hydra_quirks import VERSION_BASE
 from lockstep.config.pages import options, primary, quote_path, search_path_override
 from lockstep.errors import UserError
 from lockstep.files import write

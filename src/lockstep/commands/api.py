@@ -21,7 +21,7 @@ from lockstep.checkpoint import resume
 from lockstep.commands import cli, project_programs
 from lockstep.config.arguments import read_arguments
 from lockstep.config.check import as_plain
-from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.hydra_quirks import VERSION_BASE
 from lockstep.config.pages import quote_path
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed

@@ -32,7 +32,7 @@ from lockstep.config.arguments import (
     unreadable_override_message,
 )
 from lockstep.config.check import as_plain
-from lockstep.config.hydra_versions import run_hydra
+from lockstep.config.hydra_quirks import run_hydra
 from lockstep.errors import SweepFailed, UserError
 from lockstep.job.run_folder import FolderBusy, lock_folder, register_folder, remove_refused_folder
 from lockstep.launch import slurm

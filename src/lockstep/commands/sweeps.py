@@ -22,7 +22,6 @@ from statistics import fmean, stdev
 from typing import Any, cast
 
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import as_plain, check
+from lockstep.config.hydra_quirks import BasicSweeper
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
 from lockstep.config.schema import Sweep
 from lockstep.config.value_checks import checker

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser  # the parser of Hydra's flags; Hydra has no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep.config import pages
+from lockstep.config.hydra_quirks import get_args_parser, whole_config
 from lockstep.config.pages import options, quote_path
 from lockstep.config.value_checks import CHOICES, RENAMED, no_such_key_message, unknown_name_message
 from lockstep.errors import UserError
@@ -261,8 +261,7 @@ def no_key_message(key: str, error: Any) -> str:
         return f"{key}: there is no such key; did you mean extras=[{key}]?"
     if error.full_key == group and (names := options(group)):
         return f"{key}: there is no such key; files of {group} add keys: give {group}=<name>, one of {', '.join(names)}"
-    config: Any = OmegaConf.to_container(error.parent_node._get_root())
-    return no_such_key_message(key, config)
+    return no_such_key_message(key, whole_config(error))
 
 
 def unreadable_override_message(override: str) -> str:

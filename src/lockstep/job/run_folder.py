@@ -26,7 +26,7 @@ from typing import Any
 
 from lockstep.config import value_checks
 from lockstep.config.arguments import key
-from lockstep.config.hydra_versions import register_resolver
+from lockstep.config.hydra_quirks import register_resolver
 from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment, external_workers

@@ -1,4 +1,4 @@
-"""How Hydra is called, and what Hydra 1.3 and 1.4 want said differently.
+"""How Hydra is called: its private names, and what Hydra 1.3 and 1.4 want said differently.
 
 Python 3.14 needs Hydra 1.4, which is a release candidate.
 """
@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+
+# Hydra has no public name for these: its sweeper, and the parser of its flags. `hydra_plugins` has private names of its
+# own: each program with Hydra imports it, and must not import Lockstep by that.
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper as BasicSweeper
+from hydra._internal.utils import get_args_parser as get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 IS_1_3 = hydra.__version__.startswith("1.3.")
@@ -43,3 +48,9 @@ def run_hydra(function: Callable[[DictConfig], None], arguments: Sequence[str], 
         hydra.main(**VERSION_BASE, config_path=str(folder), config_name=page)(call)()
     finally:
         sys.argv[:] = typed
+
+
+def whole_config(error: Any) -> dict[str, Any]:
+    """Return the config in which an error of OmegaConf was raised, as plain containers."""
+    config: Any = OmegaConf.to_container(error.parent_node._get_root())
+    return dict(config)
