@@ -34,7 +34,7 @@ from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.launch.machine import available_cores
 from lockstep.programs.common.showing import markdown
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 PAGE = ROOT / "docs" / "results" / "windows.md"
 WINDOWS: tuple[int | None, ...] = (None, 8, 4, 2)

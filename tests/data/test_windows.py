@@ -22,7 +22,7 @@ from lockstep.data.build import open_data
 from lockstep.data.loaders import ChunkDataset, StepDataset
 from lockstep.data.streams import reads_ahead
 from lockstep.data.transforms import Transformed
-from lockstep.run.training import first_batch
+from lockstep.job.training import first_batch
 
 SIZES = [17, 30, 5, 22, 40, 9, 31, 12]
 SPEC = Spec(1, 6, ("a", "b"))
