@@ -31,5 +31,5 @@ def stream_orders(draw: st.DrawFn) -> StreamOrder:
     pieces = draw(st.integers(1, 9))
     sizes = draw(st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(any))
     on = layout(pieces * draw(st.integers(1, 12)), pieces)
-    options = {"shard_borders": borders(sizes), "window": draw(st.integers(1, 6))}
-    return StreamOrder(sum(sizes), on, draw(st.integers(0, 2**63)), **options)
+    seed, window = draw(st.integers(0, 2**63)), draw(st.integers(1, 6))
+    return StreamOrder(sum(sizes), on, seed, shard_borders=borders(sizes), window=window)

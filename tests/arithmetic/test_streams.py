@@ -4,6 +4,7 @@ import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_a_start_in_a_large_set_computes_windows_only(shards: int, monkeypatch: 
     """A hundred million samples: the numbers that are hashed are those of the shards and of some windows."""
     hashed: list[int] = []
 
-    def counted(*keys: object) -> object:
+    def counted(*keys: Any) -> Any:
         hashed.append(sum(each.size for each in keys if isinstance(each, np.ndarray)))
         return hash64(*keys)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import composed
 
-from lockstep.config.arguments import check_arguments, no_option_message
+from lockstep.config.arguments import no_option_message, read_arguments
 from lockstep.config.pages import group_file, options
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
@@ -73,7 +73,7 @@ def test_keys_that_people_type(key: str, here: str) -> None:
 )
 def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], pattern: str) -> None:
     with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {pattern}$"):
-        check_arguments(arguments)
+        read_arguments(arguments, "train")
 
 
 def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> None:
@@ -100,7 +100,7 @@ def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
 )
 def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: str, right: str) -> None:
     with pytest.raises(UserError, match=rf": there is no such file; give {re.escape(right)}$"):
-        check_arguments([argument])
+        read_arguments([argument], "train")
 
 
 @pytest.mark.parametrize(

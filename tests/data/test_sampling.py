@@ -26,7 +26,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.data import Source, Spec
 from lockstep.data.build import open_data
 from lockstep.data.datasets import labels_of, read_labels, weights_of
-from lockstep.run.training import first_batch
+from lockstep.job.training import first_batch
 
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)
 IMAGES = torch.arange(100, dtype=torch.uint8)[:, None, None, None].expand(100, 1, 4, 4).contiguous()

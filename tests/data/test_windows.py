@@ -22,7 +22,7 @@ from lockstep.data.build import open_data
 from lockstep.data.loaders import ChunkDataset, StepDataset
 from lockstep.data.streams import reads_ahead
 from lockstep.data.transforms import Transformed
-from lockstep.run.training import first_batch
+from lockstep.job.training import first_batch
 
 SIZES = [17, 30, 5, 22, 40, 9, 31, 12]
 SPEC = Spec(1, 6, ("a", "b"))
@@ -98,10 +98,10 @@ def test_a_run_that_goes_on_with_other_ranks_reads_each_sample_once() -> None:
     assert sorted(seen) == list(range(sum(SIZES)))
 
     read: list[int] = []
-    for ranks, skipped, steps in ((2, 0, 7), (3, 7 * 12 // 3, None)):
+    for ranks, skipped, most in ((2, 0, 7), (3, 7 * 12 // 3, None)):
         for rank in range(ranks):
             batches = DataLoader(Stream(rank, ranks, skipped), batch_size=12 // ranks)
-            read += [sample for batch in islice(batches, steps) for sample in batch.tolist()]
+            read += [sample for batch in islice(batches, most) for sample in batch.tolist()]
     times = Counter(read)
     assert len(times) < sum(SIZES)  # some are lost
     assert max(times.values()) > 1  # others come twice
@@ -215,6 +215,7 @@ def test_no_label_of_the_training_set_is_read_at_the_start(monkeypatch: pytest.M
     order = data.order(layout(batch_size=12, pieces=4), 1)
     assert (order.window, order.shard_borders.tolist()) == (2, borders(SIZES).tolist())
     assert data.class_counts() is None
+    assert data.about == "each piece of a step reads 2 shards at a time"
 
 
 def test_the_fingerprint_depends_on_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

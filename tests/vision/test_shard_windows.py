@@ -16,7 +16,7 @@ from lockstep.checkpoint.start import check_checkpoint_fits
 from lockstep.config.check import Config, check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.run.provenance import checkpoint_record
+from lockstep.report.provenance import checkpoint_record
 
 PARTS = (("train", 14), ("val", 2), ("test", 4))
 RUN = (

@@ -213,8 +213,8 @@ class ResumeState(Callback):
     optimizer keeps its state, such as momentum. A new schedule starts at its value for the checkpoint's step.
 
     Args:
-        record: the entry `lockstep` of each checkpoint, without metrics; see `lockstep.run.provenance`.
-        settings: plain settings of the module's optimizer and schedule; see `lockstep.run.optimizers.settings`.
+        record: the entry `lockstep` of each checkpoint, without metrics; see `lockstep.report.provenance`.
+        settings: plain settings of the module's optimizer and schedule; see `lockstep.job.optimizers.settings`.
         steps_per_epoch: optimizer steps of an epoch.
     """
 

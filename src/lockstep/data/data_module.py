@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
+from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, SampleSets, Splits, innermost_dataset
 from lockstep.data.labels import LabelCheck, in_memory, label_checks
@@ -122,7 +123,9 @@ class StepDataModule(pl.LightningDataModule):
 
     @property
     def _stop_step(self) -> int | None:
-        """The number of optimizer steps after which the run ends; None: it has no limit."""
+        """The number of steps after which the run ends; None: it has no limit, or no shards to announce until then."""
+        if not isinstance(self.order, StreamOrder):
+            return None
         trainer: Any = self.trainer
         epochs = trainer.max_epochs
         limits = [trainer.max_steps, -1 if epochs is None else epochs * self.order.steps_per_epoch]
