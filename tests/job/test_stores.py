@@ -54,7 +54,7 @@ def test_a_bucket_trains_the_weights_of_the_folder(
     process = program.start(
         *EXACT, f"data_dir={url}", "max_steps=12", "checkpoint_every=1", "strategy=ddp", "devices=2", env=env
     )
-    folder = wait_for(lambda: next((path.parent.parent for path in program.outputs.rglob("last.ckpt")), None), process)
+    folder = program.wait_for_checkpoint(process)
     wait_for(lambda: checkpoint_of(folder)["global_step"] >= 3, process)
     program.kill(process)
     shutil.rmtree(tmp_path / "cache")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import composed
 from small_data import config, refusal_of
 from store_servers import WebServer, files_in, s3_server, upload
 from written_shards import write_folder, write_shards, write_tar
 
 from lockstep.arithmetic.streams import ShardNeed
+from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep.vision.data import server as servers
@@ -223,7 +226,6 @@ def test_a_limit_removes_what_is_needed_last(web: WebServer, tmp_path: Path) -> 
     cache.read(2, 0, 9)
     assert [cache.path(cache.known(number)).exists() for number in range(3)] == [False, True, True]
     step(9, (0, 14), (2, 12), (1, 90))
-    cache._process.files.clear()
     cache.read(0, 0, 9)
     assert [cache.path(cache.known(number)).exists() for number in range(3)] == [True, False, True]
 
@@ -365,6 +367,42 @@ def test_a_full_disk_ends_in_a_line(web: WebServer, tmp_path: Path, monkeypatch:
     assert len(samples(part)) == 42
 
 
+@pytest.fixture
+def small_disk(processes: None, tmp_path: Path) -> Iterator[Any]:
+    """Return a function that mounts a file system of some bytes, where that is allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mounted(size: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("only root may mount a file system")
+        return folder
+
+    yield mounted
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("cache_gb", [None, 1])
+def test_a_disk_for_a_part_of_the_shards_is_enough(web: WebServer, small_disk: Any, cache_gb: int | None) -> None:
+    """Without a limit the disk is one; with a wrong one it is full, and what nobody needs goes."""
+    expected = samples(opened(web.url + NAMES, **EACH).train)  # and the index
+    sizes = [(web.folder / f"train-{number:05}.tar").stat().st_size for number in range(3)]
+    folder = small_disk(2 * max(sizes) + 30_000)
+    assert folder.stat().st_dev != web.folder.stat().st_dev
+    part = opened(web.url + NAMES, **EACH, cache=str(folder), cache_gb=cache_gb).train
+    actual = samples(part)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(actual, expected, strict=True))
+    assert sum(path.stat().st_size for path in folder.rglob("*") if len(path.name) == 64) <= 2 * max(sizes) + 30_000
+
+
+def test_a_disk_below_a_shard_ends_in_a_line(web: WebServer, small_disk: Any) -> None:
+    opened(web.url + NAMES, **EACH)
+    folder = small_disk(8192)
+    line = refusal_of(samples, opened(web.url + NAMES, **EACH, cache=str(folder)).train)
+    assert f"{folder}/shards: no space for train-0000" in line
+
+
 def test_limits_that_are_refused(web: WebServer) -> None:
     def line(**changes: Any) -> str:
         return refusal_of(opened, web.url + NAMES, **EACH, **changes)
@@ -399,6 +437,23 @@ def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_url_with_a_secret_is_refused_without_it(url: str) -> None:
     assert "secret" not in (line := refusal_of(opened, url))
     assert line.startswith("data_dir: ")
+
+
+@pytest.mark.parametrize("name", ["image_folder", "mnist", "cifar10"])
+def test_a_url_is_for_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refusal_of(open_data, config(name), "s3://bucket/images")
+    assert line == f"{name}: data_dir=s3://bucket/images is a URL: must be a folder (data=shards reads shards of a URL)"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_url_stays_one_in_the_config() -> None:
+    for given, kept_as in {
+        "s3://bucket/images/": "s3://bucket/images",
+        "file:///images/x": "/images/x",
+        "images:2": str(Path("images:2").absolute()),
+    }.items():
+        assert check(composed(f"data_dir='{given}'")).data_dir == kept_as
 
 
 def test_patterns_that_are_refused() -> None:

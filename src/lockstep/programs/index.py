@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--index-dir", help="as the key data.index_dir")
     made.add_argument("--cache", help="as the key data.cache")
     made.add_argument("--cache-gb", type=float, help="as the key data.cache_gb")
-    made.add_argument("--retry-seconds", type=float, default=300.0, help="as the key data.retry_seconds")
+    made.add_argument("--retry-seconds", type=float, default=240.0, help="as the key data.retry_seconds")
     return made
 
 

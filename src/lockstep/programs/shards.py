@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("place", help="a folder or a URL for the shards")
     made.add_argument("--megabytes", type=int, default=64, help="size of a shard, in MiB (default 64)")
     made.add_argument("--seed", type=int, default=0, help="of the order of the images")
-    made.add_argument("--retry-seconds", type=float, default=300.0, help="as the key data.retry_seconds")
+    made.add_argument("--retry-seconds", type=float, default=240.0, help="as the key data.retry_seconds")
     return made
 
 

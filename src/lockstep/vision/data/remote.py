@@ -49,7 +49,7 @@ class Remote:
         options: Mapping[str, Any],
         cache: str | None = None,
         cache_gb: float | None = None,
-        retry_seconds: float = 300.0,
+        retry_seconds: float = 240.0,
         index_dir: str | None = None,
         anew: bool = False,
         may_be_empty: bool = False,
@@ -125,11 +125,7 @@ class Remote:
         """Return the cache of the shards of a table. Each has its own connection."""
         remedy = f"make the index again by `lockstep index {self.data_dir}`, and start a new run"
         server = Server(self.server.url, self.retry_seconds)
-        image, label = self.options["image"], self.options["label"]
-
-        def pack(where: str, source: Path, kept: Any) -> None:
-            scan(where, image, label, source, kept)
-
+        pack = partial(packed_again, self.options["image"], self.options["label"])
         return ShardCache(server, table, self.folder, self.gigabytes, pack, remedy)
 
     def open(
@@ -161,6 +157,11 @@ class Remote:
         if window is None and total > self.gigabytes * GIB:
             each = f"the shards take {total / GIB:.3g} GB, and without data.window every step reads from all of them"
             raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")
+
+
+def packed_again(image: str | None, label: str, where: str, source: Path, kept: Any) -> None:
+    """Write the images of a packed shard, as when it was indexed; see `Examine` of the cache."""
+    scan(where, image, label, source, kept)
 
 
 def split_pattern(url: str) -> tuple[str, str]:

@@ -59,7 +59,7 @@ class Server:
     """
 
     url: str
-    retry_seconds: float = 300.0
+    retry_seconds: float = 240.0
     on_retry: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:

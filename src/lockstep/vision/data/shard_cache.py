@@ -16,7 +16,6 @@ import shutil
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
@@ -36,12 +35,12 @@ from lockstep.vision.data.shard_scan import is_packed
 FULL = (errno.ENOSPC, errno.EDQUOT)
 THREADS = 4  # of a process, that fetch ahead
 FIRST_AHEAD, MOST_AHEAD = 4, 64  # shards
-OPEN_FILES = 64  # of a process
 GIB = 1 << 30
 LEFT_FREE = 0.05  # of the disk, without a limit
 WHOLE = 1_000_000_007  # the time of change, ns after 1970, of files that were checked and not touched since
 NEVER = 1 << 62  # steps until an unlisted shard is needed
-PLAN = np.dtype([("key", "<u8"), ("first", "<i8"), ("last", "<i8")])
+LATER = 1 << 40  # steps that are added for a data set that is not being read
+PLAN = np.dtype([("key", "<u8"), ("first", "<i8")])  # of a shard: begin of its hash, steps until it is needed
 COUNTS = ("bytes", "fetched", "hits", "waits", "wait_ns", "retries")
 WORKERS, RANKS = 65, 64  # slots of counters: each process of a rank has one
 
@@ -117,13 +116,25 @@ class _OfProcess:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self.files: OrderedDict[int, int] = OrderedDict()  # open files by shard
+        self.seen: set[int] = set()  # shards that were read
         self.futures: dict[int, Future[None]] = {}  # shards that are being fetched
         self.wanted: list[ShardNeed] = []
         self.step = 0
         self.changed = threading.Condition(self.lock)
         self.threads: list[threading.Thread] = []
         self.plan: Any = None  # the open file of this process's list
+        self.rows = np.empty(0, PLAN)  # its content
+
+
+_ACTIVE: dict[str, _OfProcess] = {}  # that of the data set which this process reads
+
+
+def _write_rows(process: _OfProcess, rows: NDArray[Any]) -> None:
+    if process.plan is not None:
+        with contextlib.suppress(OSError):
+            content = rows.tobytes()
+            os.pwrite(process.plan.fileno(), content, 0)
+            os.ftruncate(process.plan.fileno(), len(content))
 
 
 class ShardCache:
@@ -172,39 +183,30 @@ class ShardCache:
         Raises:
             UserError: It can't be fetched.
         """
-        process = self._own()
-        with process.lock:
-            file = process.files.get(number)
-            if file is not None:
-                process.files.move_to_end(number)
-                return os.pread(file, size, start)
-        began = time.monotonic_ns()
-        known = self.known(number)
-        opened = self._open_kept(known)
-        if opened is None:
+        process, known = self._own(), self.known(number)
+        is_first = number not in process.seen
+        file = self._open_kept(known, is_first)
+        if file is None or is_first:
+            process.seen.add(number)
+            self._activate(process)
+        if file is None:
+            began = time.monotonic_ns()
             with process.lock:
                 future = process.futures.get(number)
-            if future is None:
-                self._fetch(known, None)
-            else:
+            if future is not None:
                 future.result()
-            opened = self._open_kept(known)
-            while opened is None:  # another process has removed it at once
+            while (file := self._open_kept(known)) is None:
                 self._fetch(known, None)
-                opened = self._open_kept(known)
             self.counters.add("waits")
             self.counters.add("wait_ns", time.monotonic_ns() - began)
             self.read_ahead = min(MOST_AHEAD, 2 * self.read_ahead)
-        else:
+        elif is_first:
             self.counters.add("hits")
-        with process.lock:
-            if number in process.files:  # by another thread
-                os.close(opened)
-                opened = process.files[number]
-            process.files[number] = opened
-            while len(process.files) > OPEN_FILES:
-                os.close(process.files.popitem(last=False)[1])
-            return os.pread(opened, size, start)
+        # It is opened for each read: a file that is open takes room after it was removed.
+        try:
+            return os.pread(file, size, start)
+        finally:
+            os.close(file)
 
     def _own(self) -> _OfProcess:
         if self._process.pid != os.getpid():
@@ -221,8 +223,12 @@ class ShardCache:
         """Return the file in which a shard is kept."""
         return self.folder / known.sha256[:2] / known.sha256
 
-    def _open_kept(self, known: Known) -> int | None:
-        """Open what is kept of a shard. Remove it if it is damaged. None: it is not there."""
+    def _open_kept(self, known: Known, notes_use: bool = True) -> int | None:
+        """Open what is kept of a shard. Remove it if it is damaged. None: it is not there.
+
+        Args:
+            notes_use: whether the file gets the time, which tells those that were used long ago.
+        """
         path = self.path(known)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -234,6 +240,8 @@ class ShardCache:
             ) from error
         stat = os.fstat(file)
         whole = stat.st_size == known.kept_bytes
+        if whole and stat.st_mtime_ns == WHOLE and not notes_use:
+            return file
         if whole and stat.st_mtime_ns != WHOLE:
             with open(file, "rb", closefd=False) as opened:
                 whole = digest_of(opened, "sha256") == known.sha256
@@ -266,7 +274,7 @@ class ShardCache:
                 while not process.wanted:
                     process.changed.wait()
                 need = process.wanted.pop(0)
-                if need.shard in process.files or need.shard in process.futures:
+                if need.shard in process.futures:
                     continue
                 future = process.futures[need.shard] = Future()
                 distance = max(0, need.first_step - process.step)
@@ -286,18 +294,28 @@ class ShardCache:
 
     def _write_plan(self, process: _OfProcess, step: int, needs: Sequence[ShardNeed]) -> None:
         """Write this process's list for whoever needs room in the cache. A lock shows that the process exists."""
-        with contextlib.suppress(OSError):  # without it, other shards are removed first
-            if process.plan is None:
+        if process.plan is None:
+            with contextlib.suppress(OSError):  # without it, other shards are removed first
                 (self.folder / "plans").mkdir(parents=True, exist_ok=True)
                 process.plan = open(self.folder / "plans" / uuid.uuid4().hex, "wb", buffering=0)  # noqa: SIM115
                 fcntl.flock(process.plan, fcntl.LOCK_EX)
-            rows = [
-                (int(self.known(each.shard).sha256[:16], 16), each.first_step - step, each.last_step - step)
-                for each in needs
-            ]
-            content = np.array(rows, PLAN).tobytes()
-            os.pwrite(process.plan.fileno(), content, 0)
-            os.ftruncate(process.plan.fileno(), len(content))
+        rows = [(int(self.known(each.shard).sha256[:16], 16), each.first_step - step) for each in needs]
+        process.rows = np.array(rows, PLAN)
+        _write_rows(process, process.rows)
+        self._activate(process)
+
+    @staticmethod
+    def _activate(process: _OfProcess) -> None:
+        """Note that a process reads this data set, and its others later: a process reads one at a time."""
+        before = _ACTIVE.get("process")
+        if before is process:
+            return
+        _ACTIVE["process"] = process
+        if before is not None and before.pid == process.pid:
+            later = before.rows.copy()
+            later["first"] += LATER
+            _write_rows(before, later)
+            _write_rows(process, process.rows)
 
     # --- fetching ---
 
@@ -546,9 +564,12 @@ def reserved_by(path: str) -> int:
 def removed(path: str) -> bool:
     """Remove a file of the cache, unless it is a temporary one of a process that exists. Return whether it is gone."""
     try:
-        if path.endswith(".part"):
-            with open(path, "rb") as file:
+        if path.endswith((".part", ".packed")):
+            locked_file = path.removesuffix(".packed").removesuffix(".part") + ".part"
+            with contextlib.suppress(FileNotFoundError), open(locked_file, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(locked_file)
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         else:
             os.unlink(path)

@@ -39,7 +39,7 @@ def shards(
     window: int | None = None,
     cache: str | None = None,
     cache_gb: float | None = None,
-    retry_seconds: float = 300.0,
+    retry_seconds: float = 240.0,
     known_classes: Sequence[str] = (),
 ) -> Source:
     """Open the tar, parquet and MDS files in a folder, or below a URL.
