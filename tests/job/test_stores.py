@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TIMEOUT, Program, Run, checkpoint_of, wait_for
 from store_servers import WebServer, files_in, s3_server, upload
+from written_mds import SHARDS as MDS
+from written_mds import as_tar
 from written_shards import write_folder, write_shards
 
 pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
@@ -117,3 +119,22 @@ def test_a_url_with_a_secret_is_written_nowhere(tmp_path: Path, processes: None)
     assert "abcsecret" not in run.stdout + run.stderr
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or b"abcsecret" not in path.read_bytes(), path
+
+
+def test_every_format_and_place_trains_the_same_weights(run_train: Program, tmp_path: Path, s3: dict[str, str]) -> None:
+    """MosaicML's shards in a bucket, compressed ones behind a web server on two devices, and tar files on the disk."""
+    pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
+    env = {**s3, **machine(tmp_path, "cache")}
+    options = (*EXACT, "max_epochs=2", "data.image_size=20")
+    bucket = Program(tmp_path / "bucket")(*options, f"data_dir={upload(MDS / 'raw', s3, 'mds')}", env=env)
+    web = WebServer(MDS / "zstd")
+    devices = ("strategy=ddp", "devices=2", "num_workers=1")
+    compressed = Program(tmp_path / "web")(*options, *devices, f"data_dir={web.url}", "logger=csv", env=env)
+    web.stop()
+    tars = Program(tmp_path / "tar")(*options, f"data_dir={as_tar(tmp_path / 'shards')}", env=env)
+    assert digest(bucket) == digest(compressed) == digest(tars)
+    control = run_train(*options, f"data_dir={tmp_path / 'shards'}", "data.window=1", env=env)
+    assert digest(control) != digest(tars)
+    (metrics,) = compressed.folder.rglob("metrics.csv")
+    assert "data/cache_hits" in metrics.read_text()
+    assert "data/fetched_mb_per_second" in metrics.read_text()

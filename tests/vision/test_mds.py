@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from small_data import config, refusal_of
 from store_servers import WebServer
-from written_shards import write_tar
+from written_mds import EXPECTED, SHARDS, as_tar
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 
-SHARDS = ROOT / "tests" / "mds_shards"
 FORMS = ("raw", "zstd")
-EXPECTED = json.loads((SHARDS / "expected.json").read_text())
 BY_PLACE = {"window": 2, "val_fraction": 0, "test_fraction": 0}
 
 
@@ -58,22 +55,6 @@ def test_images_and_labels_are_those_that_were_written(tmp_path: Path, form: str
             assert read(getattr(data, part)) == [sample for shard in shards for sample in shard]
         assert data.shard_borders.tolist() == np.cumsum([0, *map(len, EXPECTED["train"])]).tolist()
     web.stop()
-
-
-def as_tar(root: Path) -> Path:
-    """Write the same shards as tar files."""
-    for part in EXPECTED:
-        images = innermost_dataset(getattr(opened(SHARDS / "raw", **BY_PLACE, index_dir=str(root / "index")), part))
-        first = 0
-        for number, shard in enumerate(EXPECTED[part]):
-            members = {}
-            for place, (label, _) in enumerate(shard):
-                members[f"{place:03}.jpg"] = images.encoded(first + place).getvalue()
-                members[f"{place:03}.cls"] = label.encode()
-            first += len(shard)
-            write_tar(root / f"{part}-{number:05}.tar", members)
-    shutil.rmtree(root / "index")
-    return root
 
 
 def as_parquet(root: Path) -> Path:
