@@ -22,8 +22,8 @@ from lockstep.strategies import DDP, DP, Auto, Strategy
 STRATEGIES = {"auto": Auto, "ddp": DDP, "dp": DP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
-# Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
+# Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 REFUSED_OPTIONS = {
     "plugins": (None, "Lockstep has its own: leave it out"),
     "overfit_batches": (0.0, "give a torch.utils.data.Subset as the training set"),
@@ -98,7 +98,7 @@ def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
     if sync_batchnorm and not isinstance(chosen, DDP):
         raise UserError("Trainer(sync_batchnorm=True) needs strategy='ddp'")
     if sync_batchnorm:
-        chosen = DDP(chosen.shares or None, True, "none" if chosen.compression == "none" else chosen.compression)  # type: ignore[arg-type]
+        chosen = DDP(chosen.shares or None, True, chosen.compression)  # type: ignore[arg-type]
     return chosen
 
 
