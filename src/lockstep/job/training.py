@@ -140,7 +140,7 @@ class TrainingJob(Job):
         return trainer
 
     def skips_fit(self) -> bool:
-        """Count a `trainer.fit`. Return whether the run continues from a checkpoint that a later one has saved."""
+        """Count a call of `trainer.fit`. Return whether it has nothing to do, since a resumed run is in a later fit."""
         self._fits += 1
         self._resume_state.fits = self._fits
         return self._fits < self._first_fit
