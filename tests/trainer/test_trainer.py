@@ -260,6 +260,7 @@ class Transfers(Data):
         ({"batchsize": 3}, "Trainer(batchsize=...): there is no such option: use batch_size"),
         ({"plugins": [1]}, "Trainer(plugins=[1]) can't be used"),
         ({"overfit_batches": 1}, "Trainer(overfit_batches=1) can't be used"),
+        ({"val_check_interval": "00:00:10:00"}, "give a number of steps, since a time comes after other steps"),
         ({"limit_train_batches": 3}, "Trainer(limit_train_batches=3) can't be used"),
         ({"reload_dataloaders_every_n_epochs": 1}, "the training set must stay"),
         ({"precision": "16-mixed"}, "fp16 needs a GPU"),

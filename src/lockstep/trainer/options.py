@@ -3,9 +3,10 @@
 import difflib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +76,11 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
         value = options.pop(name, default)
         if value not in (default, None, []) and not (name == "limit_train_batches" and value == 1.0):
             raise UserError(f"Trainer({name}={value!r}) can't be used: {remedy}")
+    if isinstance(interval := options.get("val_check_interval"), str | timedelta | Mapping):
+        raise UserError(
+            f"Trainer(val_check_interval={interval!r}) can't be used: give a number of steps, since a time "
+            "comes after other steps in each run"
+        )
     if exact and options.get("deterministic", True) not in (True, None):
         raise UserError(f"Trainer(deterministic={options['deterministic']!r}) and exact=True don't go together")
     if exact and options.get("benchmark"):
