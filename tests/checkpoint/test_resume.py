@@ -153,3 +153,51 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(
     assert meant() == runs[2]
     (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
     assert meant() == runs[1]  # another job's may be newer by now
+
+
+def run_with_checkpoint(folder: Path) -> Path:
+    """Return the folder of a run, with an empty checkpoint."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("[]")
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "last.ckpt").touch()
+    return folder
+
+
+def test_a_copy_of_the_checkpoints_is_not_taken_for_them(tmp_path: Path) -> None:
+    """The run would go on from its own file of the same name."""
+    folder = run_with_checkpoint(tmp_path / "run")
+    copy = folder / "copy" / "last.ckpt"
+    copy.parent.mkdir()
+    copy.touch()
+    with pytest.raises(UserError, match=r"not in the checkpoints/ of a run folder"):
+        resolved([f"resume={copy}"])
+    assert resolved([f"resume={folder / 'checkpoints' / 'last.ckpt'}"]) == resolved([f"resume={folder}"])
+
+
+def test_a_plus_sign_changes_nothing_and_one_run_is_no_sweep(tmp_path: Path) -> None:
+    folder = run_with_checkpoint(tmp_path / "run")
+    assert resolved([f"+resume={folder}"]) == resolved([f"++resume={folder}"]) == resolved([f"resume={folder}"])
+    with pytest.raises(UserError, match=r"continues one run, and -m starts several: leave one of them out"):
+        resolved([f"resume={folder}", "-m", "seed=0,1"])
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_the_start_of_a_run_is_the_same_however_often_it_is_started(
+    tmp_path: Path, set_environment: Callable[..., None]
+) -> None:
+    """A job that is queued again would find its own run, and begin anew from it."""
+    before = run_with_checkpoint(tmp_path / "mnist_cnn_digits" / "1")
+    typed = ["init_from=last", f"outputs={tmp_path}"]
+    config = compose(*typed)
+    run_with_checkpoint(tmp_path / "mnist_cnn_digits" / "2")
+    assert config["init_from"] == str(before)
+    assert compose(*config.overrides)["init_from"] == str(before)
+    assert compose(*typed)["init_from"] != str(before), "the control"
+    for variables in (
+        {"SLURM_JOB_ID": "77"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "mine"},
+    ):
+        set_environment(**variables)
+        with pytest.raises(UserError, match=rf"would find its own run: give the folder, init_from={tmp_path}"):
+            resolved(typed)

@@ -166,6 +166,13 @@ def test_settings_of_hydra_that_a_sweep_can_not_have_are_refused(
     assert not list(run_train.outputs.rglob("*"))
 
 
+def test_what_only_some_jobs_change_is_checked_before_the_first_one(run_train: Program) -> None:
+    run = run_train("-m", *TINY, "optimizer.lr=0.1,0.3", "lr=0.1", ok=False)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: optimizer.lr=0.3: lr=0.1 is given too and overrides it"), str(run)
+    assert not list(run_train.outputs.rglob("*"))
+
+
 @pytest.mark.parametrize(
     ("gpus", "cores", "available"), [("01", 8, "own GPU, and there are 2: "), ("", 1, "own core, and there is 1: ")]
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TIMEOUT
 from engines.cluster import Cluster
-from engines.sites import Site
+from engines.sites import JOB, Site
 
 FILE = str(ROOT / "examples" / "one_file.py")
 
@@ -50,6 +50,25 @@ def test_one_file_prints_one_hash_under_torchrun(tmp_path: Path, one_device: str
         check=False,
     )
     assert "devices=3: torchrun has started 2 workers on 1 machine: give devices=2, or leave it out" in refused.stderr
+
+
+TWICE = """
+import lockstep
+
+for seed in (0, 1):
+    summary = lockstep.train(lockstep.compose("strategy=ddp", f"seed={{seed}}", *{job!r}))
+    print(summary["folder"], summary["weights_sha256"])
+"""
+
+
+def test_a_worker_of_torchrun_trains_two_runs_one_after_the_other(site: Site) -> None:
+    """The second was taken for a restart of the first one, which is complete."""
+    script = site.home / "twice.py"
+    script.write_text(TWICE.format(job=JOB))
+    run = site.run("torchrun", "--nproc-per-node=2", str(script))
+    assert run.returncode == 0, str(run)
+    assert len(set(run.stdout.splitlines())) == 2, run.stdout
+    assert len(set(hashes_in(run.stdout))) == 2, "each has its seed"
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (package openmpi-bin)")

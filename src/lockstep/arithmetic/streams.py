@@ -72,14 +72,11 @@ class StreamOrder(DataOrder):
         """Return the sample ids of step `index` of an epoch, in order."""
         return np.concatenate(self.pieces(epoch, index))
 
-    def pieces(self, epoch: int, index: int) -> list[Ids]:
-        """Return the sample ids of each piece of step `index`."""
-        return [self.piece(epoch, index, piece) for piece in range(self.layout.pieces)]
-
     def piece(self, epoch: int, index: int, piece: int) -> Ids:
         """Return the sample ids of a piece of step `index`. Only the windows that it reads are computed."""
+        size, pieces = self.step_size(index), self.layout.pieces
         start = index * self._samples_per_step(piece)
-        stop = start + self.piece_sizes(index)[piece]
+        stop = start + (piece + 1) * size // pieces - piece * size // pieces  # as `cuts`
         if start == stop:
             return np.empty(0, dtype=np.int64)
         ends = _stream(self, epoch, piece).ends

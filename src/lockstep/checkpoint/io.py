@@ -249,7 +249,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Args:
         observers: objects that see each checkpoint, in the thread that writes it.
-        number: how many additional checkpoints to keep (see `keep_step_checkpoint`).
+        last: the run's last checkpoint.
+        number: how many additional checkpoints to keep of it (see `keep_step_checkpoint`).
         ranks: rank zero and the ranks that keep copies.
         timeout: seconds after which sending a copy fails.
         loaded: the content of the checkpoint from which the run continues, if there is one. The first
@@ -263,12 +264,14 @@ class AtomicCheckpointIO(CheckpointIO):
     def __init__(
         self,
         observers: Sequence[CheckpointObserver] = (),
+        last: Path | None = None,
         number: int = 0,
         ranks: Sequence[int] = (0,),
         timeout: float = 0.0,
         loaded: dict[str, Any] | None = None,
     ) -> None:
-        self._observers, self._number, self._loaded = observers, number, loaded
+        self._observers, self._loaded = observers, loaded
+        self._last, self._number = last, number
         timeout_of_copies = timedelta(seconds=timeout)
         self._group = dist.new_group(list(ranks), timeout_of_copies, "gloo") if len(ranks) > 1 else None
         self.keeps_copies = self._group is not None and dist.get_rank() in ranks[1:]
@@ -320,7 +323,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 broadcast_file(written, 0, self._group)  # None: the file could not be written
         for observer in self._observers:
             observer.after_write()
-        if self._number:
+        if self._number and self._last is not None and path.absolute() == self._last.absolute():
             keep_step_checkpoint(path, checkpoint["global_step"], self._number)
 
     def _receive(self, path: Path) -> None:

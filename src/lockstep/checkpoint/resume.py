@@ -7,6 +7,7 @@ sweep.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from lockstep.checkpoint import paths
 from lockstep.config import value_checks
 from lockstep.config.arguments import LIST_GROUPS, Arguments, config_dirs_of, is_sweep, key
 from lockstep.config.hydra_quirks import VERSION_BASE
-from lockstep.config.pages import options, primary, quote_path, search_path_override
+from lockstep.config.pages import options, primary, quote_path, search_path_override, with_one_search_path
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
-from lockstep.launch.environment import external_workers
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.process_group import decide_on_rank_zero, gather_objects
 from lockstep.text import shell_override
 
@@ -50,9 +51,11 @@ def _resolve_run(arguments: Arguments) -> Arguments:
     run, start = arguments.value("resume"), arguments.value("init_from")
     new_overrides = arguments.without("resume")
     if run is None:
-        return _resolve_init_from(arguments)
+        return resolve_start(arguments)
     if start is not None or len(arguments.without("init_from")) < len(arguments.overrides):
         raise UserError(f"resume={run} continues a run, and init_from= begins a new one: leave one of them out")
+    if MULTIRUN_FLAGS & set(arguments.flags):
+        raise UserError(f"resume={run} continues one run, and -m starts several: leave one of them out")
     if arguments.program != "train":
         raise UserError(f"resume={run}: only train.py resumes a run: evaluate, predict and export take checkpoint=")
 
@@ -107,14 +110,22 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
     return newest
 
 
-def _resolve_init_from(arguments: Arguments) -> Arguments:
-    """Replace `init_from=last` by the newest run's folder, before this command's own run exists."""
+def resolve_start(arguments: Arguments) -> Arguments:
+    """Replace `init_from=last` by the newest run's folder, before this command's own run exists.
+
+    Raises:
+        UserError: there is none, or the command may be started again, when its own run is the newest.
+    """
     if "init_from=last" not in arguments.overrides:
         return arguments
 
     def newest_run() -> str:
         config = _compose_single(replace(arguments, overrides=tuple(arguments.without("resume"))))
-        return str(newest_run_folder("init_from", config.outputs))
+        newest = newest_run_folder("init_from", config.outputs)
+        if environment().slurm_job or environment().rdzv_name:
+            again = "a job that is started again would find its own run"
+            raise UserError(f"init_from=last: {again}: give the folder, {shell_override('init_from', newest)}")
+        return str(newest)
 
     start = f"init_from={quote_path(decide_on_rank_zero('init_from', newest_run))}"
     return replace(
@@ -129,19 +140,8 @@ def _resolve_sweep(arguments: Arguments) -> Arguments:
     if sweep is None:
         return replace(arguments, overrides=tuple(new_overrides))
     folder = Path(sweep.strip("'\"")).expanduser().absolute()
-    record = folder / "multirun.yaml"
-    if not record.is_file():
-        raise UserError(
-            f"sweep.resume={sweep}: not a sweep's folder, because it has no {record.name}: give "
-            "outputs/<name>/sweeps/<timestamp>"
-        )
-    try:
-        loaded = OmegaConf.load(record)
-        overrides = loaded.hydra.overrides
-        recorded = [*overrides.hydra, *_config_dir_override(loaded, arguments), *overrides.task]
-    except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
-    merged = {key(argument): argument for argument in map(str, recorded)}
+    recorded = decide_on_rank_zero(f"sweep.resume={sweep}", partial(_overrides_of_sweep, sweep, folder, arguments))
+    merged = {key(argument): argument for argument in recorded}
     if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
         _drop_length(merged, new_overrides)
     for argument in new_overrides:
@@ -159,6 +159,27 @@ def _resolve_sweep(arguments: Arguments) -> Arguments:
     return replace(arguments, overrides=(*merged.values(), *folders), flags=flags)
 
 
+def _overrides_of_sweep(sweep: str, folder: Path, arguments: Arguments) -> list[str]:
+    """Return the overrides of a sweep, from its folder.
+
+    Args:
+        sweep: the folder as it was typed, for the message.
+    """
+    record = folder / "multirun.yaml"
+    if not record.is_file():
+        raise UserError(
+            f"sweep.resume={sweep}: not a sweep's folder, because it has no {record.name}: give "
+            "outputs/<name>/sweeps/<timestamp>"
+        )
+    try:
+        loaded = OmegaConf.load(record)
+        overrides = loaded.hydra.overrides
+        recorded = [*overrides.hydra, *_config_dir_override(loaded, arguments), *overrides.task]
+    except (OmegaConfBaseException, AttributeError, ValueError) as error:
+        raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
+    return list(map(str, recorded))
+
+
 def _config_dir_override(record: Any, arguments: Arguments) -> list[str]:
     """Return a list with the override that adds the `--config-dir` of an earlier run.
 
@@ -174,8 +195,9 @@ def _saved_overrides(checkpoint: Path, arguments: Arguments) -> list[str]:
     Raises:
         UserError: the checkpoint is not in a run's folder.
     """
-    hydra_folder = paths.run_of(checkpoint) / ".hydra"
-    if not (hydra_folder / OVERRIDES).exists():
+    run = paths.run_of(checkpoint)
+    hydra_folder = run / ".hydra"
+    if checkpoint.parent != paths.folder(run) or not (hydra_folder / OVERRIDES).exists():
         raise UserError(
             f"resume={checkpoint}: not in the checkpoints/ of a run folder, which has a folder .hydra: give "
             "resume=<run folder>"
@@ -253,7 +275,7 @@ def _compose_single(arguments: Arguments) -> DictConfig:
     first = [os.path.abspath(arguments.config_dir)] if arguments.config_dir else []
     page = primary(arguments.program, first=first)
     with initialize_config_dir(str(page.folder), **VERSION_BASE):
-        return compose(page.name, overrides=[*page.overrides, *single])
+        return compose(page.name, overrides=with_one_search_path([*single, *page.overrides]))
 
 
 # --- files in a run's folder ---

@@ -26,6 +26,7 @@ from lockstep.config.pages import quote_path
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
+from lockstep.launch.process_group import gather_objects, remove_decisions
 from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.project import project
 from lockstep.report.summary import summary_of
@@ -64,6 +65,7 @@ def compose(*overrides: str) -> Composed:
         UserError: An override does not fit conf/.
     """
     with _one_line_errors(overrides):
+        overrides = resume.resolve_start(read_arguments(overrides, "train")).overrides  # so it is the same run later
         cfg, _ = _compose_command(overrides)
         return Composed(as_plain(cfg), overrides)
 
@@ -151,6 +153,9 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
     full = os.environ.get(FULL_ERROR)
     try:
         code, line = cli.run_command(program, "train", config.overrides)
+        if code == 0:
+            remove_decisions()
+            gather_objects(None)  # wait until all are removed: this worker may train another run
     finally:
         os.environ.pop(FULL_ERROR)
         os.environ.update({FULL_ERROR: full} if full else {})

@@ -119,7 +119,8 @@ def run_command(
         join_external()
         primary = pages.primary(config_name, [config_folder] if config_folder else [])
         resolved = resume.resolve(read_arguments(arguments, config_name))
-        run_hydra(run, [*primary.overrides, *resolved.line], primary.folder, primary.name)
+        overrides = pages.with_one_search_path([*resolved.overrides, *primary.overrides])
+        run_hydra(run, [*overrides, *resolved.flags], primary.folder, primary.name)
         return 0, ""
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)

@@ -102,7 +102,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
         raise UserError(f"hydra.sweep.subdir={sweep['subdir']}: a job's folder has its number as name: leave it out")
     if (batch := config.hydra.sweeper.max_batch_size) and "lockstep" in config.hydra.launcher._target_:
         raise UserError(f"hydra.sweeper.max_batch_size={batch}: give sweep.jobs=, the number of jobs at the same time")
-    if config.hydra.job.config_name != "train":
+    if not is_of_training(config):
         return list(arguments)
     sweep_settings(config)  # raises if its metric has no known direction
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
@@ -111,13 +111,20 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
     threads: set[int] = set()  # CPU threads of a worker in each job; 0: the user gave `threads`
     for job in jobs_of(config, listed):
         try:
-            settings = check(as_plain(context.config_loader.load_sweep_config(config, job.overrides)))
+            raw = as_plain(context.config_loader.load_sweep_config(config, job.overrides))
+            settings = check(raw, overridden=list(map(key, job.overrides)))
         except UserError as refusal:
             if job.completed:
                 continue
             raise UserError(f"{refusal} (job {job.number}: {job.label})") from None
         threads.add(0 if settings.threads else max(1, settings.worker_threads // at_once))
     return [*arguments, *([f"threads={min(threads)}"] if len(threads) > 1 and 0 not in threads else [])]
+
+
+def is_of_training(config: DictConfig) -> bool:
+    """Return whether the jobs of a sweep train. Those of `lockstep parity`, which has train.yaml's keys, do not."""
+    chosen = config.hydra.runtime.choices
+    return bool(config.hydra.job.config_name == "train" and not chosen.get("program"))
 
 
 def sweep_settings(config: DictConfig) -> Sweep:
@@ -158,7 +165,7 @@ def report_jobs(folder: Path, config: DictConfig) -> Iterator[None]:
 
 def print_results(folder: Path, config: DictConfig) -> None:
     """Print what the runs of a sweep have scored, its folder, and the command that compares them."""
-    if environment().rank == 0 and config.hydra.job.config_name == "train" and folder.exists():
+    if environment().rank == 0 and is_of_training(config) and folder.exists():
         sweep = sweep_settings(config)
         print("\n".join(result_lines(folder, sweep.metric, str(sweep.mode))), file=sys.stderr)
 

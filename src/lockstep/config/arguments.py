@@ -57,14 +57,14 @@ class Arguments:
         Raises:
             UserError: the value is empty.
         """
-        values = [each.removeprefix(f"{name}=") for each in self.overrides if each.startswith(f"{name}=")]
+        values = [each.partition("=")[2] for each in self.overrides if key(each) == name and "=" in each]
         if "" in values:
             raise UserError(f"{name}= is empty: give a value, or {name}=null for none")
         return values[-1] if values and values[-1] not in ("null", "None") else None
 
     def without(self, name: str) -> list[str]:
         """Return the overrides of other keys."""
-        return [each for each in self.overrides if not each.startswith(f"{name}=")]
+        return [each for each in self.overrides if key(each) != name]
 
 
 def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
@@ -78,9 +78,11 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
         UserError: an argument is an unknown flag, is not an override, gives a group a value that is not a name, or
             chooses several files of a group that takes one.
     """
+    parsed = _parsed(arguments)
+    added = [Path(parsed.config_dir)] if parsed.config_dir else []
     for argument in arguments:
         plain = argument.lstrip("+")
-        if plain in CHOICES and not pages.find(plain.replace("=", "/")):
+        if plain in CHOICES and not pages.find(plain.replace("=", "/"), added):
             raise UserError(f"{argument}: there is no such file; give {CHOICES[plain]}")
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and pages.is_group(match[1]):
             value = OverridesParser.create().parse_overrides([argument])[0].value()
@@ -94,7 +96,12 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
             name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
             override = f"{RENAMED.get(name, (name,))[0]}={value or '<value>'}"
             raise UserError(f"{argument}: there is no such flag; an override has no dashes, {override}")
-    overrides = _parsed(arguments).overrides
+    if name := parsed.config_name or parsed.config_path:
+        raise UserError(
+            f"--config-name and --config-path ({name}): a run begins with conf/train.yaml: write what differs into "
+            "conf/experiment/<name>.yaml and give experiment=<name>"
+        )
+    overrides = parsed.overrides
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")

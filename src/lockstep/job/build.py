@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.arithmetic.layout import Assignment
 from lockstep.callbacks.monitors import MonitorCheck
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO
 from lockstep.checkpoint.run_checks import SharedFileCheck
 from lockstep.config.check import Config
@@ -326,7 +327,9 @@ def make_trainer(
         logger=make_loggers(config, folder, resumed.get("global_step", 0)),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
         plugins=[
-            AtomicCheckpointIO(observers, config.checkpoint_keep, ranks, config.hang_timeout, resumed or None),
+            AtomicCheckpointIO(
+                observers, paths.last(folder), config.checkpoint_keep, ranks, config.hang_timeout, resumed or None
+            ),
         ],
         num_sanity_val_steps=0,  # MonitorCheck sets it to 1 if something monitors a metric of validation
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),

@@ -115,7 +115,7 @@ class Job(ABC):
     # --- what the trainer calls ---
 
     def skips_fit(self) -> bool:
-        """Count a `trainer.fit`. Return whether the run continues from a checkpoint that a later one has saved."""
+        """Count a call of `trainer.fit`. Return whether it has nothing to do, since a resumed run is in a later fit."""
         raise UserError(f"{self.name}(job) calls trainer.fit: only train.py trains")
 
     @contextmanager

@@ -12,8 +12,8 @@ from lockstep.launch.process_group import broadcast_from_rank_zero
 from lockstep.step.loop import StepTrainer
 
 
-class Surroundings(Protocol):
-    """What a job does before and after the methods of its trainer; `lockstep.job.job.Job` has the words."""
+class FitHooks(Protocol):
+    """What a job does before and after the methods of its trainer; described in `lockstep.job.job.Job`."""
 
     def skips_fit(self) -> bool: ...
 
@@ -30,7 +30,7 @@ class JobTrainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
-    job: Surroundings | None = None
+    job: FitHooks | None = None
 
     def fit(  # type: ignore[override]
         self,

@@ -83,9 +83,9 @@ def folder_of_rendezvous(runs: Path, overrides: Iterable[object]) -> Path | None
     `decide_on_rank_zero`. With a name, machines continue the run even if torchrun was started again on all of them.
     Return None if there is no name, or if the run is completed.
     """
-    name = environment().run_id
-    if environment().launcher != "torchrun" or name in ("", "none") or re.fullmatch(r"[\da-f-]{36}", name):
-        return None  # without --rdzv-id torchrun gives the name "none", and with --standalone a random one
+    name = environment().rdzv_name
+    if not name:
+        return None
     shared_overrides = [each for each in map(str, overrides) if key(each) not in MACHINE_KEYS]
     folder = runs / f"{re.sub('[^0-9A-Za-z_.-]', '_', name)}_{slurm.hash_of_command(shared_overrides)}"
     return None if summary_of(folder).get("status") == "completed" else folder

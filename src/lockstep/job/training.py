@@ -140,7 +140,7 @@ class TrainingJob(Job):
         return trainer
 
     def skips_fit(self) -> bool:
-        """Count a `trainer.fit`. Return whether the run continues from a checkpoint that a later one has saved."""
+        """Count a call of `trainer.fit`. Return whether it has nothing to do, since a resumed run is in a later fit."""
         self._fits += 1
         self._resume_state.fits = self._fits
         return self._fits < self._first_fit
@@ -150,14 +150,13 @@ class TrainingJob(Job):
         """Record what `trainer.fit` has reached.
 
         Raises:
-            UserError: The first `trainer.fit` of a run that continues does not get its checkpoint.
+            UserError: A `trainer.fit` gets another checkpoint than the run's, or the first one does not get it.
         """
         assert self.run is not None
-        if self._fits == 1 and ckpt_path != self.checkpoint:
-            raise UserError(
-                f"train(job) passes ckpt_path={ckpt_path} to trainer.fit, but the run continues from "
-                f"{self.checkpoint}: pass ckpt_path=job.checkpoint"
-            )
+        if ckpt_path != self.checkpoint and (self._fits == 1 or ckpt_path is not None):
+            start = f"continues from {self.checkpoint}" if self.checkpoint else "begins anew"
+            right = "pass ckpt_path=job.checkpoint" if self._fits == 1 else "leave it out in a later fit"
+            raise UserError(f"train(job) passes ckpt_path={ckpt_path} to trainer.fit, but the run {start}: {right}")
         run, trainer = self.run, self.run.trainer
         try:
             with self._names.recording():
