@@ -92,8 +92,8 @@ class WebServer:
         whole = len(content)
         etag = hashlib.md5(content).hexdigest()
         start = 0
-        if self.ranges and (asked := handler.headers.get("Range")):
-            first, _, last = asked.removeprefix("bytes=").partition("-")
+        if self.ranges and (wanted := handler.headers.get("Range")):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(whole, int(last) + 1 if last else whole)
             status = (206 if start < whole else 416) if status == 200 else status
             content = content[start:stop]

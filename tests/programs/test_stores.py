@@ -170,14 +170,14 @@ def test_an_index_of_a_server_that_cannot_be_written(
     output = capsys.readouterr()
     assert "the index can't be written beside the shards" in output.err
     assert "6 shards with 54 images; the index stays in " in output.out
-    asked = web.requests["train-00000.tar"]
+    requests = web.requests["train-00000.tar"]
     assert len(opened(url).train) == 42
-    assert web.requests["train-00000.tar"] == asked
+    assert web.requests["train-00000.tar"] == requests
     replaced = (web.folder / "train-00000.tar").read_bytes()
     (web.folder / "train-00001.tar").write_bytes(replaced)
     index.main([url, *KEEP])  # asks about each shard
     assert opened(url).train[0][0].shape == (3, 12, 12)
-    assert web.requests["train-00000.tar"] == asked
+    assert web.requests["train-00000.tar"] == requests
     web.stop()
 
 

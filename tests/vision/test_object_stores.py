@@ -70,7 +70,7 @@ def cache_of(part: Any) -> Any:
     return innermost_dataset(part).cache
 
 
-def kept(tmp_path: Path) -> list[Path]:
+def cached(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "cache").rglob("*") if len(path.name) == 64]
 
 
@@ -132,7 +132,7 @@ def test_a_shard_is_fetched_once_for_an_index_and_the_images(web: WebServer) -> 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "removed"])
 def test_a_damaged_shard_of_the_cache_is_fetched_again(web: WebServer, tmp_path: Path, damage: str) -> None:
     expected = samples(opened(web.url + NAMES, **EACH).train)
-    for path in kept(tmp_path):
+    for path in cached(tmp_path):
         content = bytearray(path.read_bytes())
         content[700] ^= 1
         path.write_bytes(content if damage == "flipped" else content[:-9])
@@ -210,7 +210,7 @@ def test_half_a_shard_of_a_killed_process_is_completed(web: WebServer, tmp_path:
 def test_a_limit_removes_what_is_needed_last(web: WebServer, tmp_path: Path) -> None:
     part = opened(web.url + NAMES, **EACH, window=1).train
     cache = cache_of(part)
-    sizes = cache.table.kept_bytes.tolist()
+    sizes = cache.table.cached_bytes.tolist()
     forget(tmp_path)
     cache.gigabytes = (sum(sizes) - 100) / shard_cache.GIB
     web.latency = 0.01
@@ -242,7 +242,7 @@ def test_shards_are_fetched_ahead(web: WebServer, tmp_path: Path) -> None:
     cache = cache_of(part)
     forget(tmp_path)
     part.will_need(0, [ShardNeed(2, 0, 3), ShardNeed(0, 4, 7)])
-    wait_until(lambda: len(kept(tmp_path)) == 2)
+    wait_until(lambda: len(cached(tmp_path)) == 2)
     cache.read(2, 0, 9)
     cache.read(0, 0, 9)
     counts = cache.counters.of_rank()
@@ -302,7 +302,7 @@ def test_a_fault_that_stays_ends_in_a_line_with_the_shard(
     assert len(samples(part)) == 42  # nothing of the fault is kept
 
 
-def test_a_slow_server_is_asked_again(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_server_gets_another_request(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = opened(web.url + NAMES, **EACH).train
     forget(tmp_path)
     monkeypatch.setattr(servers, "CHUNK_SECONDS", 0.2)
@@ -448,12 +448,12 @@ def test_a_url_is_for_shards(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_url_stays_one_in_the_config() -> None:
-    for given, kept_as in {
+    for typed, expected in {
         "s3://bucket/images/": "s3://bucket/images",
         "file:///images/x": "/images/x",
         "images:2": str(Path("images:2").absolute()),
     }.items():
-        assert check(composed(f"data_dir='{given}'")).data_dir == kept_as
+        assert check(composed(f"data_dir='{typed}'")).data_dir == expected
 
 
 def test_patterns_that_are_refused() -> None:

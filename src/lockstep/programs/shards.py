@@ -108,17 +108,17 @@ def parts(images: str) -> dict[str, list[Image]]:
     options: dict[str, Any] = {"val_fraction": 0.0, "test_fraction": 0.0}
     source = image_list(csv=images, **options) if is_list else image_folder(images, **options)
     datasets = {name: getattr(source, name) for name in PARTS if getattr(source, name) is not None}
-    found = {}
+    images_of = {}
     for part, dataset in datasets.items():
         files: Any = innermost_dataset(dataset)
         ids = range(len(files)) if files is dataset else np.asarray(dataset.indices).tolist()
-        found["all" if len(datasets) == 1 else part] = [
+        images_of["all" if len(datasets) == 1 else part] = [
             image(files.path(number), files.name(number), source.spec.classes[int(files.labels[number])], is_list)
             for number in ids
         ]
-    for listed in found.values():
+    for listed in images_of.values():
         check_names(listed, is_list)
-    return found
+    return images_of
 
 
 def image(path: Path, name: str, label: str, is_list: bool) -> Image:
@@ -239,9 +239,9 @@ class Store:
                 write_tar(file, images)
                 md5, sha256 = (digest_of(file, kind) for kind in ("md5", "sha256"))
                 size = os.fstat(file.fileno()).st_size
-                is_there = self.remote.stats.get(name) == (size, md5)
-                found, highest = self.remote.records.examined(f"{server.url}/{name}", made, file)
-            if not is_there:
+                is_present = self.remote.stats.get(name) == (size, md5)
+                scanned, highest = self.remote.records.examined(f"{server.url}/{name}", made, file)
+            if not is_present:
                 try:
                     server.write(name, made)
                 except (Unavailable, NotImplementedError) as error:
@@ -250,8 +250,8 @@ class Store:
         stat = server.tried(partial(server.stat, name), f"{server.url}/{name}")
         if stat[0] != size:
             raise UserError(f"{server.url}/{name}: has {stat[0]:,} bytes and not {size:,}: start the program again")
-        self.records[name] = Record(Known(name, stat, size, sha256), found, highest)
-        return f"{name} {'is there' if is_there else 'written'}"
+        self.records[name] = Record(Known(name, stat, size, sha256), scanned, highest)
+        return f"{name} {'is there' if is_present else 'written'}"
 
     def finish(self, names: Sequence[str]) -> str:
         """Write the index. Return what to add to the last line."""

@@ -74,8 +74,8 @@ class Remote:
         self.stats: Mapping[str, Stat] = self._listed(named, published, anew, may_be_empty)
         if anew and (named is not None or not self.server.lists):
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                asked = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), self.stats)
-                self.stats = dict(zip(self.stats, asked, strict=True))
+                answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), self.stats)
+                self.stats = dict(zip(self.stats, answers, strict=True))
         self.paths = [*self.stats]
 
     def _listed(
@@ -95,10 +95,10 @@ class Remote:
         if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
             return published
         if self.server.lists:
-            found = self.server.files(may_be_empty)
+            shards = self.server.files(may_be_empty)
             return {
                 path: stat
-                for path, stat in found.items()
+                for path, stat in shards.items()
                 if SHARD.search(path) and not any(each.startswith(".") for each in path.split("/"))
             }
         return self._of_mds()
@@ -106,7 +106,7 @@ class Remote:
     def _of_mds(self) -> dict[str, Stat]:
         """Return the shards that files index.json of MDS name, on a server that lists nothing."""
         url = self.server.url
-        found: dict[str, Stat] = {}
+        shards: dict[str, Stat] = {}
         for folder in ("", *(f"{part}/" for part in PARTS)):
             try:
                 description = self.server.read_small(f"{folder}index.json")
@@ -115,11 +115,11 @@ class Remote:
             if description is not None:
                 where = f"{url}/{folder}index.json"
                 names = names_in(description, lambda reason, where=where: UserError(f"{where}: {reason}"))  # type: ignore[misc]
-                found |= {f"{folder}{name}": UNKNOWN for name in names}
-        if not found:
+                shards |= {f"{folder}{name}": UNKNOWN for name in names}
+        if not shards:
             right = f"give a pattern, such as {url}/train-{{000..099}}.tar, or make an index beside the shards"
             raise UserError(f"shards: {url} has no list of its files that could be read: {right} (lockstep index)")
-        return found
+        return shards
 
     def cache_of(self, table: Table | None) -> ShardCache:
         """Return the cache of the shards of a table. Each has its own connection."""
@@ -149,7 +149,7 @@ class Remote:
         """
         if self.gigabytes is None:
             return
-        sizes = [images.cache.table.kept_bytes for images in index.parts.values()]  # type: ignore[attr-defined]
+        sizes = [images.cache.table.cached_bytes for images in index.parts.values()]  # type: ignore[attr-defined]
         largest, total = max(int(each.max()) for each in sizes), sum(int(each.sum()) for each in sizes)
         limit = f"data.cache_gb={self.gigabytes:g}"
         if largest > self.gigabytes * GIB:
@@ -159,9 +159,9 @@ class Remote:
             raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")
 
 
-def packed_again(image: str | None, label: str, where: str, source: Path, kept: Any) -> None:
+def packed_again(image: str | None, label: str, where: str, source: Path, target: Any) -> None:
     """Write the images of a packed shard, as when it was indexed; see `Examine` of the cache."""
-    scan(where, image, label, source, kept)
+    scan(where, image, label, source, target)
 
 
 def split_pattern(url: str) -> tuple[str, str]:

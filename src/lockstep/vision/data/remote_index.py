@@ -133,9 +133,9 @@ class Record:
         sha256 = str(facts["sha256"])
         if len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
             raise ValueError("a SHA-256 is none")
-        known = Known(str(facts["path"]), (int(size), str(version)), int(facts["kept_bytes"]), sha256)
+        known = Known(str(facts["path"]), (int(size), str(version)), int(facts["cached_bytes"]), sha256)
         images = Scanned.from_columns(arrays, facts)
-        if len(images.names) and (images.starts + images.sizes).max() > known.kept_bytes:
+        if len(images.names) and (images.starts + images.sizes).max() > known.cached_bytes:
             raise ValueError("an image is beyond its shard")
         return cls(known, images, [int(each) for each in facts["highest"]])
 
@@ -208,12 +208,12 @@ class Records:
         Raises:
             UserError: The shard can't be fetched, or is damaged.
         """
-        return self._kept(path, stat) or self._of_published(path, stat) or self._made(path, stat)
+        return self._local(path, stat) or self._of_published(path, stat) or self._made(path, stat)
 
     def _file(self, path: str) -> Path:
         return self.folder / f"{digest(path)[:32]}.npz"
 
-    def _kept(self, path: str, stat: Stat) -> Record | None:
+    def _local(self, path: str, stat: Stat) -> Record | None:
         try:
             record = self._read(self._file(path))
         except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
@@ -254,8 +254,8 @@ class Records:
     def _known(self, path: str, number: int) -> Known:
         """Return what the records beside the shards know of a shard."""
         stat = int(self._table["sizes"][number]), self._table["versions"][number].decode()
-        kept = int(self._table["kept_bytes"][number]), self._table["sha256"][number].decode()
-        return Known(path, stat, *kept)
+        cached = int(self._table["cached_bytes"][number]), self._table["sha256"][number].decode()
+        return Known(path, stat, *cached)
 
     def _fetched_columns(self) -> dict[str, NDArray[Any]]:
         with np.load(self.cache.fetch(self._files["images"]), allow_pickle=False) as content:
@@ -273,13 +273,13 @@ class Records:
             np.savez(target, facts=facts, **images.arrays())
         return record
 
-    def examined(self, where: str, source: Path, kept: IO[bytes]) -> tuple[Scanned, list[int]]:
+    def examined(self, where: str, source: Path, target: IO[bytes]) -> tuple[Scanned, list[int]]:
         """Return the images of a shard, and the highest values of some of 16 bits. Refuse bad headers.
 
         It is an `Examine` of the cache.
         """
-        images = Scanned.of(scan(where, self.options["image"], self.options["label"], source, kept))
-        kept.flush()
+        images = Scanned.of(scan(where, self.options["image"], self.options["label"], source, target))
+        target.flush()
         highest: list[int] = []
         broken = []
         places = [*zip(images.names.tolist(), images.starts.tolist(), images.sizes.tolist(), strict=True)]
@@ -287,7 +287,7 @@ class Records:
         for name, start, size in checked:
             at = os.fsdecode(name)
             try:
-                with open_image(io.BytesIO(os.pread(kept.fileno(), size, start))) as image:
+                with open_image(io.BytesIO(os.pread(target.fileno(), size, start))) as image:
                     if too_deep(image):
                         broken.append(f"{at} ({TOO_DEEP})")
                     elif largest_value(image) is not None and len(highest) < CHECKED_DEEP:
@@ -311,7 +311,7 @@ class Records:
             UserError: as of `of`.
         """
         self.shards = max(1, len(shards))
-        began, told = time.monotonic(), time.monotonic()
+        began, logged = time.monotonic(), time.monotonic()
         with ThreadPoolExecutor(CONNECTIONS, "index-shards") as pool:
             pending: list[Any] = []
             remaining = iter(shards.items())
@@ -320,9 +320,9 @@ class Records:
                     while len(pending) < 2 * CONNECTIONS and (item := next(remaining, None)) is not None:
                         pending.append(pool.submit(self.of, *item))
                     yield pending.pop(0).result()
-                    if time.monotonic() - told > SECONDS_BETWEEN:
-                        told = time.monotonic()
-                        LOG.info("indexed %d of %d shards in %.0f s", number + 1, len(shards), told - began)
+                    if time.monotonic() - logged > SECONDS_BETWEEN:
+                        logged = time.monotonic()
+                        LOG.info("indexed %d of %d shards in %.0f s", number + 1, len(shards), logged - began)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 

@@ -91,17 +91,17 @@ class Server:
         def find() -> dict[str, Any]:
             fs, root = self._fs()
             fs.invalidate_cache()
-            found: dict[str, Any] = called(fs, "find", root, timeout=LISTING_SECONDS, detail=True)
-            return {name: info for name, info in found.items() if info.get("type", "file") == "file"}
+            objects: dict[str, Any] = called(fs, "find", root, timeout=LISTING_SECONDS, detail=True)
+            return {name: info for name, info in objects.items() if info.get("type", "file") == "file"}
 
         root = self._fs()[1].rstrip("/") + "/"
         try:
-            found = self._tried(find, self.url, may_be_missing=may_be_empty)
+            objects = self._tried(find, self.url, may_be_missing=may_be_empty)
         except Unavailable as error:
             if not may_be_empty or not isinstance(error.__cause__, FileNotFoundError):
                 raise UserError(f"{self.url}: {error}: {REMEDY}") from error
             return {}
-        return {name.removeprefix(root): stat_of(info) for name, info in found.items() if name.startswith(root)}
+        return {name.removeprefix(root): stat_of(info) for name, info in objects.items() if name.startswith(root)}
 
     def stat(self, path: str) -> Stat:
         """Return the size and version of an object; raise `Unavailable`."""

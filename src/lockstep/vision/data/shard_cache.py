@@ -50,7 +50,7 @@ class Known(NamedTuple):
 
     path: str  # below the server's URL
     stat: Stat
-    kept_bytes: int  # of the file that is kept
+    cached_bytes: int  # of the file that is kept
     sha256: str  # of that file
 
 
@@ -66,7 +66,7 @@ class Table:
     paths: NDArray[np.bytes_]
     sizes: NDArray[np.int64]
     versions: NDArray[np.bytes_]
-    kept_bytes: NDArray[np.int64]
+    cached_bytes: NDArray[np.int64]
     sha256: NDArray[np.bytes_]
 
     @classmethod
@@ -76,7 +76,7 @@ class Table:
             np.array([os.fsencode(each.path) for each in known], np.bytes_),
             np.array([each.stat[0] for each in known], np.int64),
             np.array([each.stat[1].encode() for each in known], np.bytes_),
-            np.array([each.kept_bytes for each in known], np.int64),
+            np.array([each.cached_bytes for each in known], np.int64),
             np.array([each.sha256.encode() for each in known], np.bytes_),
         )
 
@@ -86,7 +86,9 @@ class Table:
 
     def __getitem__(self, number: int) -> Known:
         stat = int(self.sizes[number]), self.versions[number].decode()
-        return Known(os.fsdecode(self.paths[number]), stat, int(self.kept_bytes[number]), self.sha256[number].decode())
+        return Known(
+            os.fsdecode(self.paths[number]), stat, int(self.cached_bytes[number]), self.sha256[number].decode()
+        )
 
 
 class Counters:
@@ -183,9 +185,9 @@ class ShardCache:
         Raises:
             UserError: It can't be fetched.
         """
-        process, known = self._own(), self.known(number)
+        process, known = self._state(), self.known(number)
         is_first = number not in process.seen
-        file = self._open_kept(known, is_first)
+        file = self._open_cached(known, is_first)
         if file is None or is_first:
             process.seen.add(number)
             self._activate(process)
@@ -195,7 +197,7 @@ class ShardCache:
                 future = process.futures.get(number)
             if future is not None:
                 future.result()
-            while (file := self._open_kept(known)) is None:
+            while (file := self._open_cached(known)) is None:
                 self._fetch(known, None)
             self.counters.add("waits")
             self.counters.add("wait_ns", time.monotonic_ns() - began)
@@ -208,7 +210,7 @@ class ShardCache:
         finally:
             os.close(file)
 
-    def _own(self) -> _OfProcess:
+    def _state(self) -> _OfProcess:
         if self._process.pid != os.getpid():
             self.server.after_fork()
             self.counters.lock = threading.Lock()
@@ -223,7 +225,7 @@ class ShardCache:
         """Return the file in which a shard is kept."""
         return self.folder / known.sha256[:2] / known.sha256
 
-    def _open_kept(self, known: Known, notes_use: bool = True) -> int | None:
+    def _open_cached(self, known: Known, notes_use: bool = True) -> int | None:
         """Open what is kept of a shard. Remove it if it is damaged. None: it is not there.
 
         Args:
@@ -239,7 +241,7 @@ class ShardCache:
                 f"{path}: can't be read ({error.strerror}): repair it, or use another data.cache"
             ) from error
         stat = os.fstat(file)
-        whole = stat.st_size == known.kept_bytes
+        whole = stat.st_size == known.cached_bytes
         if whole and stat.st_mtime_ns == WHOLE and not notes_use:
             return file
         if whole and stat.st_mtime_ns != WHOLE:
@@ -258,7 +260,7 @@ class ShardCache:
 
     def will_need(self, step: int, needs: Sequence[ShardNeed]) -> None:
         """Fetch shards in the background, in the order of `needs`; see `lockstep.data.streams.ReadsAhead`."""
-        process = self._own()
+        process = self._state()
         self._write_plan(process, step, needs)
         with process.lock:
             process.wanted, process.step = list(needs), step
@@ -280,7 +282,7 @@ class ShardCache:
                 distance = max(0, need.first_step - process.step)
             try:
                 known = self.known(need.shard)
-                file = self._open_kept(known)
+                file = self._open_cached(known)
                 if file is None:
                     self._fetch(known, distance)
                 else:
@@ -325,7 +327,7 @@ class ShardCache:
         Raises:
             UserError: It can't be fetched.
         """
-        while (file := self._open_kept(known)) is None:
+        while (file := self._open_cached(known)) is None:
             self._fetch(known, None)
         os.close(file)
         return self.path(known)
@@ -337,9 +339,9 @@ class ShardCache:
             UserError: It can't be fetched, or `examine` refuses it.
         """
         name = hashlib.sha256(f"{self.server.url}/{path}\0{stat}".encode()).hexdigest()
-        found: list[Any] = []
-        known = self._fetch(Known(path, stat, -1, name), None, lambda *files: found.append(examine(*files)))
-        return known, found[0]
+        results: list[Any] = []
+        known = self._fetch(Known(path, stat, -1, name), None, lambda *files: results.append(examine(*files)))
+        return known, results[0]
 
     def _fetch(self, known: Known, distance: int | None, examine: Examine | None = None) -> Known:
         """Fetch a shard, unless another process has just done so.
@@ -354,7 +356,7 @@ class ShardCache:
             UserError: It can't be fetched.
         """
         is_new = examine is not None
-        reserved = max(0, known.stat[0]) + (max(0, known.kept_bytes) if is_packed(known.path) else 0)
+        reserved = max(0, known.stat[0]) + (max(0, known.cached_bytes) if is_packed(known.path) else 0)
         if self.gigabytes is not None and reserved > self.gigabytes * GIB:
             where = f"{self.server.url}/{known.path}"
             raise UserError(f"data.cache_gb={self.gigabytes:g}: {where} alone takes {reserved / GIB:.3g} GB: give more")
@@ -362,8 +364,8 @@ class ShardCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             part = self.folder / f"{'new-' if is_new else ''}{known.sha256}.{reserved}.part"
             with locked(part) as file:
-                if not is_new and (kept := self._open_kept(known)) is not None:  # another process has fetched it
-                    os.close(kept)
+                if not is_new and (cached := self._open_cached(known)) is not None:  # another process has fetched it
+                    os.close(cached)
                     part.unlink(missing_ok=True)
                     return known
                 if not self._make_room(part, distance):
@@ -395,22 +397,22 @@ class ShardCache:
                 self._refuse_replaced(known)
                 raise UserError(f"{where}: {error}: {REMEDY}") from error
             self.counters.add("bytes", file.tell() - start)
-            with open(part.with_suffix(".packed"), "w+b") if packed else contextlib.nullcontext(file) as kept:
-                made = Path(kept.name) if packed else part
+            with open(part.with_suffix(".packed"), "w+b") if packed else contextlib.nullcontext(file) as target:
+                made = Path(target.name) if packed else part
                 try:
                     if examine is not None:
-                        examine(where, part, kept)
-                    kept.flush()
-                    sha256 = digest_of(kept, "sha256")
+                        examine(where, part, target)
+                    target.flush()
+                    sha256 = digest_of(target, "sha256")
                     if is_new and not self._is_what_was_sent(known, file, is_last):
                         file.truncate(0)
                         continue
                     if is_new or sha256 == known.sha256:
                         stat = file.seek(0, os.SEEK_END), known.stat[1]
-                        known = known._replace(sha256=sha256, kept_bytes=kept.seek(0, os.SEEK_END), stat=stat)
+                        known = known._replace(sha256=sha256, cached_bytes=target.seek(0, os.SEEK_END), stat=stat)
                         self.path(known).parent.mkdir(exist_ok=True)
-                        os.fsync(kept.fileno())
-                        os.utime(kept.fileno(), ns=(time.time_ns(), WHOLE))
+                        os.fsync(target.fileno())
+                        os.utime(target.fileno(), ns=(time.time_ns(), WHOLE))
                         os.rename(made, self.path(known))
                         self.counters.add("fetched")
                         if packed:
@@ -472,11 +474,11 @@ class ShardCache:
         return self._used() + disk.free - LEFT_FREE * disk.total
 
     def _used(self) -> int:
-        return sum(max(size, reserved_by(path)) for path, size, _ in self._kept())
+        return sum(max(size, reserved_by(path)) for path, size, _ in self._cached_files())
 
-    def _kept(self) -> list[tuple[str, int, int]]:
+    def _cached_files(self) -> list[tuple[str, int, int]]:
         """Return path, size and time of the last use of each file of the cache."""
-        found = []
+        files = []
         folders = [self.folder]
         while folders:
             with contextlib.suppress(FileNotFoundError), os.scandir(folders.pop()) as entries:
@@ -486,8 +488,8 @@ class ShardCache:
                             folders.append(Path(entry.path))
                         elif len(entry.name) >= 64 and entry.is_file(follow_symlinks=False):
                             stat = entry.stat(follow_symlinks=False)
-                            found.append((entry.path, stat.st_size, stat.st_atime_ns))
-        return found
+                            files.append((entry.path, stat.st_size, stat.st_atime_ns))
+        return files
 
     def _make_room(self, part: Path, distance: int | None) -> bool:
         """Remove shards until the cache is within its limit. Return False if it can't be without needed ones.
@@ -510,20 +512,20 @@ class ShardCache:
 
     def _remove_unneeded(self, size: int) -> bool:
         """Remove shards that no process lists, up to a size. Return whether there was one."""
-        found = False
+        is_freed = False
         with locked(self.folder / "room.lock"):
             for path, its_size, uses in self._in_order_of_removal():
                 if size <= 0 or uses != NEVER:
                     break
                 if removed(path):
-                    found, size = True, size - its_size
-        return found
+                    is_freed, size = True, size - its_size
+        return is_freed
 
     def _in_order_of_removal(self) -> list[tuple[str, int, int]]:
         """Return path, size and steps until the next use of each file, the first to be removed first."""
         uses = self._next_uses()
         rows = []
-        for path, size, used in self._kept():
+        for path, size, used in self._cached_files():
             name = path.rpartition("/")[2].removeprefix("new-")
             rows.append((uses.get(int(name[:16], 16), NEVER), -used, path, size))
         return [(path, size, distance) for distance, _, path, size in sorted(rows, reverse=True)]

@@ -111,9 +111,9 @@ def shards(
         of_val = "a part of train is used for validation" if val is None and val_fraction else ""
         what = "nothing is tested" if test is None else of_val
     in_shards = passed_over_text(index.passed_over, IMAGES)
-    kept = f", kept in {remote.folder}" if is_url(data_dir) else ""
+    where_cached = f", kept in {remote.folder}" if is_url(data_dir) else ""
     count = sum(map(len, of_part.values()))
-    where = f"shards: {plural(count, 'file')} in {root}{kept}, index in {index.folder}"
+    where = f"shards: {plural(count, 'file')} in {root}{where_cached}, index in {index.folder}"
     texts = [where, what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
