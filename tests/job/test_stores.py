@@ -138,3 +138,27 @@ def test_every_format_and_place_trains_the_same_weights(run_train: Program, tmp_
     (metrics,) = compressed.folder.rglob("metrics.csv")
     assert "data/cache_hits" in metrics.read_text()
     assert "data/fetched_mb_per_second" in metrics.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2"), ("devices=1",)])
+def test_other_layouts_killed_three_times(
+    run_train: Program, shards: Path, s3: dict[str, str], tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """The cache is removed after each kill, and the next part of the run has one device, or those of the layout."""
+    expected = run_train(*EXACT, f"data_dir={shards}", "max_steps=24", "num_workers=0")
+    env = {**s3, **machine(tmp_path, "cache")}
+    program = Program(tmp_path / "killed")
+    options: tuple[str, ...] = (*EXACT, f"data_dir={upload(shards, s3, 'run')}", "max_steps=24", "checkpoint_every=1")
+    steps = 0
+    for number in range(3):
+        process = program.start(*options, *(layout if number % 2 == 0 else ("strategy=auto", "devices=1")), env=env)
+        folder = program.wait_for_checkpoint(process)
+        before = steps
+        wait_for(lambda: checkpoint_of(folder)["global_step"] >= before + 2, process)  # noqa: B023
+        program.kill(process)
+        steps = checkpoint_of(folder)["global_step"]
+        shutil.rmtree(tmp_path / "cache")
+        options = ("resume=last",)
+    resumed = program("resume=last", *layout, env=env)
+    assert (resumed.summary["steps"], digest(resumed)) == (24, digest(expected))

@@ -190,7 +190,8 @@ class Server:
                 if over:
                     raise Unavailable(f"{reason(error)} ({plural(tries, 'try').replace('trys', 'tries')})") from error
                 if tries == 1:
-                    LOG.warning("%s: %s: it is tried again for %.0f s", what, reason(error), self.retry_seconds)
+                    where = what if self.url in what else f"{self.url}/{what}"
+                    LOG.warning("%s: %s: it is tried again for %.0f s", where, reason(error), self.retry_seconds)
                 self.on_retry()
                 time.sleep(pause)
 
