@@ -26,6 +26,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -162,10 +163,10 @@ def enlarged_on_server(folder: Path, shards: int) -> str:
     key = digest([remote_index.RECORD_VERSION, {"image": None, "label": "label"}])[:16]
     kind = {"label_source": "folders", "class_names": [], "passed_over": {}, "highest": []}
     texts = np.frombuffer(json.dumps({"labels": ["a", "b"], "kinds": [kind]}).encode(), np.uint8)
-    rows = {"counts": np.full(len(known), 1000), "kind_of": np.zeros(len(known), np.int32), "texts": texts}
+    rows: Any = {"counts": np.full(len(known), 1000), "kind_of": np.zeros(len(known), np.int32), "texts": texts}
     file = beside / f"records-{key}-shards.npz"
     if not file.exists():
-        np.savez(file, **Table.of(known).columns(), **rows)
+        np.savez(file, **{**Table.of(known).columns(), **rows})
         stated = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "bytes": file.stat().st_size}
         (beside / f"records-{key}.json").write_text(json.dumps({"shards": stated, "images": stated}))
 

@@ -431,6 +431,7 @@ def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         "https://host/a.tar?token=secret",
         "https://host/a.tar?X-Amz-Signature=secret",
         "simplecache::s3://secret/images",
+        "abfs://name:secret@account/images",
         "https://host/a#secret",
     ],
 )
@@ -451,6 +452,7 @@ def test_a_url_stays_one_in_the_config() -> None:
     for typed, expected in {
         "s3://bucket/images/": "s3://bucket/images",
         "file:///images/x": "/images/x",
+        "abfs://images@account.dfs.core.windows.net/x": "abfs://images@account.dfs.core.windows.net/x",
         "images:2": str(Path("images:2").absolute()),
     }.items():
         assert check(composed(f"data_dir='{typed}'")).data_dir == expected

@@ -43,8 +43,10 @@ def place(text: str) -> str:
     scheme, _, rest = text.partition(":")
     if "::" in text or not rest.startswith("//"):
         raise UserError("data_dir: the URL names no place: must be <protocol>://<place>, such as s3://bucket/images")
-    if "@" in rest[2:].partition("/")[0] or "?" in rest or "#" in rest:
-        holds = "a user or password" if "@" in rest[2:].partition("/")[0] else "a query, which may hold a token"
+    user, at, _ = rest[2:].partition("/")[0].rpartition("@")
+    is_container = scheme.lower() in ("abfs", "abfss") and ":" not in user  # abfs://<container>@<account>...
+    if (at and not is_container) or "?" in rest or "#" in rest:
+        holds = "a user or password" if at and not is_container else "a query, which may hold a token"
         right = "leave it out, and set the credentials as the protocol's driver reads them (docs/use/object-stores.md)"
         raise UserError(f"data_dir: its {scheme} URL has {holds}, and URLs are written into configs and logs: {right}")
     return absolute(rest[2:]) if scheme.lower() in ("file", "local") else text.rstrip("/")

@@ -496,6 +496,10 @@ class ShardCache:
 
         Shards that no process lists go first, those used longest ago before others; then those that are needed last.
         """
+        if self.gigabytes is None:  # as long as the disk is not full, the files need not be counted
+            disk = shutil.disk_usage(self.folder)
+            if disk.free - reserved_by(str(part)) > LEFT_FREE * disk.total:
+                return True
         with locked(self.folder / "room.lock"):
             excess = self._used() - self._limit()
             if excess <= 0:
