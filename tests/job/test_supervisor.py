@@ -18,7 +18,7 @@ def test_emulated_bf16_is_reported(
     splits = open_data({"_target_": "lockstep.vision.data.synthetic", "samples": 90}, "data")
     monkeypatch.setattr(runs, "launch", lambda *launched, **how: None)
     for has_bf16 in (True, False):
-        for decides in ("run.supervisor", "config.check"):
+        for decides in ("job.supervisor", "config.check"):
             monkeypatch.setattr(f"lockstep.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
         for precision in ("auto", "32-true", "bf16-mixed"):
             runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={precision}"))), splits, tmp_path)
