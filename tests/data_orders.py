@@ -27,7 +27,7 @@ def borders(sizes: list[int]) -> np.ndarray:
 
 @st.composite
 def stream_orders(draw: st.DrawFn) -> StreamOrder:
-    """Shards of any sizes, also empty ones and fewer than pieces, and steps that are larger than the set."""
+    """Draw shards of any sizes, also empty ones and fewer than pieces, and steps that are larger than the set."""
     pieces = draw(st.integers(1, 9))
     sizes = draw(st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(any))
     on = layout(pieces * draw(st.integers(1, 12)), pieces)

@@ -257,7 +257,7 @@ def test_what_needs_all_shards_at_once_is_refused(
     assert refusal_of(opened, monkeypatch, source(**changes), **options) == message
 
 
-def test_a_part_held_out_of_all_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_all_shards_for_validation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     without_val = Source(Shards(), None, SPEC, window=2)
     assert refusal_of(opened, monkeypatch, without_val, val_fraction=0.1) == (
         "data.window=2: data.val_fraction=0.1 would take images out of all shards: make shards for a part val, or use "
