@@ -66,6 +66,7 @@ class ExactSum:
             grid yet.
         present: for each tensor, whether it was not None in some addend: of this process until `unpack`, of any process
             after it.
+        broken: indices of the tensors that had an addend with elements that are not finite, after `unpack`.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ExactSum:
         """Start the sum of a step. An error message names the step."""
         self.step = step
         self.present = [False] * len(self.like)
+        self.broken: set[int] = set()
         self.outgrown: list[tuple[int, Tensor]] = []
         # on a GPU: the groups and addends of the last `add`, their largest elements, and when the host can read these
         self.unchecked: tuple[list[tuple[int, Tensor]], Tensor, torch.cuda.Event | None] | None = None
@@ -247,6 +249,7 @@ class ExactSum:
         ]
         maxima = [largest * divisor for largest in _largest(flats, self.in_chunks)]
         sums = self._shaped(flats)
+        self.broken = broken
         for index in broken:
             if index in sums:
                 sums[index].fill_(math.nan)

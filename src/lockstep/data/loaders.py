@@ -176,10 +176,13 @@ class StepDataset:
             for device, piece in layout.micro_batches(self.rank)
             if len(pieces[piece])
         ]
-        all_ranks_have_data = num_nonempty == len(pieces) or all(
-            any(len(pieces[piece]) for _, piece in layout.micro_batches(rank)) for rank in range(layout.replicas)
-        )
-        return StepBatch(local_batches, sum(map(len, pieces)), num_nonempty, epoch, step, all_ranks_have_data)
+        if num_nonempty == len(pieces):
+            fewest, most = 1, layout.accumulate
+        else:
+            ranks = range(layout.replicas)
+            numbers = [sum(1 for _, piece in layout.micro_batches(rank) if len(pieces[piece])) for rank in ranks]
+            fewest, most = min(numbers), max(numbers)
+        return StepBatch(local_batches, sum(map(len, pieces)), num_nonempty, epoch, step, fewest > 0, most)
 
     def _step_since_start(self, epoch: int, index: int) -> int:
         """Return the number of a step since the run began, 0-based."""

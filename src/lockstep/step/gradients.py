@@ -98,6 +98,10 @@ class GradientSum:
         """
         return micro_batch.size / step_batch.samples * self.world_size
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients `start` sums."""
+        return trained_parameters(self.strategy.lightning_module)
+
     def collect(self) -> None:
         """Collect the gradient after a backward pass. Here autograd has added it to those before."""
 
@@ -116,7 +120,7 @@ class GradientSum:
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Move this process's gradients out of the parameters and start their sum over all processes."""
-        parameters = trained_parameters(self.strategy.lightning_module)
+        parameters = self.parameters()
         local_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
