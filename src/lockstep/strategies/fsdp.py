@@ -32,14 +32,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard,
 from torch.distributed.tensor import DTensor, Shard
 from torchmetrics import Metric
 
-from lockstep.arithmetic.exact_sum import SMALL
+from lockstep.arithmetic.exact_sum import SMALL, dense
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.torch_quirks import parameters_of_unit
+from lockstep.strategies.torch_quirks import parameters_of_unit, set_gathered_strides
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
@@ -57,6 +57,8 @@ BY_TENSOR = {torch.optim.Adafactor, getattr(torch.optim, "Muon", torch.optim.Ada
 @dataclass(eq=False)
 class ShardedParameter:
     """A parameter of which each process keeps a part. All parts have equally many elements: the last ones are padded.
+
+    The elements of a part have the order that they have in the memory of the whole parameter, in channels_last too.
 
     Attributes:
         name: its name in the module.
@@ -103,10 +105,13 @@ class ShardedParameter:
         return shape
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Cut a whole tensor into parts. Return them without padding, as views where that is possible."""
-        rows, length = -(-self.shape[self.dim] // self.world_size), self.shape[self.dim]
-        starts = [min(rank * rows, length) for rank in range(self.world_size)]
-        return [whole.narrow(self.dim, start, min(rows, length - start)) for start in starts]
+        """Cut a whole tensor into parts, without padding."""
+        shapes = [self.shape_of_part(rank) for rank in range(self.world_size)]
+        if self.dim:
+            return list(whole.split([shape[self.dim] for shape in shapes], self.dim))
+        ordered = _with_strides(whole, self.strides)
+        flat = ordered.as_strided((whole.numel(),), (1,))
+        return [part.view(shape) for part, shape in zip(flat.split(list(map(prod, shapes))), shapes, strict=True)]
 
     def padded(self, part: Tensor) -> Tensor:
         """Return a part as one vector of `part_size` elements."""
@@ -115,14 +120,20 @@ class ShardedParameter:
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor of padded parts, with the strides of the parameter."""
-        pairs = enumerate(parts)
-        cut = [part[: prod(shape := self.shape_of_part(rank))].view(shape) for rank, part in pairs]
-        whole = torch.cat(cut, self.dim)
-        return (
-            whole
-            if whole.stride() == self.strides
-            else torch.empty_strided(self.shape, self.strides, dtype=whole.dtype, device=whole.device).copy_(whole)
-        )
+        shapes = [self.shape_of_part(rank) for rank in range(self.world_size)]
+        cut = [part[: prod(shape)] for part, shape in zip(parts, shapes, strict=True)]
+        if self.dim:
+            return torch.cat([part.view(shape) for part, shape in zip(cut, shapes, strict=True)], self.dim)
+        return torch.cat(cut).as_strided(self.shape, self.strides)
+
+    def in_memory_order(self, gradient: Tensor) -> Tensor:
+        """Return a part of a gradient, of which `fully_shard` has ordered the elements as in a contiguous tensor."""
+        shape = self.shape_of_part(self.rank)
+        part = gradient.reshape(-1)[: prod(shape)].view(shape)
+        if self.dim or part.stride() == self.strides or not part.numel():
+            return part
+        ordered = torch.empty_strided(shape, self.strides, dtype=part.dtype, device=part.device).copy_(part)
+        return ordered.as_strided((part.numel(),), (1,)).view(shape)
 
     def as_parameter(self, part: Tensor) -> DTensor:
         """Return the distributed tensor of which `part` is this process's part."""
@@ -264,8 +275,8 @@ class FullySharded(DistributedDataParallel):
         strides = {id(p): p.stride() for p in module.parameters()}
         names = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
         for parameter in module.parameters():
-            if id(parameter) in dims:
-                parameter.data = parameter.data.contiguous()  # `fully_shard` takes no other
+            if id(parameter) in dims and not parameter.is_contiguous():  # `fully_shard` takes no other
+                parameter.data = parameter.data.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
         mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         options: dict[str, Any] = {
             "mesh": mesh,
@@ -290,6 +301,8 @@ class FullySharded(DistributedDataParallel):
         tensors = module.named_parameters(remove_duplicate=False)
         self._by_name = {name: self.sharded[id(tensor)] for name, tensor in tensors if id(tensor) in self.sharded}
         self._units = [*blocks, module]
+        for unit in self._units:
+            set_gathered_strides(unit, {id(each.tensor): each.strides for each in self.sharded.values()})
         for unit in self._units:
             if not (parameters := [self.sharded[id(tensor)] for tensor in parameters_of_unit(unit)]):
                 continue
@@ -505,8 +518,7 @@ class FullySharded(DistributedDataParallel):
         if part is None:
             parameter.tensor.grad = None
             return
-        shape = parameter.shape_of_part(self.global_rank)
-        parameter.tensor.grad = parameter.as_parameter(part[: prod(shape)].view(shape).to(parameter.local.device))
+        parameter.tensor.grad = parameter.as_parameter(parameter.in_memory_order(part).to(parameter.local.device))
 
     def give_gradients(self) -> None:
         """Give the optimizer the gradients of the sharded parameters. Every process calls this."""
@@ -695,8 +707,12 @@ def dim_to_cut(parameter: nn.Parameter, parts: int) -> int | None:
     """
     if not parameter.requires_grad or parameter.numel() <= SMALL or not parameter.is_floating_point():
         return None
+    if not dense(parameter) or parameter.stride(0) * parameter.shape[0] != parameter.numel():
+        return None  # its first dimension is not the outermost one in memory
     if parameter.shape[0] >= parts:
         return 0
+    if not parameter.is_contiguous():
+        return None
     return next((dim for dim, size in enumerate(parameter.shape) if size % parts == 0), None)
 
 
@@ -772,6 +788,13 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 def norm_of(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, by the kernel with which torch clips gradients."""
     return torch._foreach_norm([tensor])[0] if tensor.is_cuda else torch.linalg.vector_norm(tensor)
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides, itself if it has them."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -179,6 +179,9 @@ class ShardedGradientSum(GradientSum):
     def reduce(self, step: Step) -> Step | None:
         """Sum the gradients of whole parameters, and give the optimizer those of the parts."""
         due = super().reduce(step)
+        for parameter in self.strategy.sharded.values():
+            if (gradient := parameter.tensor.grad) is not None:
+                self.strategy.set_gradient(parameter, gradient.to_local())
         self.strategy.give_gradients()
         return due
 

@@ -44,3 +44,19 @@ def parameters_of_unit(unit: Any) -> list[Tensor]:
     """
     group = unit._get_fsdp_state()._fsdp_param_group
     return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def set_gathered_strides(unit: Any, strides: dict[int, tuple[int, ...]]) -> None:
+    """Let the gathered parameters of a module of `fully_shard` have other strides than contiguous ones.
+
+    `fully_shard` takes contiguous parameters only. Kernels give other bits for a weight in channels_last, and take less
+    time. No public option sets the strides.
+
+    Args:
+        unit: the module.
+        strides: by the id of the sharded parameter.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    for parameter in [] if group is None else group.fsdp_params:
+        assert parameter._contiguous_orig_stride is not None
+        parameter._contiguous_orig_stride = strides[id(parameter.sharded_param)]
