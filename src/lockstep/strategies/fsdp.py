@@ -462,8 +462,7 @@ class FullySharded(DistributedDataParallel):
         self.counts = False
         try:
             with without_traces(trainer), torch.enable_grad():
-                last = step_batch.micro_batches[-1:]
-                micro_batch = last[0] if last else step.data.fetch_piece(step_batch, 0, self.global_rank)
+                micro_batch = self._any_micro_batch(step)
                 with self.micro_batch(micro_batch, 0):
                     loss, _ = outputs_of(passes.forward(step.prepared(micro_batch)))
                 loss.backward()
@@ -471,6 +470,15 @@ class FullySharded(DistributedDataParallel):
             self.counts = True
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+    def _any_micro_batch(self, step: Step) -> MicroBatch:
+        """Return a micro-batch of a step: one of this process if there is one."""
+        step_batch, order = step.batch, step.data.order
+        if step_batch.micro_batches:
+            return step_batch.micro_batches[-1]
+        pieces = order.pieces(step_batch.epoch, step_batch.step - step_batch.epoch * order.steps_per_epoch)
+        piece = next(piece for piece, ids in enumerate(pieces) if len(ids))
+        return step.data.fetch_piece(step_batch, piece, self.global_rank)
 
     # --- the optimizer ---
 
