@@ -56,7 +56,7 @@ def convolutions() -> nn.Module:
     for _ in range(2):
         layers += [nn.Conv2d(48, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 3)).to(
-        memory_format=torch.channels_last  # type: ignore[call-overload]
+        memory_format=torch.channels_last
     )
 
 

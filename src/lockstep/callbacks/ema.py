@@ -29,6 +29,8 @@ class EMA(EMAWeightAveraging):
         update_every_n_steps: optimizer steps between updates. The first step updates, and skipped steps count.
     """
 
+    takes_whole_weights = True  # so it works where each device keeps a part of them
+
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay}: must be at least 0 and below 1")

@@ -25,6 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,10 +164,10 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Sum the gradients of all processes. Set `output_tensor` to this process's part, or to 0 if it is kept apart.
+        """Sum the gradients of all processes. Set `output_tensor` to this process's part, or to 0.
 
-        Args:
-            input_tensor: the parts of the gradient: first those of rank zero, one for each parameter, then the others.
+        Raises:
+            UserError: a parameter has no gradient, or the unit is used twice.
         """
         self.calls += 1
         sizes = [parameter.part_size for parameter in self.parameters]
@@ -238,6 +239,20 @@ class FullySharded(DistributedDataParallel):
         self.accelerator.setup(trainer)
         self._to_device()
         self.setup_precision_plugin()
+
+    def setup_environment(self) -> None:
+        """Set up the process group, and refuse callbacks that read weights as if they were whole.
+
+        Raises:
+            UserError: there is such a callback.
+        """
+        super().setup_environment()
+        for callback in self.lightning_module.trainer.callbacks:
+            if isinstance(callback, WeightAveraging) and not getattr(callback, "takes_whole_weights", False):
+                raise UserError(
+                    f"strategy=fsdp: {type(callback).__name__} needs the whole weights on each device: use "
+                    "lockstep.callbacks.EMA (callbacks=ema), or strategy=ddp"
+                )
 
     def model_to_device(self) -> None:
         """Move the module to the device, unless it is sharded there block by block."""
@@ -340,8 +355,7 @@ class FullySharded(DistributedDataParallel):
 
     def _keep_gathered(self, after_forward: bool, after_backward: bool) -> None:
         """Choose whether the units keep their gathered weights after their passes."""
-        *blocks, module = self._units
-        for unit in blocks:
+        for unit in self._units[:-1]:
             unit.set_reshard_after_forward(not after_forward, recurse=False)
         for unit in self._units:
             unit.set_reshard_after_backward(not after_backward, recurse=False)
@@ -451,6 +465,22 @@ class FullySharded(DistributedDataParallel):
             self._pass_without_effect(self._step_batch)
         self._free_gathered()
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `training_step`.
+
+        Raises:
+            UserError: it uses weights of a block that it does not call, which are not gathered.
+        """
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise UserError(
+                "strategy=fsdp: training_step uses weights of a block without a call of the block, so they are not "
+                f"gathered ({first_line(error)}): give a pattern strategy.blocks= of modules that are called"
+            ) from error
+
     def _pass_without_effect(self, step_batch: StepBatch) -> None:
         """Run the passes of a piece whose gradient and numbers do not count, since other processes run theirs."""
         trainer = self.lightning_module.trainer
@@ -508,10 +538,10 @@ class FullySharded(DistributedDataParallel):
                 if by_tensor:
                     parameter.owner = loads.index(min(loads))
                     loads[parameter.owner] += tensor.numel()
-                    given = parameter.local.new_empty(0)
+                    part = parameter.local.new_empty(0)
                 else:
-                    parameter.owner, given = None, parameter.local
-                parameter.of_optimizer = nn.Parameter(given)
+                    parameter.owner, part = None, parameter.local
+                parameter.of_optimizer = nn.Parameter(part)
                 state = optimizer.state.pop(tensor, None)
                 if state is not None and not by_tensor:
                     optimizer.state[parameter.of_optimizer] = {
@@ -574,7 +604,7 @@ class FullySharded(DistributedDataParallel):
             parameter.of_optimizer.grad = None
 
     def gathered(self, parameter: ShardedParameter, part: Tensor, rank: int = 0) -> Tensor | None:
-        """Return a whole tensor of the parts of all processes, on `rank`; None on the others. Every process calls it."""
+        """Return a whole tensor of the parts of all processes, on `rank`; None elsewhere. Every process calls it."""
         sent = parameter.padded(part.detach()).to(self.root_device)
         received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.global_rank == rank else None
         dist.gather(sent.contiguous(), received, dst=rank)
@@ -682,11 +712,11 @@ class FullySharded(DistributedDataParallel):
         """Log which bytes rank zero keeps between two steps."""
         if not self.is_global_zero:
             return
-        sizes = {name: each / MIB for name, each in self.kept_bytes(optimizer).items()}
+        sizes = {name: each / MIB for name, each in self.bytes_by_kind(optimizer).items()}
         parts = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items())
         LOG.info(f"fsdp: each device keeps {sum(sizes.values()):.0f} MiB ({parts}), and gathered weights meanwhile")
 
-    def kept_bytes(self, optimizer: Any) -> dict[str, int]:
+    def bytes_by_kind(self, optimizer: Any) -> dict[str, int]:
         """Return the bytes of the tensors that this process keeps between two steps, by what they are."""
         parameters = [*self._replicated, *(each.local for each in self.sharded.values())]
         trained = [
@@ -796,6 +826,11 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 def norm_of(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, by the kernel with which torch clips gradients."""
     return torch._foreach_norm([tensor])[0] if tensor.is_cuda else torch.linalg.vector_norm(tensor)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, at most 100 characters."""
+    return (str(error).strip().splitlines() or [""])[0][:100]
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

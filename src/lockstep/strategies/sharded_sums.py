@@ -1,9 +1,9 @@
 """The gradient of a step where each process keeps a part of it (`fsdp.py`): up to rounding, or exact.
 
-The exact sum is that of `lockstep.arithmetic.exact_sum`. The whole gradient of a tensor is rounded to the tensor's grid
-in each piece. The integers are then summed over the processes by a reduce-scatter, and each process adds the integers of
-its part over the pieces. They become floating-point numbers once, at the end of the step. Parameters that are whole on
-each device are summed as with ddp.
+The exact sum is that of `lockstep.arithmetic.exact_sum`. In each piece, the whole gradient of a tensor is rounded to
+the tensor's grid. A reduce-scatter sums the integers over the processes, and each process adds those of its part over
+the pieces. They become floating-point numbers once, at the end of the step. Parameters that are whole on each device
+are summed as with ddp.
 """
 
 from collections.abc import Sequence
