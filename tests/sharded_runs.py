@@ -60,6 +60,20 @@ def convolutions() -> nn.Module:
     )
 
 
+class Twice(nn.Module):
+    """Uses a block twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(144, 144) for _ in range(2))
+        self.head = nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](x.flatten(1)).relu()
+        result: Tensor = self.head(self.layers[0](self.layers[0](x).relu()))
+        return result
+
+
 class Tied(nn.Module):
     """An encoder and a decoder with one weight."""
 
@@ -83,7 +97,7 @@ def frozen() -> nn.Module:
     return net
 
 
-NETS: dict[str, Any] = {"vit": ViT, "convolutions": convolutions, "tied": Tied, "frozen": frozen}
+NETS: dict[str, Any] = {"vit": ViT, "convolutions": convolutions, "tied": Tied, "frozen": frozen, "twice": Twice}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
@@ -106,6 +120,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "convolutions": ("convolutions", "sgd", {"gradient_clip_val": 0.1}),
     "tied": ("tied", "adamw", {}),
     "frozen": ("frozen", "sgd", {}),
+    "twice": ("twice", "sgd", {}),
 }
 
 
@@ -134,8 +149,16 @@ def samples(number: int = SAMPLES) -> TensorDataset:
     return TensorDataset(x, torch.arange(number) % 3)
 
 
-def train(folder: Path | str, strategy: Any, net: str, optimizer: str, ckpt_path: Any = None, **options: Any) -> str:
-    """Train and return the SHA-256 of the weights, on rank zero."""
+def train(
+    folder: Path | str,
+    strategy: Any,
+    net: str,
+    optimizer: str,
+    ckpt_path: Any = None,
+    states: list[Any] | None = None,
+    **options: Any,
+) -> str:
+    """Train and return the SHA-256 of the weights, on rank zero. Append the weights to `states`."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     if callbacks := options.pop("callbacks", None):
@@ -154,4 +177,7 @@ def train(folder: Path | str, strategy: Any, net: str, optimizer: str, ckpt_path
     loaders = DataLoader(samples(), batch_size=BATCH, shuffle=True), DataLoader(samples(5), batch_size=1)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     strategy_of_run: Any = trainer.strategy
-    return lockstep.weights_sha256(strategy_of_run.lightning_module_state_dict())
+    state = strategy_of_run.lightning_module_state_dict()
+    if states is not None:
+        states.append({name: value.clone() for name, value in state.items()})
+    return lockstep.weights_sha256(state)
