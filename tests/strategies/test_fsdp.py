@@ -144,7 +144,7 @@ class NoCall(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(144, 144) for _ in range(2))
+        self.layers: Any = nn.ModuleList(nn.Linear(144, 144) for _ in range(2))
         self.head = nn.Linear(144, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def test_what_can_not_be_right_is_refused(
 
 
 def test_the_repeated_modules_are_the_blocks() -> None:
-    net = ViT()
+    net: Any = ViT()
     large = {id(p) for p in net.parameters() if p.numel() > SMALL}
     assert find_blocks(net, large, None) == list(net.blocks)
     assert find_blocks(net, large, "blocks.*.mlp") == [block.mlp for block in net.blocks]
