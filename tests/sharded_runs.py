@@ -97,6 +97,14 @@ def frozen() -> nn.Module:
     return net
 
 
+class Unfreezes(pl.Callback):
+    """Unfreezes all parameters after an epoch."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.requires_grad_(True)
+
+
 NETS: dict[str, Any] = {"vit": ViT, "convolutions": convolutions, "tied": Tied, "frozen": frozen, "twice": Twice}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -116,10 +124,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit clipped values": ("vit", "sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "vit bf16": ("vit", "adamw", {"precision": "bf16-mixed"}),
     "vit ema": ("vit", "sgd", {"callbacks": EMA}),
+    "vit skips a step": ("vit", "muon", {"nonfinite": "skip", "broken": 3}),
     "vit uneven": ("vit", "sgd", {"pieces": 4}),
     "convolutions": ("convolutions", "sgd", {"gradient_clip_val": 0.1}),
     "tied": ("tied", "adamw", {}),
     "frozen": ("frozen", "sgd", {}),
+    "unfrozen": ("frozen", "adamw", {"callbacks": Unfreezes}),
     "twice": ("twice", "sgd", {}),
 }
 
@@ -144,8 +154,11 @@ class Classifier(pl.LightningModule):
         return OPTIMIZERS[self.kind](self.parameters())
 
 
-def samples(number: int = SAMPLES) -> TensorDataset:
+def samples(number: int = SAMPLES, broken: int | None = None) -> TensorDataset:
+    """Return random samples. The sample `broken` has a value that is not finite."""
     x = torch.randn(number, 1, 12, 12, generator=torch.Generator().manual_seed(1))
+    if broken is not None:
+        x[broken, 0, 5, 5] = torch.inf
     return TensorDataset(x, torch.arange(number) % 3)
 
 
@@ -156,6 +169,7 @@ def train(
     optimizer: str,
     ckpt_path: Any = None,
     states: list[Any] | None = None,
+    broken: int | None = None,
     **options: Any,
 ) -> str:
     """Train and return the SHA-256 of the weights, on rank zero. Append the weights to `states`."""
@@ -174,7 +188,7 @@ def train(
         **chosen,
     )
     module = Classifier(net, optimizer)
-    loaders = DataLoader(samples(), batch_size=BATCH, shuffle=True), DataLoader(samples(5), batch_size=1)
+    loaders = DataLoader(samples(broken=broken), batch_size=BATCH, shuffle=True), DataLoader(samples(5), batch_size=1)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     strategy_of_run: Any = trainer.strategy
     state = strategy_of_run.lightning_module_state_dict()

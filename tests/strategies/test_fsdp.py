@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.arithmetic.exact_sum import SMALL
-from lockstep.errors import UserError
+from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
 from lockstep.strategies.fsdp import ShardedParameter, dim_to_cut, find_blocks, needs_whole_tensors
 from lockstep.vision.optimizers import Muon
@@ -198,6 +198,21 @@ def test_what_can_not_be_right_is_refused(
     tmp_path: Path, net: type[nn.Module], options: dict[str, Any], message: str
 ) -> None:
     assert message in on(2, partial(refused, **options), tmp_path, net)
+
+
+def stopped(folder: Path, strategy: Any) -> str:
+    try:
+        train(folder, strategy, "vit", "sgd", broken=3)
+    except NonFinite as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    message = on(2, stopped, tmp_path, FSDP())
+    assert "the gradient is not finite" in message
+    assert "sample 3 of the training set has values that are not finite" in message
 
 
 # --- units ---

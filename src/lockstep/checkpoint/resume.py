@@ -24,7 +24,7 @@ from lockstep.config.arguments import (
     split_flags,
 )
 from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.pages import options, primary, quote_path
+from lockstep.config.pages import group_file, options, primary, quote_path
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
@@ -75,6 +75,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
     _drop_length(merged, new_overrides)
     for group in LIST_GROUPS:
         _drop_options(merged, group, new_overrides)
+    _drop_foreign_options(merged, "strategy", new_overrides)
     merged |= {key(override): override for override in new_overrides}
     merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
     return [*merged.values(), *flags]
@@ -89,6 +90,17 @@ def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str
     for name in set(options(group)) - {name.strip() for name in names}:
         for option in [each for each in saved if each.startswith(f"{group}.{name}.")]:
             del saved[option]
+
+
+def _drop_foreign_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
+    """Remove the saved options of a group that its newly chosen page does not have, such as `strategy.reshard=true`."""
+    chosen = [override.partition("=")[2] for override in new_overrides if key(override) == group]
+    if not chosen or chosen[-1] not in options(group):
+        return
+    page = group_file(group, chosen[-1])
+    for name in [each for each in saved if each.startswith(f"{group}.")]:
+        if name.split(".")[1] not in page:
+            del saved[name]
 
 
 def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:
