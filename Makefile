@@ -25,7 +25,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(UV) install --python $(BIN)/python --quiet --require-hashes -r requirements.lock || { echo "uv failed; installing with pip"; \
 	    $(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock; }
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@$(BIN)/python -c 'import lockstep.run.training' # check that it works, and compile its bytecode
+	@$(BIN)/python -c 'import lockstep.job.training' # check that it works, and compile its bytecode
 	@touch $@
 
 lowest: ## build .venv with the lowest versions that pyproject.toml allows, the rest as new as possible

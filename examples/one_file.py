@@ -54,4 +54,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
-    print(lockstep.launch(train, arguments, devices=None if arguments.strategy == "dp" else arguments.devices))
+    workers = 1 if arguments.strategy == "dp" else arguments.devices
+    print(lockstep.launch(train, arguments, devices=workers, accelerator="cpu"))

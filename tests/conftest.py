@@ -29,7 +29,7 @@ from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import pages
-from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.hydra_quirks import VERSION_BASE
 from lockstep.launch import machine
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count

@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from lockstep.commands import cli
 from lockstep.errors import UserError
-from lockstep.run import cli
 
 NIGHTLY = settings.get_current_profile_name() == "nightly"
 # what is done, where and from where as parts of the length, and the bytes of it

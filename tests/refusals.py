@@ -14,13 +14,13 @@ import pytest
 import yaml
 from conftest import composed
 
-from lockstep.checkpoint.resume import expand_resume
+from lockstep.checkpoint.resume import resolve
+from lockstep.commands.cli import BAD_INPUT, error_line
 from lockstep.config import check as config_check
-from lockstep.config.arguments import check_arguments
+from lockstep.config.arguments import read_arguments
 from lockstep.config.check import Config, check
+from lockstep.job.evaluation import find_checkpoint
 from lockstep.launch import machine
-from lockstep.run.cli import BAD_INPUT, error_line
-from lockstep.run.evaluation import find_checkpoint
 
 TABLE = Path(__file__).with_name("refusals.yaml")
 
@@ -89,10 +89,11 @@ def refused_command(program: str, overrides: Sequence[str]) -> str:
 
 
 def _check_command(program: str, overrides: Sequence[str]) -> None:
+    arguments = read_arguments(overrides, program)
     if program == "train":
-        check(composed(*expand_resume(check_arguments(list(overrides)), "train")))
+        check(composed(*resolve(arguments).line))
     else:
-        find_checkpoint(composed(*check_arguments(list(overrides)), page=program))
+        find_checkpoint(composed(*arguments.line, page=program))
 
 
 def _one_line(error: BaseException) -> str:

@@ -53,7 +53,7 @@ def module(
 ) -> ImageDataModule:
     made = ImageDataModule(data, on, seed, rank, num_workers=workers)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    made.trainer = SimpleNamespace(global_step=0, lightning_module=net, strategy=strategy)  # type: ignore[assignment]
+    made.trainer = SimpleNamespace(global_step=0, predicting=False, lightning_module=net, strategy=strategy)  # type: ignore[assignment]
     made.setup("fit")
     return made
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("processes")
 
 
 CHAOS = ROOT / "scripts" / "lab" / "chaos.py"
-# Its damage is an end cut off: a flipped bit may be one that nobody reads, see run/test_fuzz.py.
+# Its damage is an end cut off: a flipped bit may be one that nobody reads, see commands/test_fuzz.py.
 SEED = "--seed=2"
 SMALL = ("data=synthetic", "data.samples=800", "data.image_size=12", "data.num_classes=3", "checkpoint_every=2")
 

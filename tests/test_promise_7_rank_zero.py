@@ -187,7 +187,7 @@ def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> No
     assert not list(run_train.outputs.glob("*"))
 
 
-# Signals and deaths; of the parent: tests/run/test_lock.py
+# Signals and deaths; of the parent: tests/job/test_lock.py
 
 
 def started(program: Program, *overrides: str) -> Any:

@@ -204,9 +204,9 @@ def test_tests_of_promises_import_public_names_only() -> None:
     [
         ("from lockstep import compose, hash64\nimport lockstep\nfrom lockstep.testing import ModuleTests", []),
         ("def f():\n    from lockstep.errors import UserError", ["lockstep.errors.UserError"]),
-        ("import lockstep.run.cli", ["lockstep.run.cli"]),
+        ("import lockstep.commands.cli", ["lockstep.commands.cli"]),
         ("from lockstep import files", ["lockstep.files"]),
-        ("P = '''\nimport os\nfrom lockstep.run import cli\n'''", ["lockstep.run.cli"]),
+        ("P = '''\nimport os\nfrom lockstep.commands import cli\n'''", ["lockstep.commands.cli"]),
         ("from callbacks.test_dashboard import Board", ["callbacks.test_dashboard.Board"]),
     ],
 )

@@ -27,6 +27,7 @@ from bench import machine
 from network.link import Link
 from pages import add_pages
 
+from lockstep.commands import cli
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.config.value_checks import PositiveFloat, checker
@@ -36,8 +37,7 @@ from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.launch.parent import launch
 from lockstep.programs.common.showing import markdown
 from lockstep.programs.common.training import check_one_machine, open_without_test, train_quietly
-from lockstep.run import cli
-from lockstep.run.summary import write_summary
+from lockstep.report.summary import write_summary
 
 ACCUMULATE = (1, 2, 4)  # pieces of each device to try
 WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: first ones that don't count; fewest and most that do

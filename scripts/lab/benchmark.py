@@ -31,7 +31,7 @@ from lockstep.config.value_checks import unknown_name_message
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.programs.common.showing import markdown
-from lockstep.run.summary import git_info, versions, write_summary
+from lockstep.report.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # from a scratch folder and the folder with MNIST/
     "step": lambda folder, _: steps.step(folder),

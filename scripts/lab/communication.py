@@ -33,16 +33,16 @@ from pages import add_pages
 from torch.utils.data import default_collate
 
 from lockstep.arithmetic.order import DataOrder
+from lockstep.commands import cli
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.config.value_checks import whole_number
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.job.build import make_module
 from lockstep.programs.common.showing import our_pyplot, style
 from lockstep.programs.common.training import check_one_machine
-from lockstep.run import cli
-from lockstep.run.build import make_module
-from lockstep.run.summary import versions, write_summary
+from lockstep.report.summary import versions, write_summary
 
 WORKER = Path(__file__).parent / "network" / "summing.py"
 

@@ -46,7 +46,7 @@ from repository import ROOT
 from lockstep.config.value_checks import unknown_name_message
 from lockstep.launch.machine import gpu_count
 from lockstep.programs.common.showing import markdown
-from lockstep.run.summary import git_info, write_summary
+from lockstep.report.summary import git_info, write_summary
 
 OUTPUTS, TO = "OUTPUTS", "FOLDER_OF_THE_PAGE"  # placeholders in a command: the trial's own folder, and `--to`
 PAGE = ROOT / "docs" / "results" / "gpu.md"

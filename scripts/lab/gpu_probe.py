@@ -37,13 +37,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.config.extras import RunParts
+from lockstep.config.run_length import run_length
 from lockstep.data.build import open_data
 from lockstep.files import write
-from lockstep.run import build
-from lockstep.run.api import compose
-from lockstep.run.run_length import run_length
+from lockstep.job import build
 from lockstep.step.compile import compile_networks
 
 WAITS = ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"]

@@ -43,7 +43,7 @@ from repository import ROOT
 
 from lockstep.launch.machine import available_cores
 from lockstep.programs.common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 QUARTER = 0.25  # the part of its CPU time that a throttled worker keeps
 WEIGHT = 100  # weight of a worker, relative to a process outside of the control groups

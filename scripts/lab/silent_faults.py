@@ -29,7 +29,7 @@ from campaigns.processes import Process
 
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, config_sha256, line_sha256, parse_line, read, text_of
 from lockstep.programs.common.showing import markdown
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 JOB = [  # small steps, because there are many runs
     *("model.dropout=0.25", "max_epochs=2", "log_every=5", "threads=1", "accelerator=cpu", "name=chaos"),

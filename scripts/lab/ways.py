@@ -29,7 +29,7 @@ from network.machines import Machines, NoMachines
 from repository import ROOT
 
 from lockstep.errors import UserError
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 MIB = 1 << 20
 PORT = 29501

@@ -1,6 +1,6 @@
 """Hydra's plugins of Lockstep: the jobs of a sweep, and what starts them.
 
-Hydra finds plugins in this package only and imports it at every start, so the code is in `lockstep.run.sweeps`.
+Hydra finds plugins in this package only and imports it at every start, so the code is in `lockstep.commands.sweeps`.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class CheckedSweeper(BasicSweeper):
     """Hydra's own sweeper, which checks all jobs before a launcher, of whatever kind, starts the first one."""
 
     def sweep(self, arguments: list[str]) -> Any:
+        from lockstep.commands.cli import BAD_INPUT
+        from lockstep.commands.sweeps import check_jobs, report_jobs
+        from lockstep.job.run_folder import FolderBusy, lock_folder, remove_refused_folder
         from lockstep.launch.environment import environment
-        from lockstep.run.cli import BAD_INPUT
-        from lockstep.run.run_folder import FolderBusy, lock_folder, remove_refused_folder
-        from lockstep.run.sweeps import check_jobs, report_jobs
 
         assert self.config is not None
         assert self.hydra_context is not None
@@ -41,7 +41,7 @@ class JobLauncher(BasicLauncher):
     """Runs each job as Hydra's own launcher does, in a process and on devices of its own."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from lockstep.run.sweeps import SweepJob, jobs_of, launch
+        from lockstep.commands.sweeps import SweepJob, jobs_of, launch
 
         assert self.config is not None
 

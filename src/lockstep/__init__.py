@@ -13,20 +13,20 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.arithmetic.order import hash64 as hash64
     from lockstep.checkpoint.weights import copy_weights as copy_weights
     from lockstep.checkpoint.weights import load_weights as load_weights
+    from lockstep.commands.api import Composed as Composed
+    from lockstep.commands.api import compose as compose
+    from lockstep.commands.api import train as train
+    from lockstep.commands.project_programs import command as command
     from lockstep.data.datasets import ArrayDataset as ArrayDataset
     from lockstep.data.datasets import Source as Source
     from lockstep.data.datasets import Spec as Spec
     from lockstep.errors import UserError as UserError
     from lockstep.errors import WorkerFailed as WorkerFailed
+    from lockstep.job.job import Job as Job
     from lockstep.launch.local import launch as launch
     from lockstep.launch.process_group import gather_objects as gather_objects
     from lockstep.launch.signals import Interrupted as Interrupted
-    from lockstep.run.api import Composed as Composed
-    from lockstep.run.api import compose as compose
-    from lockstep.run.api import train as train
-    from lockstep.run.commands import command as command
-    from lockstep.run.job import Job as Job
-    from lockstep.run.summary import weights_sha256 as weights_sha256
+    from lockstep.report.summary import weights_sha256 as weights_sha256
     from lockstep.step.batch import StepBatch as StepBatch
     from lockstep.step.lightning_quirks import is_last_step as is_last_step
     from lockstep.step.metrics import Count as Count
@@ -37,28 +37,28 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
 # The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
-    "Composed": "lockstep.run.api",
+    "Composed": "lockstep.commands.api",
     "Count": "lockstep.step.metrics",
     "DataModule": "lockstep.trainer.data",
     "ExactMean": "lockstep.step.metrics",
     "Interrupted": "lockstep.launch.signals",
-    "Job": "lockstep.run.job",
+    "Job": "lockstep.job.job",
     "Source": "lockstep.data.datasets",
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
     "Trainer": "lockstep.trainer.trainer",
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.errors",
-    "command": "lockstep.run.commands",
-    "compose": "lockstep.run.api",
+    "command": "lockstep.commands.project_programs",
+    "compose": "lockstep.commands.api",
     "copy_weights": "lockstep.checkpoint.weights",
     "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
     "is_last_step": "lockstep.step.lightning_quirks",
     "launch": "lockstep.launch.local",
     "load_weights": "lockstep.checkpoint.weights",
-    "train": "lockstep.run.api",
-    "weights_sha256": "lockstep.run.summary",
+    "train": "lockstep.commands.api",
+    "weights_sha256": "lockstep.report.summary",
 }
 __all__ = list(HOMES)
 

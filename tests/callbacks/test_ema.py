@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 from lockstep.callbacks.ema import EMA, Average
-from lockstep.run.summary import weights_sha256
+from lockstep.report.summary import weights_sha256
 from lockstep.testing.fake_gpu import DEVICE, fake_gpu, move
 
 TASK = (*NORMS, "max_epochs=3", "lr=0.1")

@@ -218,3 +218,17 @@ def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.Mon
     atomic.link_file(last, best)
     assert best.read_text() == "two"
     assert not last.samefile(best)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the run's", "a user's"])
+def test_copies_are_made_of_the_runs_last_checkpoint_only(tmp_path: Path, own: bool) -> None:
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    path = last if own else tmp_path / "shared" / "step_7.ckpt"
+    path.parent.mkdir()
+    for step in (1, 2, 9):
+        (path.parent / f"step_{step}.ckpt").touch()
+    writer = AtomicCheckpointIO(last=last, number=2)
+    writer.save_checkpoint({**plain(), "global_step": 8}, path)
+    writer.wait()
+    steps = [*paths.step_checkpoints(path.parent)]
+    assert steps == ([2, 8] if own else [1, 2, 7, 9])

@@ -24,10 +24,10 @@ from lockstep.config.check import Config, check
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.run.build import make_module
-from lockstep.run.evaluation import check_same_images, config_of, find_checkpoint_and_record
-from lockstep.run.prediction import load_module
-from lockstep.run.provenance import checkpoint_record
+from lockstep.job.build import make_module
+from lockstep.job.evaluation import check_same_images, config_of, find_checkpoint_and_record
+from lockstep.job.prediction import load_module
+from lockstep.report.provenance import checkpoint_record
 
 pytestmark = pytest.mark.usefixtures("whole_run")
 

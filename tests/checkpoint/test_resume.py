@@ -13,11 +13,16 @@ from omegaconf import OmegaConf
 
 from lockstep import compose
 from lockstep.checkpoint import resume, start
-from lockstep.checkpoint.resume import expand_resume, write_hydra_files
-from lockstep.checkpoint.resume import expand_sweep_resume as arguments
+from lockstep.checkpoint.resume import write_hydra_files
 from lockstep.checkpoint.start import check_checkpoint_fits, checkpoint_to_load, differences
+from lockstep.config.arguments import read_arguments
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
+
+
+def resolved(typed: list[str], program: str = "train") -> list[str]:
+    """Return the arguments with which Hydra composes the config of a command line."""
+    return resume.resolve(read_arguments(typed, program)).line
 
 
 @pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
@@ -28,7 +33,7 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
     run, sweep = (
         {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(actual)}
-        for actual in (expand_resume([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
+        for actual in (resolved([f"resume={folder}"]), resolved([f"sweep.resume={folder}"])[:-1])
     )
     assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
     assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
@@ -48,7 +53,7 @@ def test_a_run_goes_on_with_the_config_folder_of_its_command(tmp_path: Path) -> 
         (tmp_path / file).write_text(content)
     assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
     for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
-        actual = expand_resume([f"resume={tmp_path / 'run'}", *other], "train")
+        actual = resolved([f"resume={tmp_path / 'run'}", *other])
         assert not [override for override in actual if "searchpath" in override]
         assert actual[-len(other) :] == other
 
@@ -58,9 +63,9 @@ def test_another_strategy_drops_the_options_that_it_does_not_have(tmp_path: Path
     for file, content in {"checkpoints/last.ckpt": "", ".hydra/overrides.yaml": OmegaConf.to_yaml(saved)}.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(content)
-    again = expand_resume([f"resume={tmp_path}"], "train")
+    again = resolved([f"resume={tmp_path}"])
     assert {*saved} <= {*again}
-    other = expand_resume([f"resume={tmp_path}", "strategy=ddp"], "train")
+    other = resolved([f"resume={tmp_path}", "strategy=ddp"])
     assert {"strategy=ddp", "strategy.shares=[2,1]", "devices=2"} <= {*other}
     assert "strategy.reshard=true" not in other
 
@@ -68,8 +73,8 @@ def test_another_strategy_drops_the_options_that_it_does_not_have(tmp_path: Path
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
     with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
-        expand_resume(["resume=last"], program)
-    assert expand_resume(["resume=null"], program) == ["resume=null"]
+        resolved(["resume=last"], program)
+    assert resolved(["resume=null"], program) == ["resume=null"]
 
 
 def test_what_changed_since_the_checkpoint_is_reported_once() -> None:
@@ -134,7 +139,7 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(
         os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
 
     def meant(*overrides: str) -> Path:
-        actual = resume.expand_resume(["resume=last", f"outputs={tmp_path}", *overrides], "train")
+        actual = resolved(["resume=last", f"outputs={tmp_path}", *overrides])
         (folder,) = [
             each.removeprefix("hydra.run.dir=").strip("'") for each in actual if each.startswith("hydra.run.dir=")
         ]
@@ -150,13 +155,61 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(
         meant("data=mnist")
     for folder in (tmp_path / "own", tmp_path):
         with pytest.raises(UserError, match=rf"^resume={folder}: a folder of runs, not a run: resume={runs[2]} is the"):
-            expand_resume([f"resume={folder}"], "train")
+            resolved([f"resume={folder}"])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").rename(tmp_path / "my own")
     with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
-        expand_resume(["resume=my own"], "train")
+        resolved(["resume=my own"])
     (tmp_path / "my own").rename(tmp_path / "own")
     set_environment(SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1")
     assert meant() == runs[2]
     (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
     assert meant() == runs[1]  # another job's may be newer by now
+
+
+def run_with_checkpoint(folder: Path) -> Path:
+    """Return the folder of a run, with an empty checkpoint."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("[]")
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "last.ckpt").touch()
+    return folder
+
+
+def test_a_copy_of_the_checkpoints_is_not_taken_for_them(tmp_path: Path) -> None:
+    """The run would go on from its own file of the same name."""
+    folder = run_with_checkpoint(tmp_path / "run")
+    copy = folder / "copy" / "last.ckpt"
+    copy.parent.mkdir()
+    copy.touch()
+    with pytest.raises(UserError, match=r"not in the checkpoints/ of a run folder"):
+        resolved([f"resume={copy}"])
+    assert resolved([f"resume={folder / 'checkpoints' / 'last.ckpt'}"]) == resolved([f"resume={folder}"])
+
+
+def test_a_plus_sign_changes_nothing_and_one_run_is_no_sweep(tmp_path: Path) -> None:
+    folder = run_with_checkpoint(tmp_path / "run")
+    assert resolved([f"+resume={folder}"]) == resolved([f"++resume={folder}"]) == resolved([f"resume={folder}"])
+    with pytest.raises(UserError, match=r"continues one run, and -m starts several: leave one of them out"):
+        resolved([f"resume={folder}", "-m", "seed=0,1"])
+
+
+@pytest.mark.usefixtures("whole_run")
+def test_the_start_of_a_run_is_the_same_however_often_it_is_started(
+    tmp_path: Path, set_environment: Callable[..., None]
+) -> None:
+    """A job that is queued again would find its own run, and begin anew from it."""
+    before = run_with_checkpoint(tmp_path / "mnist_cnn_digits" / "1")
+    typed = ["init_from=last", f"outputs={tmp_path}"]
+    config = compose(*typed)
+    run_with_checkpoint(tmp_path / "mnist_cnn_digits" / "2")
+    assert config["init_from"] == str(before)
+    assert compose(*config.overrides)["init_from"] == str(before)
+    assert compose(*typed)["init_from"] != str(before), "the control"
+    for variables in (
+        {"SLURM_JOB_ID": "77"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "mine"},
+    ):
+        set_environment(**variables)
+        with pytest.raises(UserError, match=rf"would find its own run: give the folder, init_from={tmp_path}"):
+            resolved(typed)

@@ -172,3 +172,28 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
         trainer = trainer_with(tmp_path, Checkpoint(tmp_path), state(limit), epochs=2)
         trainer.fit(Plain(), **loaders(), ckpt_path=last)
         assert trainer.global_step == steps
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_damaged_best_checkpoint_is_replaced_or_forgotten(tmp_path: Path, copy: bool) -> None:
+    """The run would fail at its end, and each time that it goes on."""
+    content = {"pytorch-lightning_version": "2", "state_dict": {}, "global_step": 2}
+    callback = Checkpoint(tmp_path)
+    callback.load_state_dict({"monitor": callback.monitor, "mode": callback.mode, "best_score": 0.5, "best_step": 2})
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    best.parent.mkdir()
+    checkpoint_io.save(content, best)
+    if copy:
+        shutil.copy(best, best.with_name("step_2.ckpt"))
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(broadcast=lambda value: value, checkpoint_io=SimpleNamespace(loaded_step=4)),
+        is_global_zero=True,
+        ckpt_path=None,
+        global_step=4,
+    )
+    callback.on_fit_start(trainer, Plain())
+    assert callback.best_score == 0.5, "the control"
+    best.write_bytes(best.read_bytes()[:-30])
+    callback.on_fit_start(trainer, Plain())
+    assert (callback.best_score, best.exists()) == ((0.5, True) if copy else (None, False))
+    assert not copy or step_of(best) == 2

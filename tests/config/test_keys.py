@@ -26,8 +26,8 @@ from lockstep.config.schema import Keys, RunKeys
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.run.build import make_module
-from lockstep.run.optimizers import training_arguments
+from lockstep.job.build import make_module
+from lockstep.job.optimizers import training_arguments
 
 GROUPS = ("model", "optimizer", "scheduler", "callbacks", "data")
 DATA = ("data=synthetic", "data.samples=60", "data.image_size=40", "batch_size=4", "accelerator=cpu")
@@ -80,7 +80,7 @@ OTHER: dict[str, Any] = {
 }
 # Another mode than the metric's is refused, see test_metrics.py.
 # Without a list there are no images; an index that lies elsewhere is the same one; the others are in
-# tests/run/test_optimizers.py and tests/project/test_tasks.py.
+# tests/job/test_optimizers.py and tests/project/test_tasks.py.
 BESIDE = {"data.csv", "data.index_dir", "plateau: scheduler.interval", "optimizer.lr", "model.monitor"}
 BESIDE |= {"scheduler.mode", "callbacks.checkpoint.mode", "callbacks.early_stopping.mode"}
 BESIDE |= {f"data.{name}" for name in ("labels", "values", "mask", "classes", "unlabelled")}

@@ -7,7 +7,7 @@ from conftest import composed
 from refusals import checked, refused_with
 
 from lockstep.config import check as config
-from lockstep.config.arguments import check_arguments
+from lockstep.config.arguments import read_arguments
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.launch import machine
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
 
 def test_names_of_groups_are_taken_in_any_form() -> None:
-    check_arguments(["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"])
+    read_arguments(["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"], "train")
 
 
 @pytest.mark.usefixtures("whole_run")

@@ -22,8 +22,8 @@ from lockstep.config.check import check
 from lockstep.config.metrics import direction_of_name, directions_of_module, known_of_model, resolve_mode
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.run.build import make_callbacks
-from lockstep.run.optimizers import training_arguments
+from lockstep.job.build import make_callbacks
+from lockstep.job.optimizers import training_arguments
 
 SMALLEST = """
     val/loss val_loss valLoss val/loss_epoch val/top5_err val/error_rate val/kl val/nll val/perplexity val/mse val_rmse

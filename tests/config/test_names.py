@@ -1,12 +1,13 @@
 """Which known name a message proposes for an unknown one."""
 
 import re
+from pathlib import Path
 
 import pytest
 from conftest import composed
 
-from lockstep.config.arguments import check_arguments, no_option_message
-from lockstep.config.pages import group_file, options
+from lockstep.config.arguments import no_option_message, read_arguments
+from lockstep.config.pages import group_file, options, with_one_search_path
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 
@@ -73,7 +74,30 @@ def test_keys_that_people_type(key: str, here: str) -> None:
 )
 def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], pattern: str) -> None:
     with pytest.raises(UserError, match=rf"there is no such flag; an override has no dashes, {pattern}$"):
-        check_arguments(arguments)
+        read_arguments(arguments, "train")
+
+
+def test_a_page_of_the_command_s_own_folder_is_a_choice(tmp_path: Path) -> None:
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "default.yaml").touch()
+    read_arguments(["--config-dir", str(tmp_path), "debug=default"], "train")
+    with pytest.raises(UserError, match=r"^debug=default: there is no such file; give "):
+        read_arguments(["debug=default"], "train")
+
+
+@pytest.mark.parametrize("flags", [["--config-name=big"], ["-cn", "big"], ["--config-path", "big"]])
+def test_another_first_page_is_refused(flags: list[str]) -> None:
+    """A resumed run and a sweep would begin with train.yaml."""
+    with pytest.raises(UserError, match=r"a run begins with conf/train.yaml: .* give experiment=<name>$"):
+        read_arguments([*flags, "lr=1"], "train")
+
+
+def test_folders_of_pages_are_searched_in_one_order() -> None:
+    ours = "hydra.searchpath=['file:///conf',pkg://lockstep.conf]"
+    theirs = "hydra.searchpath=['file:///a, b',pkg://lockstep.conf]"
+    expected = "hydra.searchpath=['file:///a, b','file:///conf',pkg://lockstep.conf]"
+    assert with_one_search_path([theirs, "lr=1", ours]) == [expected, "lr=1"]
+    assert with_one_search_path(["lr=1"]) == ["lr=1"]
 
 
 def test_a_typo_of_any_group_s_page_is_one_line_whatever_the_pages_contain() -> None:
@@ -100,7 +124,7 @@ def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
 )
 def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: str, right: str) -> None:
     with pytest.raises(UserError, match=rf": there is no such file; give {re.escape(right)}$"):
-        check_arguments([argument])
+        read_arguments([argument], "train")
 
 
 @pytest.mark.parametrize(

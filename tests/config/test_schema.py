@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT, page_file
 
-from lockstep.config.arguments import MODELINE, help_page
+from lockstep.config.arguments import MODELINE, help_page, read_arguments
 from lockstep.config.pages import INHERITED
 from lockstep.programs import schema
 from lockstep.project import use_project_of
@@ -154,7 +154,7 @@ def test_values_that_a_run_takes_are_right() -> None:
 
 def test_help_is_without_the_line_for_editors() -> None:
     for arguments in ([], ["model=resnet18", "experiment=photos"]):
-        page = help_page("train", arguments)
+        page = help_page(read_arguments(arguments, "train"))
         assert "yaml-language-server" not in page
         assert len(page.splitlines()) > 10
-    assert help_page("train", []).startswith("The settings of a run")
+    assert help_page(read_arguments([], "train")).startswith("The settings of a run")

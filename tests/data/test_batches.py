@@ -181,6 +181,8 @@ def test_a_limit_of_batches_limits_what_each_rank_evaluates() -> None:
         assert data.evaluation_shares("val") == ((1, 8), (1, 8))
     assert data.num_local_samples("val") == 8
     assert data.evaluation_shares("test") == whole
+    data.trainer.predicting, data.trainer.limit_predict_batches = True, 1
+    assert data.evaluation_shares("test") == ((1, 8), (1, 8)), "predictions have a limit of their own"
 
 
 class Quick(Noisy):

@@ -11,13 +11,13 @@ from small_data import arrays, config, refusal_of
 
 from lockstep.arithmetic.order import hash64
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data import Source, Spec
 from lockstep.data.build import hold_out, open_data
 from lockstep.data.datasets import fetch, fingerprint
 from lockstep.errors import UserError
-from lockstep.run.api import compose
-from lockstep.run.evaluation import evaluate
+from lockstep.job.evaluation import evaluate
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:

@@ -26,7 +26,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.data import Source, Spec
 from lockstep.data.build import open_data
 from lockstep.data.datasets import labels_of, read_labels, weights_of
-from lockstep.run.training import first_batch
+from lockstep.job.training import first_batch
 
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)
 IMAGES = torch.arange(100, dtype=torch.uint8)[:, None, None, None].expand(100, 1, 4, 4).contiguous()
@@ -113,9 +113,10 @@ def test_labels_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the labels of a TensorDataset are unknown: give it an attribute labels or targets with one whole" in line
     line = refusal_of(opened, Renamed(), sampling="balanced")
     assert line.startswith("data: sample 0 has the label 0, and the data set's attribute labels or targets has 2 there")
-    monkeypatch.setattr("lockstep.data.datasets.READING_SECONDS", 0.05)
+    monkeypatch.setattr("lockstep.data.datasets.READ_AT_ONCE", 2)
+    monkeypatch.setattr("lockstep.data.datasets.READING_SECONDS", 2.0)
     assert len(read_labels(Read())) == 100, "the control"
-    monkeypatch.setattr(Read, "seconds", 0.002)
+    monkeypatch.setattr(Read, "seconds", 0.1)
     assert "the labels of a Read are unknown: give it an attribute" in refusal_of(opened, Read(), sampling="balanced")
 
 

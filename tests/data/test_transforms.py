@@ -21,7 +21,7 @@ from lockstep.data.augment import Augment
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch, labels_of
 from lockstep.data.transforms import Transformed
-from lockstep.run.training import first_batch
+from lockstep.job.training import first_batch
 
 V2 = "torchvision.transforms.v2"
 RESIZE = {"_target_": f"{V2}.Resize", "size": [16, 16]}

@@ -44,7 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("processes")
 @pytest.mark.nightly
 def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path) -> None:
-    """Evaluated, predicted and resumed: tests/run/test_hydra_template.py."""
+    """Evaluated, predicted and resumed: tests/commands/test_hydra_template.py."""
     shown = re.compile(r"^    \$ python (src/train.py model=(?s:.*?))\n((?:    \w.*\n)+)", re.MULTILINE)
     ((command, output),) = shown.findall(PAGE)
     script, *keys = shlex.split(command.replace("\\\n", ""))

@@ -31,7 +31,7 @@ FOLLOWED_BY = {
     "use/test-your-own-code.md": "test_user_tests_page.py",
     "use/shards-and-hub.md": "test_shards_page.py",
     "use/tasks.md": "test_tasks_page.py",
-    "use/fine-tuning.md": "run/test_fine_tuning.py",
+    "use/fine-tuning.md": "job/test_fine_tuning.py",
     "coming-from-lightning-hydra-template.md": "test_coming_from_page.py",
     "troubleshooting.md": "test_troubleshooting.py",
 }

@@ -9,10 +9,11 @@ import pytest
 from conftest import ROOT, composed
 
 from lockstep.checkpoint import resume
+from lockstep.commands.cli import BAD_INPUT, error_line
+from lockstep.config.arguments import read_arguments
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.run.build import make_module
-from lockstep.run.cli import BAD_INPUT, error_line
+from lockstep.job.build import make_module
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # A message that is longer than a line goes on in lines that are indented further.
@@ -33,7 +34,7 @@ def texts(folder: str) -> str:
 
 def prepare(*overrides: str) -> None:
     """Do all that `src/train.py` does with its overrides before the first step."""
-    raw = composed(*resume.expand_resume(list(overrides), "train"))
+    raw = composed(*resume.resolve(read_arguments(overrides, "train")).line)
     config = check(raw, overridden=[each.partition("=")[0] for each in overrides])
     make_module(config, open_data(config.data, config.data_dir, config.seed))
 

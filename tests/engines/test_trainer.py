@@ -1,31 +1,47 @@
-"""`lockstep.Trainer` in workers that torchrun has started."""
+"""`lockstep.Trainer` in workers that torchrun, MPI or SLURM has started."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, TIMEOUT
+from engines.cluster import Cluster
+from engines.sites import JOB, Site
+
+FILE = str(ROOT / "examples" / "one_file.py")
 
 
 def hashes(folder: Path, *command: str) -> list[str]:
     """Run a command and return the lines that it prints, of all ranks."""
     folder.mkdir()
-    run = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert run.returncode == 0, run.stderr
-    return [line for line in run.stdout.splitlines() if len(line) == 64]
+    return hashes_in(run.stdout)
 
 
-def test_one_file_prints_one_hash_under_torchrun(tmp_path: Path) -> None:
-    file = str(ROOT / "examples" / "one_file.py")
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
-    (one,) = hashes(tmp_path / "one", file)
-    assert hashes(tmp_path / "two", *torchrun, file) == [one, one]
-    assert hashes(tmp_path / "control", *torchrun, file, "--seed=1") != [one, one]
+def hashes_in(output: str) -> list[str]:
+    return re.findall(r"\b[0-9a-f]{64}\b|(?<=h)[0-9a-f]{64}\b", output)  # after an escape code that ends with h
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the hash of the weights on one device."""
+    (one,) = hashes(tmp_path_factory.mktemp("trainer") / "one", sys.executable, FILE)
+    return one
+
+
+def test_one_file_prints_one_hash_under_torchrun(tmp_path: Path, one_device: str) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    assert hashes(tmp_path / "two", *torchrun, FILE) == [one_device] * 2
+    control = hashes(tmp_path / "control", *torchrun, FILE, "--seed=1")
+    assert len(control) == 2
+    assert one_device not in control
     refused = subprocess.run(
-        [sys.executable, *torchrun, file, "--devices=3"],
+        [*torchrun, FILE, "--devices=3"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -34,3 +50,39 @@ def test_one_file_prints_one_hash_under_torchrun(tmp_path: Path) -> None:
         check=False,
     )
     assert "devices=3: torchrun has started 2 workers on 1 machine: give devices=2, or leave it out" in refused.stderr
+
+
+TWICE = """
+import lockstep
+
+for seed in (0, 1):
+    summary = lockstep.train(lockstep.compose("strategy=ddp", f"seed={{seed}}", *{job!r}))
+    print(summary["folder"], summary["weights_sha256"])
+"""
+
+
+def test_a_worker_of_torchrun_trains_two_runs_one_after_the_other(site: Site) -> None:
+    """The second was taken for a restart of the first one, which is complete."""
+    script = site.home / "twice.py"
+    script.write_text(TWICE.format(job=JOB))
+    run = site.run("torchrun", "--nproc-per-node=2", str(script))
+    assert run.returncode == 0, str(run)
+    assert len(set(run.stdout.splitlines())) == 2, run.stdout
+    assert len(set(hashes_in(run.stdout))) == 2, "each has its seed"
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (package openmpi-bin)")
+def test_one_file_prints_one_hash_under_mpi(tmp_path: Path, one_device: str) -> None:
+    mpirun = ("mpirun", "--allow-run-as-root", "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, FILE)
+    assert hashes(tmp_path / "three", *mpirun) == [one_device] * 2
+    assert one_device not in hashes(tmp_path / "control", *mpirun, "--seed=1")
+
+
+def test_one_file_prints_one_hash_on_two_nodes_of_slurm(cluster: Cluster, site: Site, one_device: str) -> None:
+    script = site.home / "one_file.sh"
+    script.write_text(f'#!/bin/bash\nsrun python {FILE} "$@"\n')
+    job = cluster.submit(site, "--nodes=2", "--cpus-per-task=1", str(script))
+    control = cluster.submit(site, "--nodes=2", "--cpus-per-task=1", str(script), "--seed=1", output="control")
+    assert cluster.wait(job)["JobState"] == cluster.wait(control)["JobState"] == "COMPLETED", cluster.output(job)
+    assert hashes_in(cluster.output(job)) == [one_device] * 2
+    assert one_device not in hashes_in(cluster.output(control))

@@ -8,10 +8,10 @@ import pytest
 from advise import Choice, conclusion
 from conftest import ROOT, Program, forked
 
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.config.pages import find, group_file
 from lockstep.errors import UserError
-from lockstep.run.api import compose
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "accelerator=cpu")
 

@@ -19,12 +19,12 @@ from bench.players import OPPONENTS
 from gpu_day import Day, Trial
 from small_data import write_images, write_mnist
 
+from lockstep.commands.api import compose
 from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
+from lockstep.job.training import check_sizes
 from lockstep.launch import machine
-from lockstep.run.api import compose
-from lockstep.run.training import check_sizes
 from lockstep.strategies.ddp import DistributedDataParallel
 
 TINY = replace(

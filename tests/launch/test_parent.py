@@ -20,17 +20,17 @@ from conftest import ROOT
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import resolve
+from lockstep.commands.api import compose
+from lockstep.commands.cli import error_line, print_traceback
+from lockstep.commands.sweeps import Slot, SweepJob, run_jobs
 from lockstep.config.check import check
 from lockstep.config.instantiate import instantiate
 from lockstep.errors import LostRank, UserError, WorkerFailed
+from lockstep.job.supervisor import run_in_workers
 from lockstep.launch import logs, parent
 from lockstep.launch.failures import user_code_location
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.run.api import compose
-from lockstep.run.cli import error_line, print_traceback
-from lockstep.run.supervisor import run_in_workers
-from lockstep.run.sweeps import Slot, SweepJob, run_jobs
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 
@@ -168,7 +168,9 @@ def test_workers_of_others_are_started_again_by_them(
 
 def test_the_programs_themselves_are_no_code_of_a_user() -> None:
     """Every error passes through src/train.py, so its line would tell nothing."""
-    frames = [f'  File "{ROOT / path}", line 7, in train\n' for path in ("src/train.py", "src/lockstep/run/cli.py")]
+    frames = [
+        f'  File "{ROOT / path}", line 7, in train\n' for path in ("src/train.py", "src/lockstep/commands/cli.py")
+    ]
     assert user_code_location("".join(frames)) == ""
     trace = "".join([*frames, '  File "/project/nets.py", line 3, in net\n'])
     assert user_code_location(trace) == "/project/nets.py:3 in net; "

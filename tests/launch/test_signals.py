@@ -1,6 +1,6 @@
 """Signals of a closed terminal, while modules are imported, before the workers exist, and when they are done.
 
-Of a run in its middle: test_promise_6_nothing_lost.py; of a sweep: run/test_sweeps.py.
+Of a run in its middle: test_promise_6_nothing_lost.py; of a sweep: commands/test_sweeps.py.
 """
 
 import fcntl
@@ -21,10 +21,10 @@ import pytest
 from conftest import ROOT, TIMEOUT, TINY, checkpoint_of, ended, forked, summary_of, wait_for, workers_of
 
 from lockstep.callbacks import preemption
+from lockstep.commands.api import compose
 from lockstep.config.check import check
+from lockstep.job import supervisor as runs
 from lockstep.launch.signals import forward_signals
-from lockstep.run import supervisor as runs
-from lockstep.run.api import compose
 
 LONG_RUN = (*TINY, "max_epochs=100000", "checkpoint_every=10", "logger=none")
 
@@ -92,7 +92,7 @@ exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__", "__file_
 @pytest.mark.parametrize(
     ("module", "signum"),
     [
-        ("lockstep.run", signal.SIGINT),
+        ("lockstep.commands", signal.SIGINT),
         ("hydra", signal.SIGINT),
         ("hydra", signal.SIGTERM),
         ("hydra", signal.SIGHUP),
@@ -111,12 +111,12 @@ def test_a_signal_while_modules_are_imported_is_one_line(tmp_path: Path, module:
 SAVE = """
 import os, signal, sys
 sys.path.insert(0, "src")
-from lockstep.run import cli, commands
+from lockstep.commands import cli, project_programs
 from train import train
 
 def job(raw, folder):
     os.kill(os.getpid(), signal.SIGUSR1)
-    result = commands.train(train, raw, folder)
+    result = project_programs.train(train, raw, folder)
     os.kill(os.getpid(), signal.SIGUSR1)
     return result
 

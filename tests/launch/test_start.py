@@ -11,13 +11,13 @@ pytestmark = pytest.mark.usefixtures("processes")
 COMMAND = """
 import gc, sys
 from lockstep import command
-from lockstep.run import commands
+from lockstep.commands import project_programs
 from train import train
 
 in_workers = commands.run_in_workers
 
 def work(*args):
-    from lockstep.run.training import fit_and_test as fit
+    from lockstep.job.training import fit_and_test as fit
 
     result = fit(*args)
     print("\\nCOLLECTS", gc.isenabled(), gc.get_freeze_count() > 100_000)
@@ -35,7 +35,7 @@ def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_
     assert done.returncode == 0, done.stderr
     assert "COLLECTS True True\n" in done.stdout
     imported = set(next(line for line in done.stdout.splitlines() if line.startswith("IMPORTED")).split())
-    assert {"torch", "lightning", "torchmetrics", "lockstep.run.training"} <= imported  # the control
+    assert {"torch", "lightning", "torchmetrics", "lockstep.job.training"} <= imported  # the control
     needless = {"sklearn", "pandas", "optuna", "onnx", "onnxruntime"}
     assert not imported & needless, imported & needless
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from conftest import ROOT, composed
 
-from lockstep.config.arguments import _purpose, help_page
+from lockstep.config.arguments import _purpose, help_page, read_arguments
 from lockstep.config.pages import INHERITED, also_inherited, find, folders, options
 from lockstep.errors import UserError
 from lockstep.programs.conf import main, names
@@ -78,9 +78,9 @@ def test_a_folder_of_the_command_line_comes_between_the_projects_pages_and_the_i
     page.parent.mkdir(parents=True)
     page.write_text("name: theirs\n")
     more = ["optimizer=adamw", "--config-dir", str(tmp_path / "more")]
-    assert "name: theirs" in help_page("train", more)
+    assert "name: theirs" in help_page(read_arguments(more, "train"))
     main(["optimizer/adamw"])
-    assert "name: theirs" not in help_page("train", more)
+    assert "name: theirs" not in help_page(read_arguments(more, "train"))
 
 
 def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None:
@@ -107,7 +107,7 @@ def test_pages_name_nothing_that_only_the_checkout_of_lockstep_has() -> None:
 
 
 def test_the_help_of_a_page_that_adds_keys_lists_the_groups_of_train_yaml() -> None:
-    text = help_page("parity", [])
+    text = help_page(read_arguments([], "parity"))
     assert text.startswith("Prove that layouts agree on your model:")
     assert "\noptimizer=\n  adam " in text
     assert "@package" not in text

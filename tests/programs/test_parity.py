@@ -12,6 +12,7 @@ import torch
 from conftest import STRATEGIES, Program, Run
 from torch import nn
 
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.config.pages import options
 from lockstep.errors import UserError
@@ -19,7 +20,6 @@ from lockstep.programs.parity import Different, chosen, judge_features, layouts,
 from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed, distances
 from lockstep.programs.trials.record import Record
 from lockstep.programs.trials.trial import shorten
-from lockstep.run.api import compose
 
 TINY = (
     "data=synthetic",

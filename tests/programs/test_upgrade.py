@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import pages
 from lockstep.config.check import as_plain, check
-from lockstep.config.hydra_versions import VERSION_BASE
+from lockstep.config.hydra_quirks import VERSION_BASE
 from lockstep.config.instantiate import locate, targets_in
 from lockstep.errors import UserError
 from lockstep.project import use_project_of
@@ -109,8 +109,8 @@ def _exists(module: str, name: str) -> bool:
 def test_its_files_import_nothing_that_is_gone(dogs: Path) -> None:
     """Its programs import more than the public names."""
     assert missing(dogs / "src") == []
-    (dogs / "src" / "mine.py").write_text("from lockstep.run.cli import gone\nfrom lockstep.gone import cli\n")
-    assert missing(dogs / "src") == ["lockstep.run.cli:gone", "lockstep.gone:cli"]
+    (dogs / "src" / "mine.py").write_text("from lockstep.commands.cli import gone\nfrom lockstep.gone import cli\n")
+    assert missing(dogs / "src") == ["lockstep.commands.cli:gone", "lockstep.gone:cli"]
 
 
 def test_it_trains_to_the_bits_of_a_new_project(dogs: Path, run_train: Program) -> None:

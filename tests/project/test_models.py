@@ -11,10 +11,10 @@ from small_models import fast_cnn, mnist_cnn, resnet9, resnet18
 from torch import nn
 
 import project.models
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.run.api import compose
-from lockstep.run.build import make_module
+from lockstep.job.build import make_module
 from lockstep.vision.models import ImageClassifier
 
 

@@ -18,8 +18,8 @@ from user_runs import DDP, go_on, same_bits, train
 
 from lockstep.config.check import check
 from lockstep.errors import StepRefused, UserError
+from lockstep.job import build
 from lockstep.launch import machine
-from lockstep.run import build
 from lockstep.step.compile import CudaGraphs, EagerEvaluation, compile_networks
 from lockstep.step.network_parts import networks
 

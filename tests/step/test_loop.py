@@ -284,9 +284,17 @@ class Forgets(Net):
         pass
 
 
+class Skips(Net):
+    """Leaves out the rest of an epoch, of which the number of steps could not tell."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 1 else None
+
+
 @pytest.mark.parametrize(
     ("net", "output"),
     [
+        (Skips, "on_train_batch_start returned -1, but the rest of an epoch can't be skipped"),
         (Leaves, "training_step returned NoneType: it must return"),
         (Many, r"training_step returned a loss of shape \[4\]: it must be one number"),
         (Forgets, "Forgets.optimizer_step did not call its closure: it must"),
@@ -310,13 +318,10 @@ class ByEpoch(Net):
 
 
 class Clips(Net):
-    """Clips by itself, and ends its second epoch early."""
+    """Clips by itself."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.current_epoch == 1 and batch_idx == 1 else None
 
 
 class Plateau(Net):

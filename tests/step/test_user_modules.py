@@ -10,9 +10,9 @@ from plain import scalars
 from user_runs import DDP, go_on, must_refuse, same_bits, train
 
 from lockstep.checkpoint.resume import key
+from lockstep.commands import cli
 from lockstep.config.instantiate import instantiate
 from lockstep.errors import UserError
-from lockstep.run import cli
 
 SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
 

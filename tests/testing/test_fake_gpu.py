@@ -12,11 +12,11 @@ from conftest import composed
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data import ImageDataModule
 from lockstep.data.build import open_data
-from lockstep.run.api import compose
-from lockstep.run.build import make_module
+from lockstep.job.build import make_module
 from lockstep.testing.fake_gpu import DEVICE, ON_CPU, WAITS, fake_gpu, faults_of_steps, move
 from lockstep.vision.class_weights import ClassWeights
 from project.models import MnistCNN

@@ -1,5 +1,6 @@
 """`lockstep.Trainer`: the step for any Lightning project."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,30 @@ class Follows(Net):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.3)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss", **self.when}}
+
+    when: Mapping[str, Any] = {}
+
+
+class FollowsInside(Follows):
+    """Has one that follows the metric of each validation inside an epoch."""
+
+    when = {"interval": "step", "frequency": 2}
 
 
 @pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize("inside", [False, True], ids=["validation at the end", "validation inside an epoch"])
-def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(tmp_path: Path, inside: bool) -> None:
-    options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 3}
-    if inside:
-        options |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
+@pytest.mark.parametrize(
+    ("net", "validates"),
+    [
+        (Follows, {}),
+        (Follows, {"val_check_interval": 2, "check_val_every_n_epoch": None}),
+        (FollowsInside, {"val_check_interval": 2}),
+    ],
+)
+def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(
+    tmp_path: Path, net: type[Follows], validates: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 3, **validates}
     folder = tmp_path / "all"
     saves = [
         ModelCheckpoint(folder, "{step}-val", monitor="val_loss", save_top_k=-1),
@@ -132,7 +148,7 @@ def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(tmp_
     ]
     data = lockstep.DataModule(train=samples(), val=samples())
     pl.seed_everything(0, verbose=False)
-    module = Follows()
+    module = net()
     trainer(tmp_path, callbacks=saves, batch_size=BATCH, **options).fit(module, data)
     (optimizer,) = module.optimizers(use_pl_optimizer=False).param_groups  # type: ignore[union-attr]
     assert optimizer["lr"] < 0.2, "the schedule has acted"
@@ -140,10 +156,32 @@ def test_every_checkpoint_of_lightnings_callback_continues_to_the_same_bits(tmp_
     files = [*folder.iterdir(), tmp_path / "checkpoints" / "last.ckpt"]
     assert len(files) > 8
     for number, file in enumerate(files):
-        module = Follows()
+        module = net()
         other = trainer(tmp_path / "other", strategy="dp", devices=2 + number % 3, batch_size=BATCH, **options)
         other.fit(module, data, ckpt_path=file)
         assert lockstep.weights_sha256(module.state_dict()) == one, file.name
+
+
+def test_a_second_fit_of_a_trainer_goes_back_to_a_checkpoint_with_its_grids(tmp_path: Path) -> None:
+    """The first fit has changed the sizes of gradients and statistics since the checkpoint."""
+
+    class Grows(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return super().training_step((x * 4.0**self.trainer.current_epoch, y), batch_idx)
+
+    options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 4}
+    save = ModelCheckpoint(tmp_path / "all", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    module, data = Grows(), loader(shuffle=False)
+    twice = trainer(tmp_path, callbacks=[save], **options)
+    twice.fit(module, data)
+    end = lockstep.weights_sha256(module.state_dict())
+    with torch.no_grad():
+        module.net[0].weight.zero_()  # type: ignore[operator]
+    twice.fit(module, data, ckpt_path=tmp_path / "all" / "epoch=0.ckpt")
+    assert lockstep.weights_sha256(module.state_dict()) == end
+    with pytest.raises(UserError, match=r"gets another module than before: make a lockstep\.Trainer for each"):
+        twice.fit(Grows(), data)
 
 
 def test_fit_continues_from_the_last_checkpoint_or_begins(tmp_path: Path) -> None:
@@ -223,6 +261,7 @@ class Transfers(Data):
         ({"batchsize": 3}, "Trainer(batchsize=...): there is no such option: use batch_size"),
         ({"plugins": [1]}, "Trainer(plugins=[1]) can't be used"),
         ({"overfit_batches": 1}, "Trainer(overfit_batches=1) can't be used"),
+        ({"val_check_interval": "00:00:10:00"}, "give a number of steps, since a time comes after other steps"),
         ({"limit_train_batches": 3}, "Trainer(limit_train_batches=3) can't be used"),
         ({"reload_dataloaders_every_n_epochs": 1}, "the training set must stay"),
         ({"precision": "16-mixed"}, "fp16 needs a GPU"),

@@ -18,7 +18,7 @@ from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.run.build import make_module
+from lockstep.job.build import make_module
 from lockstep.testing import DataTests, ModuleTests
 
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]

@@ -8,7 +8,7 @@ import numpy as np
 from bench.players import OPPONENTS, Row, program, row
 from PIL import Image
 
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 TRAINED, PREDICTED, PIXELS, SIZE, CLASSES = 12_000, 3_000, 160, 32, ("dark", "light")
 PROCESSES, BATCH = 2, 128

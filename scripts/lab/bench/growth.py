@@ -14,7 +14,7 @@ from bench.programs import watch
 from repository import ROOT
 
 from lockstep.programs.common.showing import our_pyplot, style
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 PICTURE = ROOT / "docs" / "growth.png"
 TASK = ["data=synthetic", "data.val_fraction=0", "callbacks.checkpoint.monitor=null", "scheduler=constant", "threads=1"]
@@ -31,7 +31,7 @@ OPEN_DATA = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from lockstep.config.check import check
-from lockstep.run.api import compose
+from lockstep.commands.api import compose
 from lockstep.data.build import open_data
 config = check(compose(*sys.argv[2:]))
 began = time.perf_counter()

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from lockstep.launch.machine import available_cores, gpu_count
-from lockstep.run.summary import versions
+from lockstep.report.summary import versions
 
 
 def cpu_name() -> str:

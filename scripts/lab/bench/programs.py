@@ -14,7 +14,7 @@ from statistics import mean, median
 from bench.players import Row, program, row
 from repository import ROOT
 
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 BARE = "importing torch, torchvision, lightning"
 START_GOAL = 1.15  # relative to the bare imports

@@ -268,10 +268,10 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
 
     sys.path.insert(1, str(OPPONENTS))  # with the linear network
     from lockstep.arithmetic.order import DataOrder
+    from lockstep.commands.api import compose
     from lockstep.config.check import check
     from lockstep.data.build import open_data
-    from lockstep.run.api import compose
-    from lockstep.run.build import make_module
+    from lockstep.job.build import make_module
 
     command = arguments(case, folder, steps, more)
     config = check(compose(*command[len(TRAIN) :]))

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from campaigns.processes import Process
 
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 HOUR = 3600
 END_SECONDS = 8  # seconds until all processes must have ended: loader processes check for their parent every 5

@@ -19,7 +19,7 @@ from typing import Any
 from repository import ROOT
 
 MAX_OUTPUT_BYTES = 1 << 20  # later output is not read
-NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
+NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.job.training", "project.models")
 
 
 class Process:
@@ -136,6 +136,6 @@ def _run_in_fork(program: str, arguments: list[str], prefix: Sequence[str], outp
         from lockstep import command
 
         command(importlib.import_module("train").train, train)
-    from lockstep.run import cli
+    from lockstep.commands import cli
 
     cli.command(getattr(importlib.import_module(f"lockstep.programs.{program}"), program), program, train)

@@ -14,6 +14,17 @@ The multiples of `q` are called the grid. It is chosen from the largest element 
 are kept (float32 keeps 24), and 5 bits are left for growth. An addend that grew more is detected before the rounding.
 It is put aside and summed later, on a second grid, which all processes choose together. Small neighbouring tensors
 share a grid, because a network has many of them and the overhead of an operation is larger than its arithmetic.
+In the first step there is no previous sum, so all addends are put aside.
+
+| word | what it is |
+|---|---|
+| exponent | e: the largest element of the last sum is below `2**e` |
+| grid | the multiples of `q = 2**(e - 45)`; its exponent is e - 45 |
+| units | an addend on the grid: the integers `k`, as int64 |
+| group | tensors that share a grid |
+| segment | tensors that may be in one group |
+
+An example: the largest element was 0.8, so e = 0 and `q = 2**-45`. The addend 0.3 becomes 10,555,311,626,650 units.
 """
 
 import math

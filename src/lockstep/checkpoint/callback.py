@@ -110,8 +110,9 @@ class Checkpoint(LightningCheckpoint):
             if source is not None and step == self._best_step and Path(source).exists():
                 link_file(source, self._best)
             # The run may continue from a step before its best one, which is then of steps that do not count.
-            elif step_of(self._best) not in (-1, self._best_step):
-                self._best.unlink()
+            # Or its file is damaged.
+            elif step_of(self._best) != self._best_step:
+                self._best.unlink(missing_ok=True)
                 if (copy := paths.step_path(self._best.parent, self._best_step)).exists():
                     link_file(copy, self._best)
         if not trainer.strategy.broadcast(self._best.exists()):  # a score without its file is useless
@@ -213,8 +214,8 @@ class ResumeState(Callback):
     optimizer keeps its state, such as momentum. A new schedule starts at its value for the checkpoint's step.
 
     Args:
-        record: the entry `lockstep` of each checkpoint, without metrics; see `lockstep.run.provenance`.
-        settings: plain settings of the module's optimizer and schedule; see `lockstep.run.optimizers.settings`.
+        record: the entry `lockstep` of each checkpoint, without metrics; see `lockstep.report.provenance`.
+        settings: plain settings of the module's optimizer and schedule; see `lockstep.job.optimizers.settings`.
         steps_per_epoch: optimizer steps of an epoch.
     """
 

@@ -99,14 +99,18 @@ def _stand_in(of: str) -> type[StandIn]:
     return Kind
 
 
-def load(source: Path | IO[bytes], names: Sequence[str]) -> Any:
-    """Return the content of a file of torch.save, on the CPU, with stand-ins for the classes and functions `names`."""
+def load(source: Path | IO[bytes], names: Sequence[str], mapped: bool = False) -> Any:
+    """Return the content of a file of torch.save, on the CPU, with stand-ins for the classes and functions `names`.
+
+    Args:
+        mapped: whether the tensors of a file are mapped into memory instead of being read.
+    """
     if isinstance(source, Path) and source.suffix == ".safetensors":  # torch would go by the name
         with open(source, "rb") as file:
             return load(file, names)
     kinds: list[Any] = [(_stand_in(name), name) for name in names]
     with torch.serialization.safe_globals(kinds):
-        return torch.load(source, map_location="cpu", weights_only=True)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped and isinstance(source, Path))
 
 
 def names_of_code(names: Sequence[str]) -> list[str]:

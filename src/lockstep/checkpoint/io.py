@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,18 +94,21 @@ def _code(path: str | Path | IO[bytes]) -> str:
         return ""  # torch can't read the pickle: `torch.load` will raise an error
 
 
-def load(path: str | os.PathLike[str], broadcast: bool = False) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], broadcast: bool = False, tensors: bool = True) -> dict[str, Any]:
     """Read a checkpoint of Lockstep or Lightning with `weights_only=True`, whatever the environment sets.
 
     Args:
         broadcast: whether rank zero reads the file and broadcasts its bytes. Then all ranks must call this.
+        tensors: whether to read the tensors, and compare the file's checksums. Without them this takes milliseconds for
+            a file of any size, and the tensors are mapped into memory.
 
     Raises:
         CheckpointError: the file is missing, cut off, damaged, not a checkpoint, or holds code. With `broadcast` all
             ranks raise it.
     """
     path = Path(path)
-    checkpoint = load_plain(checked_source(path, broadcast), path)
+    source = checked_source(path, broadcast, partial(fault, checksums=tensors))
+    checkpoint = load_plain(source, path, mapped=not tensors)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
     weights = checkpoint["state_dict"]
@@ -139,22 +143,23 @@ def step_of(path: Path) -> int:
     """Return the optimizer step after which a checkpoint was saved; -1 if it is missing or unusable."""
     if path.exists() and not fault(path):
         with suppress(Exception):  # a forged pickle can make torch raise anything
-            return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+            return int(load(path, tensors=False)["global_step"])
     return -1
 
 
-def load_plain(source: Path | IO[bytes], path: Path, foreign: Sequence[str] = ()) -> Any:
+def load_plain(source: Path | IO[bytes], path: Path, foreign: Sequence[str] = (), mapped: bool = False) -> Any:
     """Read a file of torch.save with `weights_only=True`, onto the CPU.
 
     Args:
         source: the file or its bytes.
         foreign: names of classes to replace by stand-ins, see `foreign_files.load`.
+        mapped: whether the tensors of a file are mapped into memory instead of being read.
 
     Raises:
         CheckpointError: the file can't be loaded.
     """
     try:
-        return foreign_files.load(source, foreign)
+        return foreign_files.load(source, foreign, mapped)
     except Exception as error:  # a forged pickle can make torch raise anything
         details = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # torch's advice comes before it
         reason = (details or type(error).__name__).splitlines()[0]
@@ -244,7 +249,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Args:
         observers: objects that see each checkpoint, in the thread that writes it.
-        number: how many additional checkpoints to keep (see `keep_step_checkpoint`).
+        last: the run's last checkpoint.
+        number: how many additional checkpoints to keep of it (see `keep_step_checkpoint`).
         ranks: rank zero and the ranks that keep copies.
         timeout: seconds after which sending a copy fails.
         loaded: the content of the checkpoint from which the run continues, if there is one. The first
@@ -258,12 +264,14 @@ class AtomicCheckpointIO(CheckpointIO):
     def __init__(
         self,
         observers: Sequence[CheckpointObserver] = (),
+        last: Path | None = None,
         number: int = 0,
         ranks: Sequence[int] = (0,),
         timeout: float = 0.0,
         loaded: dict[str, Any] | None = None,
     ) -> None:
-        self._observers, self._number, self._loaded = observers, number, loaded
+        self._observers, self._loaded = observers, loaded
+        self._last, self._number = last, number
         timeout_of_copies = timedelta(seconds=timeout)
         self._group = dist.new_group(list(ranks), timeout_of_copies, "gloo") if len(ranks) > 1 else None
         self.keeps_copies = self._group is not None and dist.get_rank() in ranks[1:]
@@ -315,7 +323,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 broadcast_file(written, 0, self._group)  # None: the file could not be written
         for observer in self._observers:
             observer.after_write()
-        if self._number:
+        if self._number and self._last is not None and path.absolute() == self._last.absolute():
             keep_step_checkpoint(path, checkpoint["global_step"], self._number)
 
     def _receive(self, path: Path) -> None:

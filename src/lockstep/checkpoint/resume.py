@@ -1,4 +1,4 @@
-"""`resume=` finds a run's folder and replaces the command line by the run's own overrides plus those given now.
+"""`resume=` finds a run's folder and puts the run's own overrides before those given now.
 
 The workers then continue from the last.ckpt in that folder (start.py). `sweep.resume=` does the same for the jobs of a
 sweep.
@@ -6,6 +6,8 @@ sweep.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import paths
 from lockstep.config import value_checks
-from lockstep.config.arguments import (
-    LIST_GROUPS,
-    config_dir_override,
-    is_sweep,
-    key,
-    parse_arguments,
-    split_flags,
-)
-from lockstep.config.hydra_versions import VERSION_BASE
-from lockstep.config.pages import group_file, options, primary, quote_path
+from lockstep.config.arguments import LIST_GROUPS, Arguments, config_dirs_of, is_sweep, key
+from lockstep.config.hydra_quirks import VERSION_BASE
+from lockstep.config.pages import group_file, options, primary, quote_path, search_path_override, with_one_search_path
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
-from lockstep.launch.environment import external_workers
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.process_group import decide_on_rank_zero, gather_objects
 from lockstep.text import shell_override
 
@@ -38,34 +33,35 @@ CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"  # in .hydra/
 NAME_KEYS = {"name", "model", "data", "experiment"}  # the keys that determine a run's name
 
 
-def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
-    """Return the command line with `resume=` expanded.
+def resolve(arguments: Arguments) -> Arguments:
+    """Return the arguments without `last` and with what a resumed run or sweep was started with.
 
-    The result has the overrides and config folders of the resumed run, then the overrides given now, then the run's
-    folder and its checkpoint. Without `resume=`, expand `init_from=last`.
-
-    Args:
-        arguments: `sys.argv[1:]`.
-        config_name: the program's config, such as `train`.
+    Where `resume=` continues a run, they have its overrides and config folders, then the overrides given now, then the
+    run's folder and its checkpoint. `sweep.resume=` does the same for the jobs of a sweep.
 
     Raises:
-        UserError: there is nothing to resume, or the program is not train.py.
+        UserError: there is nothing to resume, the program is not train.py, or the overrides given now would change the
+            list of a sweep's jobs.
     """
-    flags, task = split_flags(arguments)
-    for name in ("resume", "init_from"):
-        if f"{name}=" in task:
-            raise UserError(f"{name}= is empty: give a value, or {name}=null for none")
-    run, new_overrides = _split_off("resume", task)
+    return _resolve_sweep(_resolve_run(arguments))
+
+
+def _resolve_run(arguments: Arguments) -> Arguments:
+    """Resolve `resume=`, or `init_from=last`."""
+    run, start = arguments.value("resume"), arguments.value("init_from")
+    new_overrides = arguments.without("resume")
     if run is None:
-        return _expand_init_from(arguments, new_overrides, flags, config_name)
-    if any(key(override) == "init_from" for override in new_overrides):
+        return resolve_start(arguments)
+    if start is not None or len(arguments.without("init_from")) < len(arguments.overrides):
         raise UserError(f"resume={run} continues a run, and init_from= begins a new one: leave one of them out")
-    if config_name != "train":
+    if MULTIRUN_FLAGS & set(arguments.flags):
+        raise UserError(f"resume={run} continues one run, and -m starts several: leave one of them out")
+    if arguments.program != "train":
         raise UserError(f"resume={run}: only train.py resumes a run: evaluate, predict and export take checkpoint=")
 
     def find() -> tuple[float, str, list[str]]:
-        checkpoint = _find_checkpoint(run, new_overrides, flags, config_name)
-        return checkpoint.stat().st_mtime, str(checkpoint), _saved_overrides(checkpoint, flags)
+        checkpoint = _find_checkpoint(run, replace(arguments, overrides=tuple(new_overrides)))
+        return checkpoint.stat().st_mtime, str(checkpoint), _saved_overrides(checkpoint, arguments)
 
     _, checkpoint, saved = _newest_of_ranks(find)
     folder = paths.run_of(Path(checkpoint))
@@ -78,7 +74,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
     _drop_foreign_options(merged, "strategy", new_overrides)
     merged |= {key(override): override for override in new_overrides}
     merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
-    return [*merged.values(), *flags]
+    return replace(arguments, overrides=tuple(merged.values()))
 
 
 def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
@@ -126,45 +122,38 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
     return newest
 
 
-def _expand_init_from(
-    arguments: Sequence[str], new_overrides: list[str], flags: list[str], config_name: str
-) -> list[str]:
-    """Replace `init_from=last` in the arguments by the newest run's folder, before this command's own run exists."""
-    if "init_from=last" not in new_overrides:
-        return list(arguments)
-
-    def newest_run() -> str:
-        config = _compose_single([*new_overrides, *flags], config_name)
-        return str(newest_run_folder("init_from", config.outputs))
-
-    folder = decide_on_rank_zero("init_from", newest_run)
-    return [f"init_from={quote_path(folder)}" if each == "init_from=last" else each for each in arguments]
-
-
-def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with `sweep.resume=` expanded: the sweep's overrides, those given now, and its folder.
+def resolve_start(arguments: Arguments) -> Arguments:
+    """Replace `init_from=last` by the newest run's folder, before this command's own run exists.
 
     Raises:
-        UserError: the folder is not that of a sweep, or the overrides given now would change its list of jobs.
+        UserError: there is none, or the command may be started again, when its own run is the newest.
     """
-    flags, task = split_flags(arguments)
-    sweep, new_overrides = _split_off("sweep.resume", task)
+    if "init_from=last" not in arguments.overrides:
+        return arguments
+
+    def newest_run() -> str:
+        config = _compose_single(replace(arguments, overrides=tuple(arguments.without("resume"))))
+        newest = newest_run_folder("init_from", config.outputs)
+        if environment().slurm_job or environment().rdzv_name:
+            again = "a job that is started again would find its own run"
+            raise UserError(f"init_from=last: {again}: give the folder, {shell_override('init_from', newest)}")
+        return str(newest)
+
+    start = f"init_from={quote_path(decide_on_rank_zero('init_from', newest_run))}"
+    return replace(
+        arguments, overrides=tuple(start if each == "init_from=last" else each for each in arguments.overrides)
+    )
+
+
+def _resolve_sweep(arguments: Arguments) -> Arguments:
+    """Resolve `sweep.resume=`."""
+    sweep = arguments.value("sweep.resume")
+    new_overrides = arguments.without("sweep.resume")
     if sweep is None:
-        return [*new_overrides, *flags]
+        return replace(arguments, overrides=tuple(new_overrides))
     folder = Path(sweep.strip("'\"")).expanduser().absolute()
-    record = folder / "multirun.yaml"
-    if not record.is_file():
-        raise UserError(
-            f"sweep.resume={sweep}: not a sweep's folder, because it has no {record.name}: give "
-            "outputs/<name>/sweeps/<timestamp>"
-        )
-    try:
-        loaded = OmegaConf.load(record)
-        overrides = loaded.hydra.overrides
-        recorded = [*overrides.hydra, *config_dir_override(loaded, arguments), *overrides.task]
-    except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
-    merged = {key(argument): argument for argument in map(str, recorded)}
+    recorded = decide_on_rank_zero(f"sweep.resume={sweep}", partial(_overrides_of_sweep, sweep, folder, arguments))
+    merged = {key(argument): argument for argument in recorded}
     if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
         _drop_length(merged, new_overrides)
     for argument in new_overrides:
@@ -177,33 +166,58 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
         merged[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         merged.pop(name, None)
-    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN_FLAGS)]
-    return [*merged.values(), f"sweep.resume={quote_path(folder)}", f"hydra.sweep.dir={quote_path(folder)}", *flags]
+    folders = (f"sweep.resume={quote_path(folder)}", f"hydra.sweep.dir={quote_path(folder)}")
+    flags = ("-m", *(flag for flag in arguments.flags if flag not in MULTIRUN_FLAGS))
+    return replace(arguments, overrides=(*merged.values(), *folders), flags=flags)
 
 
-def _split_off(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return two things: the last value of a key (None if null or missing), and the other overrides."""
-    values = [argument.removeprefix(f"{name}=") for argument in task if argument.startswith(f"{name}=")]
-    rest = [argument for argument in task if not argument.startswith(f"{name}=")]
-    return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
+def _overrides_of_sweep(sweep: str, folder: Path, arguments: Arguments) -> list[str]:
+    """Return the overrides of a sweep, from its folder.
+
+    Args:
+        sweep: the folder as it was typed, for the message.
+    """
+    record = folder / "multirun.yaml"
+    if not record.is_file():
+        raise UserError(
+            f"sweep.resume={sweep}: not a sweep's folder, because it has no {record.name}: give "
+            "outputs/<name>/sweeps/<timestamp>"
+        )
+    try:
+        loaded = OmegaConf.load(record)
+        overrides = loaded.hydra.overrides
+        recorded = [*overrides.hydra, *_config_dir_override(loaded, arguments), *overrides.task]
+    except (OmegaConfBaseException, AttributeError, ValueError) as error:
+        raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
+    return list(map(str, recorded))
 
 
-def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
+def _config_dir_override(record: Any, arguments: Arguments) -> list[str]:
+    """Return a list with the override that adds the `--config-dir` of an earlier run.
+
+    It is empty if the run had none, or the arguments have one.
+    """
+    folders = [] if arguments.config_dir else config_dirs_of(record)
+    return [search_path_override(folders)] if folders else []
+
+
+def _saved_overrides(checkpoint: Path, arguments: Arguments) -> list[str]:
     """Return the overrides and config folders of the run that a checkpoint belongs to.
 
     Raises:
         UserError: the checkpoint is not in a run's folder.
     """
-    hydra_folder = paths.run_of(checkpoint) / ".hydra"
-    if not (hydra_folder / OVERRIDES).exists():
+    run = paths.run_of(checkpoint)
+    hydra_folder = run / ".hydra"
+    if checkpoint.parent != paths.folder(run) or not (hydra_folder / OVERRIDES).exists():
         raise UserError(
             f"resume={checkpoint}: not in the checkpoints/ of a run folder, which has a folder .hydra: give "
             "resume=<run folder>"
         )
     saved = [str(override) for override in OmegaConf.load(hydra_folder / OVERRIDES)]
     if (hydra_config := hydra_folder / "hydra.yaml").exists():
-        saved += config_dir_override(OmegaConf.load(hydra_config), flags)
-    # `expand_resume` adds a new `resume`; an engine (torchrun, SLURM, MPI) sets devices and num_nodes
+        saved += _config_dir_override(OmegaConf.load(hydra_config), arguments)
+    # `_resolve_run` adds a new `resume`; an engine (torchrun, SLURM, MPI) sets devices and num_nodes
     left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}
     return [override for override in saved if key(override) not in left_out]
 
@@ -215,11 +229,16 @@ def _drop_length(merged: dict[str, str], new_overrides: Sequence[str]) -> None:
             merged.pop(name, None)
 
 
-def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], config_name: str) -> Path:
-    """Return the checkpoint that `resume=` names: `last` (of the newest run), a run folder, or a file."""
+def _find_checkpoint(wanted: str, others: Arguments) -> Path:
+    """Return the checkpoint that `resume=` names: `last` (of the newest run), a run folder, or a file.
+
+    Args:
+        wanted: the value of `resume`.
+        others: the other arguments.
+    """
     if wanted == "last":
-        config = _compose_single([*new_overrides, *flags], config_name)
-        any_name = NAME_KEYS.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides)
+        config = _compose_single(others)
+        any_name = NAME_KEYS.isdisjoint(key(argument).partition(".")[0] for argument in others.overrides)
         wanted = str(newest_run_folder("resume", config.outputs, None if any_name else str(config.name)))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
@@ -260,16 +279,15 @@ def _runs_in(folder: Path, pattern: str) -> list[Path]:
     return list(map(paths.run_of, sorted(checkpoints, key=lambda path: path.stat().st_mtime)))
 
 
-def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
-    """Compose the config of a command line without the overrides that sweep over values."""
+def _compose_single(arguments: Arguments) -> DictConfig:
+    """Compose the config of a command without the overrides that sweep over values."""
     from hydra import compose, initialize_config_dir
 
-    command_line = parse_arguments(arguments)
-    single = [argument for argument in command_line.overrides if not is_sweep(argument)]
-    first = [os.path.abspath(command_line.config_dir)] if command_line.config_dir else []
-    page = primary(config_name, first=first)
+    single = [override for override in arguments.overrides if not is_sweep(override)]
+    first = [os.path.abspath(arguments.config_dir)] if arguments.config_dir else []
+    page = primary(arguments.program, first=first)
     with initialize_config_dir(str(page.folder), **VERSION_BASE):
-        return compose(page.name, overrides=[*page.overrides, *single])
+        return compose(page.name, overrides=with_one_search_path([*single, *page.overrides]))
 
 
 # --- files in a run's folder ---

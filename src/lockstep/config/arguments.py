@@ -3,15 +3,16 @@
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser  # the parser of Hydra's flags; Hydra has no public one
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep.config import pages
+from lockstep.config.hydra_quirks import get_args_parser, whole_config
 from lockstep.config.pages import options, quote_path
 from lockstep.config.value_checks import CHOICES, RENAMED, no_such_key_message, unknown_name_message
 from lockstep.errors import UserError
@@ -21,16 +22,67 @@ MODELINE = "# yaml-language-server: $schema"  # the beginning of the line that n
 LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
 
 
-def check_arguments(arguments: list[str]) -> list[str]:
-    """Check a command line and return it unchanged. Hydra's own messages about these errors would not name the cause.
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a command, read once.
+
+    Attributes:
+        program: the program's config, such as `train`.
+        overrides: what is changed in its config, in order.
+        flags: Hydra's flags with their values.
+    """
+
+    program: str
+    overrides: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> list[str]:
+        """The arguments as Hydra reads them.
+
+        The flags come last: a flag without its value would take the next override as its value, and argparse takes
+        overrides only if they stand together.
+        """
+        return [*self.overrides, *self.flags]
+
+    @property
+    def config_dir(self) -> str | None:
+        """The folder of `--config-dir`."""
+        folder: str | None = _parsed(self.flags).config_dir
+        return folder
+
+    def value(self, name: str) -> str | None:
+        """Return the last value of a key as it was typed; None if it is null or missing.
+
+        Raises:
+            UserError: the value is empty.
+        """
+        values = [each.partition("=")[2] for each in self.overrides if key(each) == name and "=" in each]
+        if "" in values:
+            raise UserError(f"{name}= is empty: give a value, or {name}=null for none")
+        return values[-1] if values and values[-1] not in ("null", "None") else None
+
+    def without(self, name: str) -> list[str]:
+        """Return the overrides of other keys."""
+        return [each for each in self.overrides if key(each) != name]
+
+
+def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
+    """Read and check the arguments of a command. Hydra's own messages about these errors would not name the cause.
+
+    Args:
+        arguments: as in `sys.argv[1:]`.
+        program: the program's config, such as `train`.
 
     Raises:
         UserError: an argument is an unknown flag, is not an override, gives a group a value that is not a name, or
             chooses several files of a group that takes one.
     """
+    parsed = _parsed(arguments)
+    added = [Path(parsed.config_dir)] if parsed.config_dir else []
     for argument in arguments:
         plain = argument.lstrip("+")
-        if plain in CHOICES and not pages.find(plain.replace("=", "/")):
+        if plain in CHOICES and not pages.find(plain.replace("=", "/"), added):
             raise UserError(f"{argument}: there is no such file; give {CHOICES[plain]}")
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and pages.is_group(match[1]):
             value = OverridesParser.create().parse_overrides([argument])[0].value()
@@ -44,41 +96,32 @@ def check_arguments(arguments: list[str]) -> list[str]:
             name, _, value = argument.lstrip("-").replace("-", "_").partition("=")
             override = f"{RENAMED.get(name, (name,))[0]}={value or '<value>'}"
             raise UserError(f"{argument}: there is no such flag; an override has no dashes, {override}")
-    for override in parse_arguments(arguments).overrides:
+    if name := parsed.config_name or parsed.config_path:
+        raise UserError(
+            f"--config-name and --config-path ({name}): a run begins with conf/train.yaml: write what differs into "
+            "conf/experiment/<name>.yaml and give experiment=<name>"
+        )
+    overrides = parsed.overrides
+    for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
-    return [pages.also_inherited(argument) for argument in arguments]
+    flags = [argument for argument in arguments if argument not in overrides]
+    return Arguments(program, tuple(map(pages.also_inherited, overrides)), tuple(flags))
 
 
-def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line's flags (with their values) and its overrides.
-
-    If you join them again, put the flags last: a flag without its value would take the next override as its value, and
-    argparse takes overrides only if they stand together.
-    """
-    overrides = parse_arguments(arguments).overrides
-    return [argument for argument in arguments if argument not in overrides], overrides
+def _parsed(arguments: Sequence[str]) -> Any:
+    """Return a command line as Hydra parses it."""
+    return get_args_parser().parse_known_intermixed_args(arguments)[0]
 
 
-def config_dir_override(record: Any, arguments: Sequence[str]) -> list[str]:
-    """Return a list with the override that adds the `--config-dir` of an earlier run; empty if that had none.
+def config_dirs_of(record: Any) -> list[str]:
+    """Return the `--config-dir` of an earlier run, if it had one.
 
     Args:
-        record: the earlier run's `hydra.yaml` or `multirun.yaml`.
-        arguments: the command line. If it has a `--config-dir`, return an empty list.
+        record: the run's `hydra.yaml` or `multirun.yaml`.
     """
-    if parse_arguments(arguments).config_dir:
-        return []
     sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
-    folders = [
-        source.path for source in sources if source.provider.endswith("command-line") and source.schema == "file"
-    ]
-    return [pages.search_path_override(folders)] if folders else []
-
-
-def parse_arguments(arguments: Sequence[str]) -> Any:
-    """Parse a command line as Hydra does."""
-    return get_args_parser().parse_known_intermixed_args(arguments)[0]
+    return [source.path for source in sources if source.provider.endswith("command-line") and source.schema == "file"]
 
 
 def key(override: str) -> str:
@@ -118,19 +161,18 @@ def is_sweep(override: str) -> bool:
 # --- help ---
 
 
-def help_page(config_name: str, arguments: Sequence[str], config_folder: Path | None = None) -> str:
+def help_page(arguments: Arguments, config_folder: Path | None = None) -> str:
     """Return the help text of a program.
 
-    It is the text of the config files that the command line chooses, or the program's front page if it chooses none.
+    It is the text of the config files that the arguments choose, or the program's front page if they choose none.
 
     Args:
-        config_name: the program's config, such as `train`.
-        arguments: the command line.
+        arguments: the arguments of the command.
         config_folder: a folder in which the program's page is looked for first.
     """
-    command_line, chosen = parse_arguments(arguments), []
-    further = [Path(command_line.config_dir)] if command_line.config_dir else []
-    for override in command_line.overrides:
+    chosen = []
+    further = [Path(arguments.config_dir)] if arguments.config_dir else []
+    for override in arguments.overrides:
         group, _, names = override.partition("=")
         for name in names.strip("[]").split(",") if pages.is_group(group) else ():
             file = pages.find(f"{group}/{name}", further)
@@ -140,10 +182,11 @@ def help_page(config_name: str, arguments: Sequence[str], config_folder: Path | 
     if chosen:
         return "\n\n".join(chosen)
     more = [config_folder] if config_folder else []
-    names = (f"program/{config_name}", config_name, f"primary/{config_name}")
-    page = next((file for name in names if (file := pages.find(name, more))), None)
+    program = arguments.program
+    pages_of_it = (f"program/{program}", program, f"primary/{program}")
+    page = next((file for name in pages_of_it if (file := pages.find(name, more))), None)
     if page is None:
-        raise UserError(f"{config_name}.yaml: no such page in conf/")
+        raise UserError(f"{program}.yaml: no such page in conf/")
     return front_page(page)
 
 
@@ -202,9 +245,9 @@ def no_option_message(group: str, name: str) -> str:
     return f"{group}={name}: {'; '.join([' '.join(parts), *nets[: len(libraries)]])}"
 
 
-def no_name_message(group: str, command_line: Sequence[str]) -> str:
+def no_name_message(group: str, overrides: Sequence[str]) -> str:
     """Return the message for a chosen config file that lacks the key `name`, which is part of the run's name."""
-    chosen = [each.partition("=")[2] for each in parse_arguments(command_line).overrides if key(each) == group]
+    chosen = [each.partition("=")[2] for each in overrides if key(each) == group]
     name = chosen[-1] if chosen else "mine"
     return f"{group}.name: conf/{group}/{name}.yaml has no name for the run's folder: add the line `name: {name}`"
 
@@ -225,8 +268,7 @@ def no_key_message(key: str, error: Any) -> str:
         return f"{key}: there is no such key; did you mean extras=[{key}]?"
     if error.full_key == group and (names := options(group)):
         return f"{key}: there is no such key; files of {group} add keys: give {group}=<name>, one of {', '.join(names)}"
-    config: Any = OmegaConf.to_container(error.parent_node._get_root())
-    return no_such_key_message(key, config)
+    return no_such_key_message(key, whole_config(error))
 
 
 def unreadable_override_message(override: str) -> str:

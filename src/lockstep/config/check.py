@@ -196,7 +196,7 @@ def _refuse_not_finite(group: str, options: Mapping[str, Any]) -> None:
 def _with_modes(keys: Keys) -> dict[str, Any]:
     """Return callbacks and the schedule with each `mode` that follows from the name of the metric.
 
-    Modes that follow from the module only are found when it exists, see `lockstep.run.build`.
+    Modes that follow from the module only are found when it exists, see `lockstep.job.build`.
 
     Raises:
         UserError: A mode contradicts its metric.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from lockstep.project import project
@@ -92,6 +93,26 @@ def primary(program: str, more: Sequence[Path] = (), first: Sequence[str] = ()) 
 def search_path_override(paths: Iterable[Path | str]) -> str:
     """Return the override that adds folders to those in which Hydra looks for pages, before the package's."""
     return f"hydra.searchpath=[{','.join((*(quote_path(f'file://{path}') for path in paths), SEARCHED))}]"
+
+
+def with_one_search_path(overrides: Sequence[str]) -> list[str]:
+    """Return overrides of which one says in which folders Hydra looks for pages; Hydra would take the first such one.
+
+    Args:
+        overrides: in the order in which their folders are searched.
+    """
+    paths: list[str] = []
+    others = []
+    for override in overrides:
+        if override.partition("=")[0].lstrip("+") != "hydra.searchpath":
+            others.append(override)
+        else:
+            value: Any = OverridesParser.create().parse_override(override).value()
+            paths += map(str, value)
+    if not paths:
+        return others
+    searched = [*dict.fromkeys(quote_path(path) for path in paths if path != SEARCHED), SEARCHED]
+    return [f"hydra.searchpath=[{','.join(searched)}]", *others]
 
 
 def also_inherited(argument: str) -> str:

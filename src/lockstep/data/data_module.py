@@ -157,7 +157,8 @@ class StepDataModule(pl.LightningDataModule):
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
-        limit = getattr(self.trainer, f"limit_{split}_batches", None)
+        limited_by = "predict" if getattr(self.trainer, "predicting", False) else split
+        limit = getattr(self.trainer, f"limit_{limited_by}_batches", None)
         key = len(getattr(self.splits, split)), limit
         if key not in self._shares:
             ranks = range(self.layout.replicas)

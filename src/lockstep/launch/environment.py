@@ -13,6 +13,7 @@ torchrun, SLURM or MPI. Each engine has its own variables for rank and world siz
 
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -80,6 +81,15 @@ class Environment:
         """The launcher's name in messages."""
         names = {"mpi": "mpirun", "slurm": "srun", "env": "the launcher", "group": "the process group's owner"}
         return names.get(str(self.launcher), str(self.launcher))
+
+    @property
+    def rdzv_name(self) -> str:
+        """The name that the user has given torchrun's rendezvous by --rdzv-id; empty without one.
+
+        Without it torchrun gives the name "none", and with --standalone a random one.
+        """
+        default = self.run_id in ("", "none") or re.fullmatch(r"[\da-f-]{36}", self.run_id)
+        return "" if self.launcher != "torchrun" or default else self.run_id
 
     @property
     def external_workers(self) -> int:

@@ -40,6 +40,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from lockstep.commands.sweeps import chooses_samples
 from lockstep.config.metrics import best_value
 from lockstep.errors import UserError
 from lockstep.files import write
@@ -58,7 +59,6 @@ from lockstep.programs.comparison.runs import (
     same_steps,
     scores_by_key,
 )
-from lockstep.run.sweeps import chooses_samples
 from lockstep.text import plural
 
 CAPTION = (

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.commands import cli
 from lockstep.config.check import Config
 from lockstep.config.value_checks import checker
 from lockstep.data import ImageDataModule, Spec
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
+from lockstep.job.build import make_data
+from lockstep.job.prediction import as_splits, config_and_spec, load_module, prediction_step
 from lockstep.launch import logs
 from lockstep.programs.common.packages import check_packages
-from lockstep.run import cli
-from lockstep.run.build import make_data
-from lockstep.run.prediction import as_splits, config_and_spec, load_module, prediction_step
 from lockstep.step.batch import MicroBatch
 from lockstep.step.passes import overrides_method
 
@@ -435,5 +435,5 @@ def largest_difference(
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    """Run the program under Hydra."""
     cli.command(export, "export")

@@ -41,6 +41,7 @@ from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.checkpoint.resume import LENGTH
+from lockstep.commands import cli
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file, options
@@ -54,8 +55,7 @@ from lockstep.programs.trials import differences, features
 from lockstep.programs.trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
 from lockstep.programs.trials.record import YARDSTICKS, roundoff
 from lockstep.programs.trials.trial import Outcome, Trial, layout_changes, run, shorten, with_counter
-from lockstep.run import cli
-from lockstep.run.summary import versions, write_summary
+from lockstep.report.summary import versions, write_summary
 from lockstep.text import plural
 
 PARITY_KEYS = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py does not have
@@ -336,5 +336,5 @@ def each(layout: Layout) -> str:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run the program under Hydra, which reads the arguments from `sys.argv`."""
+    """Run the program under Hydra."""
     cli.command(parity, "parity")

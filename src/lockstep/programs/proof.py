@@ -25,7 +25,7 @@ from lockstep.config.portable import missing_instructions
 from lockstep.errors import UserError
 from lockstep.programs.common.template import template
 from lockstep.project import Project, use_project_of
-from lockstep.run.summary import summary_of
+from lockstep.report.summary import summary_of
 
 # The weights are compared here, so a run need not do it.
 TASK = ("experiment=golden", "callbacks.golden=null", "logger=none", "accelerator=cpu", "threads=1")

@@ -8,7 +8,8 @@ the model's `monitor`, or val/acc), mode= (max or min; by default it follows fro
 folder of an earlier search, the same command continues that search; several such commands at once share the work. The
 folder has one run folder and one <number>.log per trial, Optuna's study.db, and experiment/best.yaml.
 
-A trial runs the code of src/train.py in a fork of this process, as the jobs of a sweep do (lockstep/run/sweeps.py).
+A trial runs the code of src/train.py in a fork of this process, as the jobs of a sweep do
+(lockstep/commands/sweeps.py).
 """
 
 import contextlib
@@ -37,6 +38,8 @@ except ImportError:
 
 
 from lockstep import compose, exit_on_signal
+from lockstep.commands import cli, project_programs
+from lockstep.commands.sweeps import Progress, Slot, SweepJob, chooses_samples, run_jobs
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
 from lockstep.config.pages import is_group, quote_path
 from lockstep.errors import UserError
@@ -44,9 +47,7 @@ from lockstep.files import replacing
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.project import project, use_project_of
-from lockstep.run import cli, commands
-from lockstep.run.summary import write_conclusion
-from lockstep.run.sweeps import Progress, Slot, SweepJob, chooses_samples, run_jobs
+from lockstep.report.summary import write_conclusion
 
 DEFAULTS = {"trials": "20", "metric": "", "mode": "", "folder": ""}
 # Keys that best.yaml leaves out.
@@ -203,14 +204,9 @@ def run_trial(job: SweepJob, flags: list[str], log: Path) -> dict[str, Any]:
     """
 
     def start(job: SweepJob) -> None:
-        sys.argv[:] = [
-            str(project().train_program),
-            *job.overrides,
-            f"hydra.run.dir={quote_path(job.folder)}",
-            *flags,
-        ]
+        arguments = [*job.overrides, f"hydra.run.dir={quote_path(job.folder)}", *flags]
         with _redirect_output(log):
-            code, message = cli.run_command(partial(commands.train, None), "train")
+            code, message = cli.run_command(partial(project_programs.train, None), "train", arguments)
             if message:
                 print(message, file=sys.stderr)
         if code > 128:

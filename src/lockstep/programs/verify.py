@@ -21,7 +21,7 @@ from lockstep.extras.ledger import LEDGER_FILE
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run the program under Hydra, which reads the arguments from `sys.argv`.
+    """Run the program under Hydra.
 
     Raises:
         UserError: the run has no ledger.
@@ -31,8 +31,8 @@ def main(arguments: list[str]) -> NoReturn:
         check_run(Path(runs[-1]).expanduser())
 
     # These import torch, which takes longer than the check above.
+    from lockstep.commands import cli
     from lockstep.programs.common.verifying import verify
-    from lockstep.run import cli
 
     cli.command(verify, "verify")
 

@@ -1,1 +1,1 @@
-"""Run a checked config from its start to its summary."""
+"""What the programs of older projects import, whose `src/train.py` has no `train(job)`: nothing new belongs here."""

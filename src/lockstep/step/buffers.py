@@ -113,6 +113,10 @@ class Buffer:
 class Reduction:
     """Reduces the values of some buffers after each piece to one value each, whatever the order of the pieces.
 
+    The value of an element is the one that all pieces agree on, else their mean. To find out whether they agree, each
+    value becomes an integer key in the order of the values. One maximum over the keys and the inverted keys `~key`
+    then gives the largest key and the least one, since `~` reverses their order.
+
     Args:
         like: tensors with the shapes and dtypes of the values, by buffer.
         exact: whether a mean is an exact sum.

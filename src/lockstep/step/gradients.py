@@ -268,6 +268,7 @@ class ExactGradientSum(GradientSum):
         """Restore the exponents from `state_dict`; see `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
+        self.sums, self.sum = [], None  # those of an earlier `fit` have other exponents
 
 
 def gather_exponents(strategy: PieceStrategy, exact_sum: ExactSum) -> list[int | None]:

@@ -421,5 +421,9 @@ def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
         return True
     if not (trainer.enable_validation and any(trainer.num_val_batches)):
         return False
-    inside = trainer.check_val_every_n_epoch is None and trainer.global_step % int(trainer.val_check_batch or 1) == 0
-    return inside or is_last_step(trainer)
+    every, step = trainer.check_val_every_n_epoch, trainer.global_step
+    if every is not None:  # then Lightning counts the steps of each epoch
+        if (trainer.current_epoch + 1) % every:
+            return is_last_step(trainer)
+        step = trainer.fit_loop.epoch_loop.batch_idx + 1
+    return step % int(trainer.val_check_batch or 1) == 0 or is_last_step(trainer)

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 
-from lockstep.errors import UserError
+from lockstep.errors import StepRefused, UserError
 from lockstep.step.batch import data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
@@ -124,7 +124,8 @@ class StepLoop(StepEpochLoop):
         """Take one optimizer step with its hooks, schedules and progress counters.
 
         Raises:
-            StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
+            StopIteration: no batch is left.
+            StepRefused: an `on_train_batch_start` returned -1, by which Lightning skips the rest of the epoch.
         """
         if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
@@ -135,19 +136,18 @@ class StepLoop(StepEpochLoop):
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
-        skips_epoch = call_hook(trainer, "on_train_batch_start", step_batch, self.batch_idx) == -1
-        if skips_epoch:
-            progress.increment_by(0, is_last_batch=True)
-        else:
-            progress.increment_started()
-            with trainer.profiler.profile("run_training_batch"):
-                outputs = self._step(Step(self.passes, step_batch))
+        if call_hook(trainer, "on_train_batch_start", step_batch, self.batch_idx) == -1:
+            raise StepRefused(
+                "on_train_batch_start returned -1, but the rest of an epoch can't be skipped, since the number of a "
+                "step gives its samples: set trainer.should_stop=True to end the run"
+            )
+        progress.increment_started()
+        with trainer.profiler.profile("run_training_batch"):
+            outputs = self._step(Step(self.passes, step_batch))
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if skips_epoch:
-            raise StopIteration
         self.no_longer_restarting()
         call_hook(trainer, "on_train_batch_end", outputs, step_batch, self.batch_idx)
         connector.on_batch_end()

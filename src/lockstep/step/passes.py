@@ -171,6 +171,7 @@ class StepPasses:
         """Restore the state from a checkpoint of any layout."""
         self.gradients.load_state_dict(state.get("gradients", {}))
         self._restored_state = state
+        vars(self).pop("buffers", None)  # those of an earlier `fit` have another state
 
 
 @dataclass(eq=False)

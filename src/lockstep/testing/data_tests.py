@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lockstep.arithmetic.layout import resolve
+from lockstep.commands.api import compose
 from lockstep.data.build import open_data
 from lockstep.data.datasets import UNLABELLED, Ids, Spec, Splits, fetch, labels_of
 from lockstep.errors import UserError
 from lockstep.launch.parent import launch
-from lockstep.run.api import compose
 from lockstep.testing.module_tests import fail
 from lockstep.testing.runs import check_overrides
 from lockstep.testing.server import server

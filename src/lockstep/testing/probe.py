@@ -14,8 +14,8 @@ from lockstep.checkpoint.io import not_plain
 from lockstep.config.check import Config
 from lockstep.data import ImageDataModule, Spec, Splits
 from lockstep.data.datasets import fetch
-from lockstep.run.build import make_module
-from lockstep.run.worker_setup import set_up_worker
+from lockstep.job.build import make_module
+from lockstep.job.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
 from lockstep.testing.fake_gpu import faults_of_steps
 

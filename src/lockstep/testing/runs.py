@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.checkpoint import paths
+from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.job.evaluation import evaluate
+from lockstep.job.training import fit_and_test
 from lockstep.launch.parent import launch
-from lockstep.run.api import compose
-from lockstep.run.evaluation import evaluate
-from lockstep.run.training import fit_and_test
 from lockstep.testing.callbacks import WATCHED
 from lockstep.testing.probe import probe
 from lockstep.testing.server import Server

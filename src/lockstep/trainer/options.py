@@ -3,9 +3,10 @@
 import difflib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,8 +23,8 @@ from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
 STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
-# Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
+# Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 REFUSED_OPTIONS = {
     "plugins": (None, "Lockstep has its own: leave it out"),
     "overfit_batches": (0.0, "give a torch.utils.data.Subset as the training set"),
@@ -75,6 +76,11 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
         value = options.pop(name, default)
         if value not in (default, None, []) and not (name == "limit_train_batches" and value == 1.0):
             raise UserError(f"Trainer({name}={value!r}) can't be used: {remedy}")
+    if isinstance(interval := options.get("val_check_interval"), str | timedelta | Mapping):
+        raise UserError(
+            f"Trainer(val_check_interval={interval!r}) can't be used: give a number of steps, since a time "
+            "comes after other steps in each run"
+        )
     if exact and options.get("deterministic", True) not in (True, None):
         raise UserError(f"Trainer(deterministic={options['deterministic']!r}) and exact=True don't go together")
     if exact and options.get("benchmark"):
@@ -100,7 +106,7 @@ def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
     if sync_batchnorm and not isinstance(chosen, DDP):
         raise UserError("Trainer(sync_batchnorm=True) needs strategy='ddp'")
     if sync_batchnorm:
-        chosen = DDP(chosen.shares or None, True, "none" if chosen.compression == "none" else chosen.compression)  # type: ignore[arg-type]
+        chosen = DDP(chosen.shares or None, True, chosen.compression)  # type: ignore[arg-type]
     return chosen
 
 

@@ -172,6 +172,7 @@ class Trainer(StepTrainer):
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
         self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=600.0)
+        self._fitted: pl.LightningModule | None = None
         self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
         self._data: UserData | None = None  # what the last method got
         self._steps: tuple[int, int] | None = None  # samples of the training set and of a step
@@ -221,6 +222,9 @@ class Trainer(StepTrainer):
         """
         check_weights_only(weights_only)
         self._check_module(model)
+        if self._fitted is not None and self._fitted is not model:
+            raise UserError("trainer.fit gets another module than before: make a lockstep.Trainer for each of them")
+        self._fitted = model
         data = self._prepared_data("fit", train_dataloaders, val_dataloaders, datamodule)
         path = self._checkpoint_path("fit", ckpt_path)
         record = self._record(data)

@@ -18,7 +18,7 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ImageDataModule
 from lockstep.errors import NonFinite
 from lockstep.extras.late.sum import LateSteps, LateSum
-from lockstep.run.summary import weights_sha256
+from lockstep.report.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum

@@ -25,8 +25,8 @@ from lockstep.config.instantiate import locate
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.extras.ledger import LEDGER_FILE
-from lockstep.run.provenance import code_sha256, git_info, versions
-from lockstep.run.summary import weights_sha256
+from lockstep.report.provenance import code_sha256, git_info, versions
+from lockstep.report.summary import weights_sha256
 
 LOG = logging.getLogger("lockstep")
 ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII

@@ -11,9 +11,9 @@ from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.job.training import fit_and_test
 from lockstep.launch.environment import external_workers
 from lockstep.launch.parent import launch
-from lockstep.run.training import fit_and_test
 
 
 def check_one_machine(program: str, raw: Mapping[str, Any]) -> None:

@@ -25,10 +25,10 @@ from lockstep.extras.ledger.ledger_file import (
     read,
     samples_sha256,
 )
+from lockstep.job.optimizers import as_built
 from lockstep.programs.common.recomputing import Part, first_difference, part_of_run, recompute
 from lockstep.programs.common.training import check_one_machine
-from lockstep.run.optimizers import as_built
-from lockstep.run.provenance import code_sha256, git_info, versions
+from lockstep.report.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
 
 # Each line of a ledger belongs to a checkpoint and covers the steps `since` + 1 to `step`. A line has `about` if a part

@@ -30,7 +30,7 @@ from lockstep.programs.comparison.trace import (
     WRITING as NOT_TAKEN,
 )
 from lockstep.programs.comparison.trace import Steps, Value, apart, needs_layout, prepare, take_steps, value_of
-from lockstep.run.summary import weights_sha256
+from lockstep.report.summary import weights_sha256
 from lockstep.text import join_names, plural
 
 MOST_STEPS = 200  # steps that are taken again
@@ -80,7 +80,7 @@ class Recorded:
         saved = paths.step_checkpoints(folder)
         with suppress(UserError):
             last = paths.last(self.folder)
-            saved.setdefault(int(checkpoint_io.load(last)["global_step"]), last)
+            saved.setdefault(int(checkpoint_io.load(last, tensors=False)["global_step"]), last)
         return saved
 
     @cached_property

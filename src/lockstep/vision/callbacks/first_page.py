@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.utils.tensorboard.summary import hparams
 
-from lockstep.run.loggers import hyper_parameters
+from lockstep.report.loggers import hyper_parameters
 
 FIRST = "headline/"  # TensorBoard sorts the groups of tags by name, and opens the first two
 PICTURE = "view/run"  # sorted below the curves that compare runs

@@ -5,7 +5,7 @@ import logging
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.errors import WorkerFailed
-from lockstep.run.summary import weights_sha256
+from lockstep.report.summary import weights_sha256
 
 LOG = logging.getLogger("lockstep")
 

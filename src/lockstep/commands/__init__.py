@@ -1,0 +1,1 @@
+"""Commands: from the command line, a sweep or Python to a run."""

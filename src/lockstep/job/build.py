@@ -1,0 +1,341 @@
+"""Build what a worker needs from a checked config: module, data, callbacks, Trainer."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.nn.parameter import is_lazy
+
+from lockstep.arithmetic.layout import Assignment
+from lockstep.callbacks.monitors import MonitorCheck
+from lockstep.checkpoint import paths
+from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.checkpoint.run_checks import SharedFileCheck
+from lockstep.config.check import Config
+from lockstep.config.extras import CheckpointObserver, RunParts
+from lockstep.config.instantiate import call, instantiate, locate, parameters
+from lockstep.config.metrics import Known, direction_of_name, directions_of_module, known_of_model, with_mode
+from lockstep.config.run_length import smallest_piece
+from lockstep.data import ImageDataModule, Splits
+from lockstep.data.datasets import TASKS, fetch
+from lockstep.data.labels import first_label, label_checks
+from lockstep.errors import UserError
+from lockstep.job import worker_setup
+from lockstep.job.job_trainer import JobTrainer
+from lockstep.job.optimizers import (
+    LR_SETTERS,
+    OptimizerCheck,
+    refuse_keys_without_effect,
+    training_arguments,
+    without_defaulted,
+)
+from lockstep.launch.environment import environment
+from lockstep.report.loggers import make_loggers
+from lockstep.report.report_lines import headline
+from lockstep.step.compile import CudaGraphs, EagerEvaluation
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.first_step import FirstStepCheck
+from lockstep.step.passes import StepHook
+from lockstep.trainer.parts import (
+    callbacks_of,
+    device_options,
+    make_gradient_sum,
+    rank_of_replica,
+    refuse_callback,
+    refuse_hooks,
+)
+
+# Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
+# They are not passed to a model that takes no such argument.
+KEYS_FOR_CALLBACKS = ("monitor", "mode")
+# What to use instead of a callback that can't work with steps in pieces.
+REMEDIES = {
+    BatchSizeFinder: "`lockstep fit-memory` finds the accumulate_grad_batches with which batch_size fits the memory",
+    GradientAccumulationScheduler: "use accumulate_grad_batches",
+    StochasticWeightAveraging: "use callbacks=ema",
+}
+
+
+def make_module(config: Config, splits: Splits) -> pl.LightningModule:
+    """Return the config's LightningModule, with weights that depend on the seed only.
+
+    A run that loads a checkpoint does not load pretrained weights first, from a file or the network, if the module's
+    class says by `without_pretrained` which options do without.
+    """
+    if config.checkpoint or config.resume:
+        target = locate("model._target_", config.model["_target_"])
+        without = {key: off for key, off in getattr(target, "without_pretrained", {}).items() if config.model.get(key)}
+        if without:
+            module = _module(config, splits, {**config.model, **without})
+            if module.strict_loading:  # otherwise its checkpoints may lack some of the weights
+                return module
+    return _module(config, splits, config.model)
+
+
+def _no_lightning_module(config: Config) -> UserError:
+    return UserError(
+        f"model._target_={config.model['_target_']} is not a LightningModule: "
+        "pass the network as the net of model._target_=lockstep.vision.models.ImageClassifier (docs/use/own-model.md)"
+    )
+
+
+def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
+    """Build the module from `options`, check that its steps can be cut into pieces, and set its memory format."""
+    pl.seed_everything(config.seed, workers=False, verbose=False)
+    spec = splits.spec
+    target = locate("model._target_", options["_target_"])
+    if isinstance(target, type) and not issubclass(target, pl.LightningModule):
+        raise _no_lightning_module(config)
+    argument_names = parameters(target)
+    options = {key: value for key, value in options.items() if key not in KEYS_FOR_CALLBACKS or key in argument_names}
+    refuse_keys_without_effect(config)
+    sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
+    arguments = training_arguments(config, len(splits.train)) | sizes
+    arguments["smallest_piece"] = smallest_piece(config, len(splits.train))
+    offered = without_defaulted(arguments, target, config)
+    if config.trains and offered.get("optimizer", "") is None and "optimizer" in argument_names - set(options):
+        raise UserError(f"optimizer: {options['_target_']} takes one, and the config has none: give optimizer=sgd, say")
+    if "lr" in offered and "lr" in argument_names:
+        options = {"lr": offered["lr"], **options}
+    yielding = () if LR_SETTERS & config.requested else ("lr",)
+    # The networks in `options` may have a `later:lr`, and an optimizer of their own with a default.
+    module = instantiate("model", options, yielding, **{"lr": arguments["lr"], **offered})
+    setting = f"model._target_={config.model['_target_']}"
+    if not isinstance(module, pl.LightningModule):
+        raise _no_lightning_module(config)
+    if (task := getattr(module, "task", spec.task)) in TASKS and task != spec.task:
+        hint = first_label(splits.train) if (task, spec.task) == ("classification", "regression") else ""
+        raise UserError(
+            f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
+            f"use a model and data of the same task (docs/use/tasks.md){hint}"
+        )
+    if config.trains and getattr(module, "task", None) == "classification":
+        for check in label_checks(splits).values():
+            check.check_all()
+    refuse_hooks(setting, module, "data=...")
+    module.configure_model()  # its layers must exist before their weights are loaded
+    initialise_lazy_layers(setting, module, splits, config.seed)
+    if config.precision == "64-true":
+        module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
+    worker_setup.apply_memory_format(module, config.speed.memory_format)
+    if arguments["optimizer"]:  # the optimizer's factory divides the parameters into groups by their names
+        arguments["optimizer"].named_parameters = module.named_parameters
+    return module
+
+
+def initialise_lazy_layers(setting: str, module: pl.LightningModule, splits: Splits, seed: int) -> None:
+    """Give lazy layers (`torch.nn.LazyLinear`) their sizes by a forward pass of one sample.
+
+    Raises:
+        UserError: The forward pass fails, or does not reach all of them. `setting` is what chooses the module.
+    """
+
+    def lazy_names() -> list[str]:
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        return [name for name, each in tensors if is_lazy(each)]
+
+    if not lazy_names():
+        return
+    reason = "its forward does not use them"
+    modes = {each: each.training for each in module.modules()}
+    try:
+        with torch.no_grad(), isolate_rng(include_cuda=False):
+            x = sample_images(splits)
+            pl.seed_everything(seed, workers=False, verbose=False)
+            module.eval()
+            module(x)
+    except Exception as error:
+        reason = f"a forward pass of one sample fails ({type(error).__name__}: {error})".partition("\n")[0]
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+    if left := lazy_names():
+        raise UserError(f"{setting}: the sizes of its lazy layers are unknown, since {reason}: give {left[0]} a size")
+
+
+def sample_images(splits: Splits) -> Any:
+    """Return one sample as a batch of a module's `forward`; images of zeros if the data has none, as in `predict`."""
+    dataset = splits.train if hasattr(splits.train, "__getitem__") and not isinstance(splits.train, range) else None
+    if dataset is None:
+        return torch.zeros(1, splits.spec.channels, splits.spec.image_size, splits.spec.image_size)
+    x = fetch(dataset, np.zeros(1, dtype=np.int64))[0]
+    numbers = isinstance(x, torch.Tensor) and (x.dtype == torch.uint8 or x.is_floating_point())
+    return x.float() if numbers else x
+
+
+def make_data(config: Config, splits: Splits) -> ImageDataModule:
+    """Return the ImageDataModule of this worker."""
+    rank = rank_of_replica(config.layout)
+    assignment = Assignment(config.layout)
+    for extra in config.extras.values():
+        assignment = extra.wrap_assignment(assignment)
+    return ImageDataModule(
+        splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, config.trains, assignment
+    )
+
+
+def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
+    """Build the config's callbacks. Check them, and the module's own callbacks, which Lightning adds later."""
+    arguments = {
+        "folder": folder,
+        "every": config.checkpoint_every,
+        "log_every": config.log_every,
+        "config": config.record,
+        "headline": headline(config, splits, folder),
+        "started": environment().started,
+    }
+    of_module = directions_of_module(module)
+    known = known_of_model(config.model, lambda metric: direction_of_name(metric) or of_module(metric))
+    groups = {
+        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, known)
+        for name, options in config.callbacks.items()
+        if options
+    }
+    # `instantiate` passes those of the arguments that a callback's class takes.
+    config_callbacks = {key: instantiate(key, options, **arguments) for key, options in groups.items()}
+    for key, callback in config_callbacks.items():
+        if not isinstance(callback, pl.Callback):
+            raise UserError(f"{key}._target_={groups[key]['_target_']}: must be a lightning.pytorch.Callback")
+    module_callbacks = list(callbacks_of(module.configure_callbacks()))
+    for key, callback in config_callbacks.items():
+        _check_callback(key, callback, config, module, groups[key] or {})
+    for callback in module_callbacks:
+        _check_callback(f"model._target_={config.model['_target_']}", callback, config, module, {})
+    all_callbacks = config_callbacks | {
+        f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks
+    }
+    # If the metric that the schedule monitors is missing, the error names the setting that the user can change.
+    monitor_is_in_config = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
+    monitor_setting = (
+        "scheduler.monitor" if monitor_is_in_config else "configure_optimizers: the monitor of its lr_scheduler"
+    )
+    checks = [OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
+    return [*config_callbacks.values(), *checks, SharedFileCheck(folder, all_callbacks)]
+
+
+def _has_lr(module: pl.LightningModule) -> bool:
+    """Check whether a module has an attribute that Lightning takes for its learning rate."""
+    return any(hasattr(module, name) or name in module.hparams for name in ("lr", "learning_rate"))
+
+
+def _with_mode(key: str, options: dict[str, Any], known: Known) -> dict[str, Any]:
+    """Return a callback's options with the `mode` of its `monitor`, if its class takes one."""
+    takes_mode = "mode" in parameters(locate(f"{key}._target_", str(options.get("_target_"))))
+    return with_mode(key, options, known, required=True) if takes_mode else options
+
+
+def _check_callback(
+    setting: str, callback: pl.Callback, config: Config, module: pl.LightningModule, options: Mapping[str, Any]
+) -> None:
+    """Refuse a callback of Lightning that can't work with the config or the module.
+
+    Args:
+        setting: what chooses the callback.
+        options: the callback's options in the config.
+    """
+    kind = type(callback).__name__
+    if isinstance(callback, ProgressBar):
+        raise UserError(f"{setting}: the console has its own progress bar (callbacks.console): leave {kind} out")
+    refuse_callback(setting, callback, REMEDIES)
+    if isinstance(callback, LearningRateFinder) and not (options.get("attr_name") or _has_lr(module)):
+        raise UserError(
+            f"{setting}: {kind} needs a module with an attribute lr that its configure_optimizers reads: "
+            "`lockstep search` finds lr for any other one"
+        )
+    if not isinstance(callback, WeightAveraging):
+        return
+    for extra in config.extras.values():
+        if extra.separate_weights:
+            raise UserError(
+                f"{setting}: with {extra.setting} each device would have its own average: leave one of them out"
+            )
+    if config.layout.staged:  # each process has a part of the network
+        raise UserError(f"{setting}: {kind} needs the whole network on each device: use strategy=ddp")
+    if config.precision.endswith("16-true"):
+        precision = f"precision={config.precision}"
+        raise UserError(f"{setting}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
+
+
+def make_trainer(
+    config: Config,
+    folder: Path,
+    callbacks: list[pl.Callback],
+    parts: RunParts | None = None,
+    ranks: Sequence[int] = (0,),
+) -> JobTrainer:
+    """Build Lightning's Trainer on the config's layout, with steps made of pieces.
+
+    Args:
+        parts: the run's config, data, module and the checkpoint from which it continues. Extras make their hooks and
+            callbacks from them. None: an evaluation, which has no extras.
+        ranks: the ranks that write in the folder, from `ranks_writing_in`.
+    """
+    layout = config.layout
+    resumed = parts.resumed if parts else {}
+    check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
+    gradient_sum = make_gradient_sum(config.strategy, layout, check_messages)
+    hooks: list[StepHook] = [
+        FirstStepCheck(compiled=config.compile),
+        FiniteGradientCheck(
+            config.nonfinite,
+            one_step_later=layout.accelerator == "gpu",
+            can_skip=all(extra.can_skip for extra in config.extras.values()),
+            compiled=config.compile,
+        ),
+    ]
+    if config.speed.cuda_graphs:
+        hooks.append(CudaGraphs())
+    observers: list[CheckpointObserver] = []
+    extra_callbacks: list[pl.Callback] = []
+    for extra in config.extras.values():
+        assert parts is not None, "extras take part in training only: see config.check"
+        gradient_sum = extra.wrap_gradients(gradient_sum)
+        observers += extra.checkpoint_observers(parts)
+        hooks += extra.step_hooks(parts)
+        extra_callbacks += extra.callbacks(parts)
+    callbacks = [*extra_callbacks, *callbacks]
+    debug_options = dict(config.debug.trainer)
+    if isinstance(profiler := debug_options.get("profiler"), dict):
+        debug_options["profiler"] = instantiate("debug.trainer.profiler", profiler, dirpath=folder / "profile")
+    make_step_trainer = partial(
+        JobTrainer,
+        gradient_sum,  # it contains the strategy, which StepTrainer passes to Lightning
+        hooks,
+        config.seed,
+        precision=cast(Any, config.precision),
+        max_epochs=config.epoch_limit,
+        max_steps=config.max_steps or -1,
+        gradient_clip_val=config.gradient_clip_val,
+        gradient_clip_algorithm=config.gradient_clip_algorithm,
+        val_check_interval=config.val_every,
+        check_val_every_n_epoch=None if config.val_every else 1,
+        log_every_n_steps=config.log_every,
+        logger=make_loggers(config, folder, resumed.get("global_step", 0)),
+        callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
+        plugins=[
+            AtomicCheckpointIO(
+                observers, paths.last(folder), config.checkpoint_keep, ranks, config.hang_timeout, resumed or None
+            ),
+        ],
+        num_sanity_val_steps=0,  # MonitorCheck sets it to 1 if something monitors a metric of validation
+        enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **(device_options(layout) | debug_options),
+    )
+    # An error is reported as one of `debug.trainer`, because all other arguments are checked already.
+    return call("debug.trainer", make_step_trainer)

@@ -1,0 +1,129 @@
+"""What the functions in `src/train.py`, `src/evaluate.py` and `src/predict.py` get: one run, in one of its workers.
+
+This module imports neither torch nor Lightning, so that a program that names `Job` starts quickly.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.check import Config
+from lockstep.errors import UserError
+from lockstep.project import project
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lockstep.data import ImageDataModule, Splits
+    from lockstep.job.job_trainer import JobTrainer
+
+
+class Job(ABC):
+    """One run, in one of its workers: its config and data, and what is built from them.
+
+    Each worker of the layout makes one and passes it to the program's function. Errors, checkpoints, the summary and
+    what continues after a kill do not depend on that function.
+
+    Attributes:
+        config: the checked config.
+        splits: the open data set, with its `train`, `val` and `test`.
+        folder: the run's folder.
+        checkpoint: the path of the checkpoint from which the run continues, or whose weights are used; None for a new
+            run of training.
+    """
+
+    name = "train"  # of the program and its function
+
+    def __init__(self, config: Config, splits: "Splits", folder: Path, checkpoint: str | None) -> None:
+        self.config, self.splits, self.folder, self.checkpoint = config, splits, folder, checkpoint
+        self._module: pl.LightningModule | None = None
+        self._trainer: JobTrainer | None = None
+
+    @abstractmethod
+    def build_module(self) -> "pl.LightningModule":
+        """Build the module; see `make_module`."""
+
+    @abstractmethod
+    def build_trainer(self, module: "pl.LightningModule") -> "JobTrainer":
+        """Build the trainer; see `make_trainer`."""
+
+    def make_module(self) -> "pl.LightningModule":
+        """Return the config's LightningModule.
+
+        In training its weights depend on the seed, or are those of `init_from`. `trainer.fit` replaces them where the
+        run continues from a checkpoint.
+
+        Raises:
+            UserError: The config does not fit the module.
+        """
+        if self._module is not None:
+            raise UserError(f"{self.name}(job) calls job.make_module() twice: a run has one module")
+        self._module = self.build_module()
+        return self._module
+
+    def make_data(self) -> "ImageDataModule":
+        """Return the LightningDataModule of this worker."""
+        from lockstep.job.build import make_data
+
+        return make_data(self.config, self.splits)
+
+    def make_trainer(self, module: "pl.LightningModule") -> "JobTrainer":
+        """Return Lightning's Trainer on the config's layout, with the config's callbacks and loggers.
+
+        Args:
+            module: what `make_module` has returned.
+
+        Raises:
+            UserError: The config does not fit the module, or `module` is another one.
+        """
+        if module is not self._module or self._trainer is not None:
+            wrong = "gets another module" if self._trainer is None else "is called twice"
+            raise UserError(
+                f"{self.name}(job): job.make_trainer {wrong}: a run has one trainer, of the module that "
+                "job.make_module() returns"
+            )
+        self._trainer = self.build_trainer(module)
+        self._trainer.job = self
+        return self._trainer
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the data set has a test set, and the module a `test_step`."""
+        import lightning.pytorch as pl
+
+        from lockstep.step.passes import overrides_method
+
+        return self.splits.test is not None and overrides_method(self._module, "test_step", pl.LightningModule)
+
+    def call(self, function: "Callable[[Job], Any] | None" = None) -> None:
+        """Call a function with this job.
+
+        Args:
+            function: None: the program's own, or `usual` if an older program has none.
+        """
+        if chosen := function or project().function(self.name):
+            chosen(self)
+        else:
+            self.usual()
+
+    @abstractmethod
+    def usual(self) -> None:
+        """Do what the program does in a project that has not changed it."""
+
+    # --- what the trainer calls ---
+
+    def skips_fit(self) -> bool:
+        """Count a call of `trainer.fit`. Return whether it has nothing to do, since a resumed run is in a later fit."""
+        raise UserError(f"{self.name}(job) calls trainer.fit: only train.py trains")
+
+    @contextmanager
+    def around_fit(self, ckpt_path: Any) -> Iterator[str | None]:
+        """Do what belongs to each `trainer.fit`, before and after it. Yield the checkpoint from which it continues."""
+        yield ckpt_path
+
+    @contextmanager
+    def around_test(self, ckpt_path: Any) -> Iterator[None]:
+        """Do what belongs to each `trainer.test`, before and after it."""
+        yield

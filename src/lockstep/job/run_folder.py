@@ -1,0 +1,205 @@
+"""The folder of a run or a sweep: its name, its lock, and its removal if the run is refused.
+
+The lock is a POSIX lock (`fcntl.lockf`) on a file in the folder. The kernel releases it when the process ends, however
+it ends, so the file that a killed run leaves behind has no effect. Forked workers do not inherit it, and do not release
+it when they close the inherited descriptor. (A `flock` would stay locked while a worker outlives its parent.) NFS sends
+the lock to its server, so it works on all machines that share the folder. The server releases the lock of a dead
+machine only after a while, which is one reason why a restarted run waits.
+
+A process loses the lock when it closes any other descriptor of the file, so nothing else opens the file.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import value_checks
+from lockstep.config.arguments import key
+from lockstep.config.hydra_quirks import register_resolver
+from lockstep.errors import UserError
+from lockstep.launch import slurm
+from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.process_group import broadcast_from_rank_zero, decide_on_rank_zero
+from lockstep.report.provenance import MACHINE_KEYS
+from lockstep.report.summary import summary_of
+
+LOCK = ".lock"
+WAIT_SECONDS = 2.0  # time for another run to end
+RESTART_WAIT_SECONDS = 120.0  # after a restart by torchrun or SLURM; NFS waits 90 s for a dead client
+# names of the files and folders that Lockstep writes into a run's folder before its first checkpoint
+RUN_FILES = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
+RUN_FILES |= {"tensorboard", "csv", "wandb", "loggers.json", LOCK}
+
+_locked: set[str] = set()  # folders that this process has locked
+os.register_at_fork(after_in_child=_locked.clear)
+
+
+# --- its name ---
+
+
+def register_folder() -> None:
+    """Register the OmegaConf resolver `folder`. conf/hydra/default.yaml uses it to name the folder of a new run."""
+    register_resolver("folder", _new_folder)
+
+
+def _new_folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
+    """Return the folder of a new run or sweep, the same on all ranks.
+
+    Its name is the start time. In a SLURM job, or with torchrun's --rdzv-id, the name follows from the job or the id.
+    A job that is started again then continues in the same folder.
+
+    Args:
+        kind: `runs` or `sweeps`.
+        outputs: the key `outputs`.
+        name: the key `name`.
+        overrides: the arguments of the command line.
+    """
+    parent = Path(value_checks.folder("outputs", outputs), value_checks.run_name("name", name))
+    if kind == "sweeps":
+        parent /= "sweeps"
+
+    def folder_name() -> str:
+        job_folder = slurm.folder_of_job(parent, overrides) or folder_of_rendezvous(parent, overrides)
+        return job_folder.name if job_folder else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+
+    return str(parent / decide_on_rank_zero(kind, folder_name))
+
+
+def folder_of_rendezvous(runs: Path, overrides: Iterable[object]) -> Path | None:
+    """Return the folder of the run that torchrun's `--rdzv-id=<name>` names.
+
+    Without a name, the folder of a run is known only as long as one of its torchrun agents runs, see
+    `decide_on_rank_zero`. With a name, machines continue the run even if torchrun was started again on all of them.
+    Return None if there is no name, or if the run is completed.
+    """
+    name = environment().rdzv_name
+    if not name:
+        return None
+    shared_overrides = [each for each in map(str, overrides) if key(each) not in MACHINE_KEYS]
+    folder = runs / f"{re.sub('[^0-9A-Za-z_.-]', '_', name)}_{slurm.hash_of_command(shared_overrides)}"
+    return None if summary_of(folder).get("status") == "completed" else folder
+
+
+# --- its lock ---
+
+
+class FolderBusy(UserError):
+    """Another process writes the folder, so this one must not change it."""
+
+
+@contextmanager
+def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder. Make the folder if it does not exist.
+
+    Among the workers of an engine all must call this. Rank zero takes the lock, and all raise its error.
+
+    Args:
+        folder: the folder of a run or a sweep.
+        writes: whether this process writes the folder; other processes take no lock.
+
+    Raises:
+        FolderBusy: Another process holds the lock. The message names it.
+    """
+    descriptors: list[int] = []
+
+    def take() -> None:
+        if (name := os.path.realpath(folder)) not in _locked:
+            descriptors.append(_acquire(folder))
+            _locked.add(name)
+
+    if external_workers():
+        refused = ""
+        try:
+            if environment().rank == 0:
+                take()
+        except UserError as refusal:
+            refused = str(refusal)
+        if refused := broadcast_from_rank_zero(refused):
+            raise FolderBusy(refused)
+    elif writes:
+        take()
+    try:
+        yield
+    except BaseException:
+        if external_workers():  # this process ends soon, but still has files of the folder open: it keeps the lock
+            descriptors.clear()
+        raise
+    finally:
+        for descriptor in descriptors:
+            _locked.discard(os.path.realpath(folder))
+            os.close(descriptor)
+
+
+def _acquire(folder: Path) -> int:
+    """Wait for the lock. Return the descriptor of the lock file."""
+    path = folder / LOCK
+    restarted = environment().restarts or environment().slurm_restarts
+    until = time.monotonic() + (RESTART_WAIT_SECONDS if restarted else WAIT_SECONDS)
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _read_owner(descriptor)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                why = f"can't be locked ({error.strerror})"
+                print(f"{path}: {why}: do not start a second run in this folder", file=sys.stderr)
+                return descriptor
+            os.close(descriptor)
+            if time.monotonic() > until:
+                raise FolderBusy(f"{folder}: {holder} works in this folder: wait until it ends, or stop it") from None
+            time.sleep(0.2)
+            continue
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                _write_owner(descriptor)
+                return descriptor
+        os.close(descriptor)  # the last owner has removed the folder
+
+
+def _write_owner(descriptor: int) -> None:
+    """Write the owner of the lock into the file, for the message of processes that do not get the lock."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    text = json.dumps({"host": platform.node(), "process": os.getpid(), "since": since})
+    with suppress(OSError):  # a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+
+def _read_owner(descriptor: int) -> str:
+    """Return the owner of the lock as text."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(record['process'])} on {record['host']} (since {record['since']})"
+    return "another process"
+
+
+# --- its removal ---
+
+
+def remove_refused_folder(folder: Path) -> None:
+    """Remove the folder of a refused run or sweep.
+
+    The folder stays if the run has made a step, or if it holds a checkpoint or a file that Lockstep does not write.
+    """
+    holds_our_files_only = folder.is_dir() and all(
+        path.name in RUN_FILES or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
+    )
+    if holds_our_files_only and not summary_of(folder).get("steps"):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # the parent folder may hold other runs
+            folder.parent.rmdir()
+            if folder.parent.name == "sweeps":
+                folder.parent.parent.rmdir()
