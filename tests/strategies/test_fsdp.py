@@ -26,11 +26,11 @@ torch.ones(1, requires_grad=True).sum().backward()
 def hashes(folder: Path, strategy: Any, names: tuple[str, ...], **options: Any) -> dict[str, str]:
     """Train some cases. Return the SHA-256 of the weights of each."""
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for name in names:
         net, optimizer, more = CASES[name]
-        found[name] = train(folder / name, strategy, net, optimizer, **{**more, **options})
-    return found
+        results[name] = train(folder / name, strategy, net, optimizer, **{**more, **options})
+    return results
 
 
 def on(devices: int, function: Any, *args: Any) -> Any:

@@ -113,7 +113,10 @@ class PieceStrategy(Strategy):
         return True
 
     def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
-        """Merge the dicts of processes that have different stages, on rank zero. Every process calls this."""
+        """Merge the dicts of processes that have different parts, on rank zero. Every process calls this.
+
+        Keys of different parts differ, or they are names of parameters, of which each value is a part.
+        """
         return local_values
 
     @contextmanager

@@ -37,7 +37,7 @@ from lockstep.arithmetic.exact_sum import SMALL, dense
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.passes import Step, outputs_of
-from lockstep.step.strategy import Action, ClipsByStrategy, proxy
+from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.torch_quirks import parameters_of_unit, set_gathered_strides
@@ -649,6 +649,15 @@ class FullySharded(DistributedDataParallel):
         state = super().lightning_module_state_dict()
         wholes = {id(each): self._whole_on_cpu(each, each.local) for each in self.sharded.values()}
         return state | {name: wholes[id(each)] for name, each in self._by_name.items() if name in state}
+
+    def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
+        """Return values of parameters by name, on rank zero with whole tensors. Every process calls this."""
+        return {
+            name: self._whole_on_cpu(parameter, value)
+            if (parameter := self._by_name.get(str(name))) and _has_shape(value, parameter.local.shape)
+            else value
+            for name, value in local_values.items()
+        }
 
     def _whole_on_cpu(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
         """Return a whole tensor of parts on rank zero, in the host's memory; on other ranks the part."""
