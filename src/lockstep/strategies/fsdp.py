@@ -218,7 +218,7 @@ class FullySharded(DistributedDataParallel):
         self.bytes_of_sums = 0
         self._reshard, self._offload, self._pattern = reshard, offload, blocks
         self._units: list[Any] = []  # modules whose weights are gathered together; the last one is the whole module
-        self._messages: list[ReduceScatter] = []
+        self._messages: list[tuple[Any, ReduceScatter]] = []  # units that have sharded parameters
         self._replicated: list[nn.Parameter] = []
         self._of_optimizer: dict[int, ShardedParameter] = {}  # by id of what the optimizer has
         self._by_name: dict[str, ShardedParameter] = {}  # by each name of it in the module
@@ -272,10 +272,14 @@ class FullySharded(DistributedDataParallel):
         """Move to the device what `fully_shard` has left where it was: whole parameters, metrics, buffers."""
         if not self._offload:
             self.lightning_module.to(self.root_device)
-            return
         for layer in self.lightning_module.modules():
             if isinstance(layer, Metric):
                 layer.to(self.root_device)
+        # A module that moves to another device gets new parameters. Lightning moves it to the host after a fit.
+        for unit, message in self._messages:
+            for parameter, tensor in zip(message.parameters, parameters_of_unit(unit), strict=True):
+                parameter.tensor = tensor
+        self.sharded = {id(parameter.tensor): parameter for parameter in self.sharded.values()}
 
     def _shard(self, module: Any) -> None:
         """Apply `fully_shard` to the blocks and to the module.
@@ -321,7 +325,8 @@ class FullySharded(DistributedDataParallel):
         for unit in self._units:
             if not (parameters := [self.sharded[id(tensor)] for tensor in parameters_of_unit(unit)]):
                 continue
-            self._messages.append(message := ReduceScatter(self, parameters))
+            message = ReduceScatter(self, parameters)
+            self._messages.append((unit, message))
             unit.set_custom_reduce_scatter(message)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(float(self.world_size))  # as DDP does; weights of losses include it
@@ -455,12 +460,12 @@ class FullySharded(DistributedDataParallel):
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in order. Then run as many passes as other processes still run."""
         for action, index in super().schedule(micro_batches):
-            for message in self._messages:
+            for _, message in self._messages:
                 message.calls = 0
             yield action, index
         assert self._step_batch is not None
         for _ in range(self._step_batch.most_micro_batches - len(micro_batches)):
-            for message in self._messages:
+            for _, message in self._messages:
                 message.calls = 0
             self._pass_without_effect(self._step_batch)
         self._free_gathered()
