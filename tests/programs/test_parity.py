@@ -14,7 +14,8 @@ from torch import nn
 
 from lockstep.commands.api import compose
 from lockstep.config.check import check
-from lockstep.config.pages import options
+from lockstep.config.instantiate import locate
+from lockstep.config.pages import group_file, options
 from lockstep.errors import UserError
 from lockstep.programs.parity import Different, chosen, judge_features, layouts, verdict
 from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed, distances
@@ -51,8 +52,11 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     rows = report(run)["rows"]
     assert all(row["passed"] for row in rows)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
-    staged = [f"{name}, 2 stages" for name in STRATEGIES.split(",")[2:]]
-    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *staged, "an engine's workers, 2"]
+    targets = {name: group_file("strategy", name)["_target_"] for name in STRATEGIES.split(",")[2:]}
+    others = [
+        f"{name}, 2 {'stages' if locate('strategy', each).staged else 'devices'}" for name, each in targets.items()
+    ]
+    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *others, "an engine's workers, 2"]
     has_late = "late" in options("extras")
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
     assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * (len(layouts) - 1)
