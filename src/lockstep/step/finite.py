@@ -99,8 +99,7 @@ class FiniteGradientCheck(StepHook):
         if not gradients and not strategy.parted:
             return False
         self.flush()
-        zero = torch.zeros(1, device=strategy.root_device)
-        number = finite_if_all_are(gradients or [zero], self.one_step_later)
+        number = finite_if_all_are(gradients or [torch.zeros(1, device=strategy.root_device)], self.one_step_later)
         if strategy.parted:
             dist.all_reduce(number := number.abs().double())
         if self.one_step_later:
