@@ -197,7 +197,12 @@ def test_few_training_samples_are_of_all_classes() -> None:
 def test_the_control_with_a_larger_lr_needs_no_argument_of_the_module() -> None:
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    record, trainer = Record(1, 8, "faster"), SimpleNamespace(global_step=0, max_steps=9, precision="32-true")
+    record, trainer = (
+        Record(1, 8, "faster"),
+        SimpleNamespace(
+            global_step=0, max_steps=9, precision="32-true", strategy=SimpleNamespace(local_part=lambda part: part)
+        ),
+    )
     rates = []
     for _ in range(2):
         before = module.weight.item()
@@ -213,7 +218,9 @@ def test_rounding_that_adamw_makes_whole_steps_of_is_not_compared_and_a_fault_be
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3))
     record = Record(1, 8)
-    trainer: Any = SimpleNamespace(global_step=0, max_steps=9, precision="32-true")
+    trainer: Any = SimpleNamespace(
+        global_step=0, max_steps=9, precision="32-true", strategy=SimpleNamespace(local_part=lambda part: part)
+    )
     nn.functional.cross_entropy(module(torch.rand(8, 1, 6, 6)), torch.arange(8) % 3).backward()
     record.on_before_optimizer_step(trainer, module, None)  # type: ignore[arg-type]
     rounding = {name: each.numpy() > 0 for name, each in record.rounding.items()}
