@@ -170,6 +170,7 @@ def train(
     ckpt_path: Any = None,
     states: list[Any] | None = None,
     broken: int | None = None,
+    kind: type[Classifier] = Classifier,
     **options: Any,
 ) -> str:
     """Train and return the SHA-256 of the weights, on rank zero. Append the weights to `states`."""
@@ -187,7 +188,7 @@ def train(
         enable_model_summary=False,
         **chosen,
     )
-    module = Classifier(net, optimizer)
+    module = kind(net, optimizer)
     loaders = DataLoader(samples(broken=broken), batch_size=BATCH, shuffle=True), DataLoader(samples(5), batch_size=1)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     strategy_of_run: Any = trainer.strategy

@@ -200,6 +200,28 @@ def test_what_can_not_be_right_is_refused(
     assert message in on(2, partial(refused, **options), tmp_path, net)
 
 
+class ChangesGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def halved(folder: Path, strategy: Any, optimizer: str) -> str:
+    torch.set_num_threads(1)
+    try:
+        return train(folder, strategy, "vit", optimizer, kind=ChangesGradients)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_hook_may_change_gradients_unless_a_copy_of_them_is_used(tmp_path: Path) -> None:
+    assert on(2, halved, tmp_path, FSDP(), "adamw") == halved(tmp_path, "auto", "adamw")
+    message = "strategy=fsdp: a hook has changed the gradient of net.blocks.0.attention.in_proj_weight, of which Muon"
+    assert on(2, halved, tmp_path, FSDP(), "muon").startswith(message)
+
+
 def stopped(folder: Path, strategy: Any) -> str:
     try:
         train(folder, strategy, "vit", "sgd", broken=3)

@@ -225,7 +225,8 @@ class FullySharded(DistributedDataParallel):
         self._step_batch: StepBatch | None = None
         self._depth = 0  # of contexts in which all weights are gathered
         self._evaluation = ExitStack()
-        self._owners_have_weights = False
+        # of this step: what owners got, its gradient here, and the gradient's version counter
+        self._sent_to_owners: list[tuple[ShardedParameter, Any, tuple[int, int]]] = []
         self._memory_is_logged = False
 
     # --- the cut ---
@@ -565,7 +566,7 @@ class FullySharded(DistributedDataParallel):
 
     def give_gradients(self) -> None:
         """Give the optimizer the gradients of the sharded parameters. Every process calls this."""
-        self._owners_have_weights = False
+        self._sent_to_owners = []
         for parameter in self._of_optimizer.values():
             gradient = parameter.tensor.grad
             if parameter.owner is None or gradient is None:
@@ -573,18 +574,27 @@ class FullySharded(DistributedDataParallel):
                 continue
             whole = self.gathered(parameter, gradient.to_local(), parameter.owner)
             weights = self.gathered(parameter, parameter.local, parameter.owner)
-            self._owners_have_weights = True
+            self._sent_to_owners.append((parameter, gradient, _versions(gradient)))
             if whole is not None and weights is not None:
                 parameter.of_optimizer.data = weights
                 parameter.of_optimizer.grad = whole
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Take a step. Owners of whole parameters then send each process its part."""
+        """Take a step. Owners of whole parameters then send each process its part.
+
+        Raises:
+            UserError: a hook has changed gradients that the owners had already.
+        """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._owners_have_weights:
-            self._owners_have_weights = False
-            for parameter in self._of_optimizer.values():
-                self._send_parts(parameter)
+        sent, self._sent_to_owners = self._sent_to_owners, []
+        for parameter, gradient, version in sent:
+            now = parameter.tensor.grad
+            if now is not None and (now is not gradient or _versions(now) != version):
+                raise UserError(
+                    f"strategy=fsdp: a hook has changed the gradient of {parameter.name}, of which "
+                    f"{type(optimizer).__name__} has a whole copy: change gradients of optimizer.param_groups"
+                )
+            self._send_parts(parameter)
         if not self._memory_is_logged:
             self._memory_is_logged = True
             self._log_memory(optimizer)
@@ -596,11 +606,8 @@ class FullySharded(DistributedDataParallel):
         part = torch.empty(parameter.part_size, dtype=parameter.tensor.dtype, device=self.root_device)
         parts = None
         if self.global_rank == parameter.owner:
-            whole = parameter.of_optimizer.data
-            if not whole.numel():  # it had no gradient
-                whole = None
-            parts = None if whole is None else [parameter.padded(each) for each in parameter.parts(whole)]
-            parts = parts and [each.contiguous().to(self.root_device) for each in parts]
+            wholes = parameter.parts(parameter.of_optimizer.data)
+            parts = [parameter.padded(each).contiguous().to(self.root_device) for each in wholes]
         dist.scatter(part, parts, src=parameter.owner)
         local = parameter.local
         local.copy_(part[: local.numel()].view(local.shape))
@@ -860,6 +867,11 @@ def _on_cpu(value: Any) -> Any:
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and list(value.shape) == list(shape)
+
+
+def _versions(gradient: Any) -> tuple[int, int]:
+    """Return the version counters of a distributed tensor and of its local part; a change raises one of them."""
+    return gradient._version, gradient.to_local()._version
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
