@@ -2,21 +2,31 @@
 
     python scripts/lab/shards.py speed     # images a second that one process reads and decodes, from JPEG files
     python scripts/lab/shards.py start     # seconds and memory to open an index, by number of images
+    python scripts/lab/shards.py server    # the same of shards on a web server, by number of shards
 
 speed: folder, tar files and parquet files take turns, block by block, over the same images in the same random order. A
 ratio is of two blocks of one round; the median and the quartiles over rounds are printed. The goal is 0.95.
 start: each index is opened in a new process. Memory is what the process holds itself (RssAnon), without mapped files.
+server: the server is on this machine. The index is made up, of 1,000 images a shard, and opened with a window, and then
+once more, as a run does that is resumed on the machine. The files take about 4 GB, most of them empty.
 """
 
 import argparse
+import hashlib
 import io
+import json
+import os
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 
@@ -30,9 +40,13 @@ from lockstep.config.pages import group_file
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.programs.common.showing import markdown
+from lockstep.vision.data import remote_index
+from lockstep.vision.data.shard_cache import Known, Table
+from lockstep.vision.data.shard_index import BORDERS, PLACE, digest
 
 IMAGES, SHARDS, ROUNDS, BATCH, SIZE = 2_000, 4, 15, 128, 128  # SIZE: pixels of an image after decoding
 GOAL = 0.95
+SHARDS_ON_SERVER = (1_000, 100_000)
 COUNTS = (10_000, 1_000_000, 10_000_000)
 OPENED = """
 import sys, time
@@ -49,7 +63,21 @@ print(f"{len(splits.train) + len(splits.val):,}, {seconds:.2f}, {max(memory, 0):
 """
 
 
-def opened(name: str, folder: Path, **changes: object):
+OPENED_REMOTELY = """
+import sys, time
+from pathlib import Path
+from shards import enlarged_on_server, opened
+def own(): return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1024
+import project.data, numpy, aiohttp, fsspec.implementations.http
+url = enlarged_on_server(Path(sys.argv[1]), int(sys.argv[2]))
+before, began, used = own(), time.perf_counter(), time.process_time()
+splits = opened("shards", url, window=4)
+seconds, used, memory = time.perf_counter() - began, time.process_time() - used, own() - before
+print(f"{len(splits.train) + len(splits.val):,}, {seconds:.2f}, {used:.2f}, {max(memory, 0):.0f}")
+"""
+
+
+def opened(name: str, folder: Path | str, **changes: object):
     """Open a folder by the data set `name` of conf/data/."""
     config = group_file("data", name)
     return open_data({**config, "image_size": SIZE, **changes}, str(folder))
@@ -109,6 +137,68 @@ def start(scratch: Path) -> None:
     print(markdown(("", "images", "seconds", "memory, MB"), rows))
 
 
+def server(scratch: Path) -> None:
+    """Print seconds and memory to open the shards of a server, and to open them again."""
+    rows = []
+    for shards in SHARDS_ON_SERVER:
+        (folder := scratch / f"{shards}").mkdir()
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+        for name in ("opened", "opened again"):
+            command = [sys.executable, "-c", OPENED_REMOTELY, str(folder), str(shards)]
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=ROOT / "scripts" / "lab", env=environment
+            )
+            rows.append([name, f"{shards:,}", *done.stdout.strip().split(", ")])
+    print(markdown(("", "shards", "images", "seconds", "of CPU", "memory, MB"), rows))
+
+
+def enlarged_on_server(folder: Path, shards: int) -> str:
+    """Write the records of shards that do not exist, serve them, and let an empty index stand for theirs.
+
+    Return the URL.
+    """
+    part = [Known(f"train-{number:06}.tar", (1 << 26, ""), 1 << 26, f"{number:064x}") for number in range(shards)]
+    known = [*part, Known("val-0.tar", (1 << 26, ""), 1 << 26, "f" * 64)]
+    beside = made(folder / "web" / remote_index.BESIDE)
+    key = digest([remote_index.RECORD_VERSION, {"image": None, "label": "label"}])[:16]
+    kind = {"label_source": "folders", "class_names": [], "passed_over": {}, "highest": []}
+    texts = np.frombuffer(json.dumps({"labels": ["a", "b"], "kinds": [kind]}).encode(), np.uint8)
+    rows: Any = {"counts": np.full(len(known), 1000), "kind_of": np.zeros(len(known), np.int32), "texts": texts}
+    file = beside / f"records-{key}-shards.npz"
+    if not file.exists():
+        np.savez(file, **{**Table.of(known).columns(), **rows})
+        stated = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "bytes": file.stat().st_size}
+        (beside / f"records-{key}.json").write_text(json.dumps({"shards": stated, "images": stated}))
+
+    def fill(index: Path) -> None:
+        for name, count in (("train", shards), ("val", 1)):
+            for column, dtype in (("names", "S20"), ("labels", "<i8"), ("places", PLACE)):
+                np.lib.format.open_memmap(made(index / name) / f"{column}.npy", "w+", dtype, (1000 * count,)).flush()
+            np.save(index / name / f"{BORDERS}.npy", np.arange(count + 1) * 1000)
+        for column, values in Table.of(known).columns().items():
+            np.save(index / f"{column}.npy", values)
+        (index / "highest.json").write_text("[]")
+        index_json = {"classes": ["a", "b"], "fingerprints": {"train": "1" * 64, "val": "2" * 64}, "passed_over": {}}
+        (index / "index.json").write_text(json.dumps(index_json))
+
+    real = remote_index.make_once
+    remote_index.make_once = lambda index, _: real(index, fill)  # type: ignore[assignment]
+    handler = partial(Quiet, directory=str(folder / "web"))
+    web = ThreadingHTTPServer(
+        ("127.0.0.1", int((folder / "port").read_text()) if (folder / "port").exists() else 0), handler
+    )
+    (folder / "port").write_text(str(web.server_address[1]))  # the URL names the index
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{web.server_address[1]}"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A handler that writes no log."""
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Write nothing."""
+
+
 def enlarged(folder: Path, count: int, parts: tuple[str, str]) -> Path:
     """Write two small shards of images, and repeat the rows of the first one's index until there are `count`."""
     for part in parts:
@@ -134,10 +224,10 @@ def made(folder: Path) -> Path:
 def main() -> int:
     """Measure the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("speed", "start"))
+    parser.add_argument("part", choices=("speed", "start", "server"))
     part = parser.parse_args().part
     with tempfile.TemporaryDirectory() as folder:
-        {"speed": speed, "start": start}[part](Path(folder))
+        {"speed": speed, "start": start, "server": server}[part](Path(folder))
     return 0
 
 

@@ -1,6 +1,7 @@
 """Text for messages: plurals, lists of names, paths, durations. Standard library only."""
 
 import os
+import re
 import shlex
 import signal
 from collections.abc import Iterable
@@ -42,3 +43,8 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def is_url(place: str) -> bool:
+    """Check whether a place is a URL, `s3://bucket/images` for example, and not the path of a folder."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+(::|:/)", place) is not None

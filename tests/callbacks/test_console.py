@@ -7,6 +7,7 @@ import re
 import termios
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -235,6 +236,17 @@ trainer = t.trainer_with(folder, *callbacks, epochs=3, logger=t.board(folder), *
 trainer.fit(Apart(), **{**t.loaders(), 'train_dataloaders': t.Loader(seconds=0.02 * trainer.global_rank)})
 assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6
 """
+
+
+def test_the_speed_of_data_that_is_fetched_has_its_share_of_waiting() -> None:
+    console = Console(bar=False)
+    measured = {"workers/step_seconds": 0.5, "workers/data_wait": 0.02}
+    for latest, line in (
+        (measured | {"data/cache_hits": 1.0}, "1,200 samples/s, 4% waiting"),
+        (measured, "1,200 samples/s"),
+    ):
+        console._meter = SimpleNamespace(samples_per_second=1200.4, latest=latest)  # type: ignore[assignment]
+        assert console._speed() == line
 
 
 @pytest.mark.usefixtures("processes")

@@ -220,10 +220,10 @@ def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert not last.samefile(best)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["the run's", "a user's"])
-def test_copies_are_made_of_the_runs_last_checkpoint_only(tmp_path: Path, own: bool) -> None:
+@pytest.mark.parametrize("of_run", [True, False], ids=["of the run", "of a user"])
+def test_copies_are_made_of_the_runs_last_checkpoint_only(tmp_path: Path, of_run: bool) -> None:
     last = tmp_path / "checkpoints" / "last.ckpt"
-    path = last if own else tmp_path / "shared" / "step_7.ckpt"
+    path = last if of_run else tmp_path / "shared" / "step_7.ckpt"
     path.parent.mkdir()
     for step in (1, 2, 9):
         (path.parent / f"step_{step}.ckpt").touch()
@@ -231,4 +231,4 @@ def test_copies_are_made_of_the_runs_last_checkpoint_only(tmp_path: Path, own: b
     writer.save_checkpoint({**plain(), "global_step": 8}, path)
     writer.wait()
     steps = [*paths.step_checkpoints(path.parent)]
-    assert steps == ([2, 8] if own else [1, 2, 7, 9])
+    assert steps == ([2, 8] if of_run else [1, 2, 7, 9])

@@ -118,7 +118,7 @@ def test_a_run_may_end_where_it_was_saved_and_not_before(
     def check(step: int) -> None:
         record = {"config": {"batch_size": 12, **chosen}}
         saved: dict[str, Any] = {"lockstep": record, "state_dict": {}, "global_step": step}
-        check_checkpoint_fits("last.ckpt", saved, {}, config, Mock(), 8)
+        check_checkpoint_fits("last.ckpt", saved, {}, config, Mock(window=None), 8)
 
     check(8)
     message = f"{limit} ends the run after step 8, but last.ckpt was saved after step 9: give a larger limit"

@@ -77,7 +77,7 @@ def test_a_flag_of_others_is_shown_as_an_override(arguments: list[str], pattern:
         read_arguments(arguments, "train")
 
 
-def test_a_page_of_the_command_s_own_folder_is_a_choice(tmp_path: Path) -> None:
+def test_a_page_of_the_folder_of_a_command_is_a_choice(tmp_path: Path) -> None:
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "default.yaml").touch()
     read_arguments(["--config-dir", str(tmp_path), "debug=default"], "train")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from data_orders import layout, orders
+from data_orders import layout, orders, stream_orders
 from hypothesis import given
 from hypothesis import strategies as st
 from small_data import arrays
@@ -15,7 +15,7 @@ from lockstep.data.augment import Augment
 from lockstep.data.loaders import StepDataset, StepSampler
 
 
-@given(orders(), st.integers(0, 3), st.integers(1, 6), st.sampled_from(["ddp", "dp"]))
+@given(orders() | stream_orders(), st.integers(0, 3), st.integers(1, 6), st.sampled_from(["ddp", "dp"]))
 def test_what_the_ranks_load_is_the_order_on_every_layout(
     order: DataOrder, epoch: int, devices: int, strategy: str
 ) -> None:

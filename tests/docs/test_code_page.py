@@ -43,7 +43,9 @@ def test_the_page_names_what_exists() -> None:
     assert missing(text) == []
 
 
-@pytest.mark.parametrize(("old", "new"), [("`error_line`", "`last_line`"), ("`run/cli.py`", "`run/command.py`")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("`error_line`", "`last_line`"), ("`commands/cli.py`", "`commands/command.py`")]
+)
 def test_a_stale_page_is_noticed(old: str, new: str) -> None:
     text = PAGE.read_text()
     assert old in text

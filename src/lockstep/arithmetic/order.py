@@ -114,10 +114,21 @@ class DataOrder:
 
         Some parts are empty if a short last step has fewer samples than pieces.
         """
-        start = index * self.layout.batch_size
-        step_samples = self.encoded_ids(epoch)[start : start + self.layout.batch_size]
-        at = cuts(len(step_samples), self.layout.pieces)
-        return [step_samples[start:stop] for start, stop in pairwise(at)]
+        return [self.piece(epoch, index, piece) for piece in range(self.layout.pieces)]
+
+    def piece(self, epoch: int, index: int, piece: int) -> NDArray[np.int64]:
+        """Return the part of `encoded_ids` of one piece of step `index`."""
+        start, size = index * self.layout.batch_size, self.step_size(index)
+        first, stop = (start + each * size // self.layout.pieces for each in (piece, piece + 1))  # as `cuts`
+        return self.encoded_ids(epoch)[first:stop]
+
+    def step_size(self, index: int) -> int:
+        """Return the number of samples of step `index` of any epoch."""
+        return max(0, min(self.layout.batch_size, self.samples - index * self.layout.batch_size))
+
+    def piece_sizes(self, index: int) -> list[int]:
+        """Return the number of samples of each piece of step `index` of any epoch."""
+        return [stop - start for start, stop in pairwise(cuts(self.step_size(index), self.layout.pieces))]
 
 
 @lru_cache(maxsize=2)

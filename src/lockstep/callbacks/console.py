@@ -138,8 +138,14 @@ class Console(Callback):
         return {name: value for name, value in trainer.callback_metrics.items() if self._old.get(name) is not value}
 
     def _speed(self) -> str:
+        """Return the speed, and of data that is fetched the share of a step that the slowest rank waits for it."""
         speed = self._meter.samples_per_second if self._meter else None
-        return f"{speed:,.0f} samples/s" if speed else ""
+        if self._meter is None or not speed:
+            return ""
+        latest = self._meter.latest
+        fetches = "data/cache_hits" in latest
+        waiting = f", {latest['workers/data_wait'] / latest['workers/step_seconds']:.0%} waiting" if fetches else ""
+        return f"{speed:,.0f} samples/s{waiting}"
 
     def _stop_bar(self) -> None:
         self._drawing.close()

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lockstep.data.streams import fetch_counts
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.memory import peak_memory
 
@@ -77,7 +78,9 @@ class Meter(Callback):
         latest: the latest measurement by tag, the same on all ranks. `train/loss`, and `train/<name>` for each other
             name that the first `training_step` returned, are means over the samples since the previous measurement.
             `workers/samples_per_second` and `workers/step_seconds` are speeds, `workers/data_wait` is the slowest
-            rank's waiting time in a step, in seconds, and `workers/peak_gib` is the largest memory of a rank.
+            rank's waiting time in a step, in seconds, and `workers/peak_gib` is the largest memory of a rank. If the
+            data set fetches shards, `data/fetched_mb_per_second` is over all ranks, and `data/cache_hits` the share of
+            shards that were there when they were read first.
         measured_steps: the first and the last step of these means; (0, 0) before the first measurement.
         just_measured: whether the step that has just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
@@ -100,6 +103,7 @@ class Meter(Callback):
         # The time on the clock of `Speed` when the loop last asked its loader for a batch, or when validation began.
         self._wait_began = 0.0
         self._waited = 0.0  # seconds of waiting for batches since then
+        self._fetches_before: list[int] = []  # see `_fetches`
         self._speed = Speed()
         self._names: list[str] = []  # names of the values that training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # values and samples of steps not summed yet
@@ -197,6 +201,12 @@ class Meter(Callback):
                 running_sums[name] = running_sums[name] + new if name in running_sums else new
         return rows[:, sums.numel() :]
 
+    def _fetched(self, trainer: Trainer) -> list[int]:
+        """Return what `_fetches` returns, since the previous measurement."""
+        now = _fetches(trainer)
+        before, self._fetches_before = self._fetches_before or [0] * len(now), now
+        return [number - earlier for number, earlier in zip(now, before, strict=True)]
+
     def _measure(self, trainer: Trainer, module: LightningModule) -> None:
         """Update `latest`. Every rank must call it."""
         clock, samples, steps_before = self._before
@@ -205,7 +215,9 @@ class Meter(Callback):
         if not self._names:  # it is the first step; a rank without samples has no names
             names_by_rank = gather_objects([name for numbers, _ in self._returned for name in numbers])
             self._names = next(filter(None, names_by_rank), [])
-        waits, memory = self._collect(trainer, module, [self._waited / new_steps, peak_gib(module.device)]).T.tolist()
+        fetched = self._fetched(trainer)
+        mine = [self._waited / new_steps, peak_gib(module.device), *fetched]
+        waits, memory, *of_shards = self._collect(trainer, module, mine).T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # the all-gather has waited for the device
         elapsed = max(self._before[0] - clock, 1e-9)
         self.latest = {
@@ -215,9 +227,20 @@ class Meter(Callback):
             "workers/data_wait": max(waits),
             "workers/peak_gib": max(memory),
         }
+        if fetched:
+            fetched_bytes, hits, misses = map(sum, of_shards)
+            self.latest["data/fetched_mb_per_second"] = fetched_bytes / 1e6 / elapsed
+            self.latest["data/cache_hits"] = hits / max(1, hits + misses)
         self.measured_steps, self._first = (self._first, trainer.global_step), trainer.global_step + 1
         self._waited, self._since = 0.0, {}
         self._next = (trainer.global_step // self._log_every + 1) * self._log_every
+
+
+def _fetches(trainer: Trainer) -> list[int]:
+    """Return the bytes, hits and waits of a data set that fetches shards, since it was opened; [] of another one."""
+    splits = getattr(getattr(trainer, "datamodule", None), "splits", None)
+    counts = fetch_counts(getattr(splits, "train", None))
+    return [] if counts is None else [counts["bytes"], counts["hits"], counts["waits"]]
 
 
 def _weighted_sums(returned: list[tuple[dict[str, Tensor], int]], names: list[str], device: torch.device) -> Tensor:

@@ -165,7 +165,7 @@ def check_checkpoint_fits(
 
     Raises:
         UserError: the checkpoint has other data, another network, optimizer, grouping of parameters or batch size, or
-            more steps.
+            more steps; or, with a window, other pieces.
     """
     recorded = checkpoint["lockstep"]
     before = recorded["config"]
@@ -196,6 +196,11 @@ def check_checkpoint_fits(
             f"batch_size={size}, but {path} counts its steps in {saved_size} samples: give batch_size={saved_size}; "
             f"{NEW_RUN}"
         )
+    if splits.window is not None and recorded.get("pieces") != config.layout.pieces:
+        # each piece is at a place of its own stream
+        saved_pieces, pieces = recorded.get("pieces"), config.layout.pieces
+        what = f"pieces={pieces}, but with data.window={splits.window} each piece reads its own part of the shards"
+        raise UserError(f"{what}, and {path} has {saved_pieces} pieces: give pieces={saved_pieces}; {NEW_RUN}")
     if checkpoint["global_step"] > steps:
         limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise UserError(

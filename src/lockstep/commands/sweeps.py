@@ -31,7 +31,7 @@ from lockstep.config.arguments import key
 from lockstep.config.check import as_plain, check
 from lockstep.config.hydra_quirks import BasicSweeper
 from lockstep.config.metrics import best_value, known_of_model, resolve_mode
-from lockstep.config.schema import Sweep
+from lockstep.config.schema import CACHE_KEYS, Sweep
 from lockstep.config.value_checks import checker
 from lockstep.errors import SweepFailed, UserError
 from lockstep.job.run_folder import FolderBusy
@@ -54,7 +54,7 @@ from lockstep.text import duration, plural, shell_override, short_path, signal_n
 # Keys of `data` that do not decide which samples a run is scored on.
 NOT_OF_THE_SAMPLES = frozenset(
     ["augment", "transforms", "mix", "mix_alpha", "sampling", "image_size", "channels", "batch_size", "num_workers"]
-)
+) | {*CACHE_KEYS}
 
 
 @dataclass

@@ -14,7 +14,17 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict only from Python 3.12
 
 from lockstep.config.pages import options
-from lockstep.config.value_checks import Flag, Folder, Fraction, Name, NonNegativeInt, PositiveFloat, PositiveInt, Text
+from lockstep.config.value_checks import (
+    Flag,
+    Folder,
+    Fraction,
+    Name,
+    NonNegativeInt,
+    Place,
+    PositiveFloat,
+    PositiveInt,
+    Text,
+)
 from lockstep.errors import UserError
 
 # `forbid`: keys that a class does not list are refused. `defer_build`: pydantic builds the checks when they are first
@@ -64,6 +74,9 @@ class Transforms(TypedDict, total=False):
 
     train: list[Group] | None
     eval: list[Group] | None
+
+
+CACHE_KEYS = ("cache", "cache_gb", "retry_seconds")  # of data=shards: they decide how shards are fetched, not which
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -237,7 +250,7 @@ class RunKeys:
     outputs: Folder
     seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0  # numpy's limits
     model: Group = field(default_factory=dict)
-    data_dir: Folder
+    data_dir: Place
     num_workers: NonNegativeInt | None = None
     max_restarts: NonNegativeInt = 0
     elastic: Flag = False

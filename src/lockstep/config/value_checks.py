@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lockstep.errors import UserError
+from lockstep.text import is_url
 
 Check = Callable[[str, Any], Any]
 
@@ -31,6 +32,26 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
+def place(text: str) -> str:
+    """Return the absolute path of a folder, or a URL as it is. Refuse a URL with a secret, which would be recorded.
+
+    Raises:
+        UserError: The URL has a password or a query, or names several servers. The message does not have the URL.
+    """
+    if not is_url(text):
+        return absolute(text)
+    scheme, _, rest = text.partition(":")
+    if "::" in text or not rest.startswith("//"):
+        raise UserError("data_dir: the URL names no place: must be <protocol>://<place>, such as s3://bucket/images")
+    user, at, _ = rest[2:].partition("/")[0].rpartition("@")
+    is_container = scheme.lower() in ("abfs", "abfss") and ":" not in user  # abfs://<container>@<account>...
+    if (at and not is_container) or "?" in rest or "#" in rest:
+        holds = "a user or password" if at and not is_container else "a query, which may hold a token"
+        right = "leave it out, and set the credentials as the protocol's driver reads them (docs/use/object-stores.md)"
+        raise UserError(f"data_dir: its {scheme} URL has {holds}, and URLs are written into configs and logs: {right}")
+    return absolute(rest[2:]) if scheme.lower() in ("file", "local") else text.rstrip("/")
+
+
 def file_name(name: str) -> str:
     """Check that a name can be that of a folder, and return it."""
     if not re.fullmatch(r"\w[\w.+ -]{,99}", name):
@@ -45,6 +66,7 @@ Fraction: TypeAlias = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, BeforeValidator(as_text)]
 Folder: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(absolute)]
+Place: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(place)]  # a folder or a URL
 Name: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(file_name)]
 
 

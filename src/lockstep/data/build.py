@@ -29,6 +29,7 @@ from lockstep.data.datasets import (
     weights_of,
 )
 from lockstep.data.lightning_data import source_of
+from lockstep.data.streams import checked_borders
 from lockstep.data.transforms import with_transforms
 from lockstep.errors import UserError
 from lockstep.launch.process_lifetime import in_new_thread
@@ -67,7 +68,11 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
                 f"data={config.get('name')}: {options['_target_']} has returned no {name} samples, with "
                 f"data_dir={data_dir}: it needs at least one"
             )
-    if not known_classes:
+    shard_borders = None
+    if source.window is not None:
+        others = {"sampling": group.get("sampling"), "folds": group.get("folds"), "val_fraction": val_fraction}
+        shard_borders = checked_borders(source, others)
+    elif not known_classes:
         refuse_untrained_classes(source)
     if folding and source.val is not None:
         has = f"data={config.get('name')} brings its own validation set"
@@ -89,6 +94,10 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
     if weights is not None:
         parts.append(hashlib.sha256(weights.tobytes()).hexdigest())
         about = "; ".join(filter(None, [about, "an epoch's samples are drawn by sample_weights, with replacement"]))
+    if source.window is not None:  # a run that continues with another window would lose or repeat samples
+        parts.append(hashlib.sha256(f"window {source.window}".encode()).hexdigest())
+        reads = f"each piece of a step reads {plural(source.window, 'shard')} at a time"
+        about = "; ".join(filter(None, [about, reads]))
     splits = Splits(
         train,
         val,
@@ -101,6 +110,8 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
         split_by_opener=source.split_by_opener,
         labels=read_labels(train) if sampling else None,
         weights=weights,
+        window=source.window,
+        shard_borders=shard_borders,
     )
     splits = with_transforms(splits, group.get("transforms") or {})
     splits = replace(splits, mix=mixing(mix, group.get("mix_alpha"), splits))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
+from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, SampleSets, Splits, innermost_dataset
 from lockstep.data.labels import LabelCheck, in_memory, label_checks
@@ -118,7 +119,17 @@ class StepDataModule(pl.LightningDataModule):
 
     def _steps(self) -> StepDataset:
         dataset, check = self._dataset_of("train"), self._label_check("train")
-        return StepDataset(dataset, self.order, self.rank, self._augment, self.assignment, check)
+        return StepDataset(dataset, self.order, self.rank, self._augment, self.assignment, check, self._stop_step)
+
+    @property
+    def _stop_step(self) -> int | None:
+        """The number of steps after which the run ends; None: it has no limit, or no shards to announce until then."""
+        if not isinstance(self.order, StreamOrder):
+            return None
+        trainer: Any = self.trainer
+        epochs = trainer.max_epochs
+        limits = [trainer.max_steps, -1 if epochs is None else epochs * self.order.steps_per_epoch]
+        return min((limit for limit in limits if limit >= 0), default=None)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of an epoch's remaining steps."""
@@ -170,8 +181,9 @@ class StepDataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)
-        checked = ChunkDataset(dataset, self._label_check(split))
-        return self._loader(checked, ChunkSampler(self._chunks(dataset) or [(0, 1)] * min_batches))
+        chunks = self._chunks(dataset) or [(0, 1)] * min_batches
+        checked = ChunkDataset(dataset, self._label_check(split), chunks)
+        return self._loader(checked, ChunkSampler(chunks))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
         return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)

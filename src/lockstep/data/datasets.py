@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_colla
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, hash64
+from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
 from lockstep.errors import UserError
 
@@ -97,6 +98,8 @@ class Source:
             that was trained on other images is then tested on all samples, see `choose_test_images`.
         sample_weights: one weight for each sample of `train`: the samples of an epoch are drawn by weight. None: those
             of the attribute `sample_weights` of `train`, if it has one.
+        window: shards from which each piece of a step draws samples at a time; `train` is then a
+            `lockstep.data.streams.ShardedDataset`. None: an epoch is one permutation of all samples.
     """
 
     train: Any
@@ -107,6 +110,7 @@ class Source:
     about: str = ""
     split_by_opener: bool = False
     sample_weights: Any = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class Splits(SampleSets):
         augment: shifts and flips of training images.
         balanced: whether an epoch has equally many samples of each class.
         labels: for balanced sampling, the class of each training sample, int64 [n]; None: see `labels_of`.
+        window: see `Source`.
+        shard_borders: with a window, those of the training set, see `ShardedDataset`.
         mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
             labels [n, classes].
         about: see `Source`.
@@ -160,9 +166,13 @@ class Splits(SampleSets):
     about: str = ""
     split_by_opener: bool = False
     labels: Ids | None = None
+    window: int | None = None
+    shard_borders: Ids | None = None
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""
+        if self.window is not None and self.shard_borders is not None:
+            return StreamOrder(len(self.train), layout, seed, shard_borders=self.shard_borders, window=self.window)
         return DataOrder(len(self.train), layout, seed, self.train_labels() if self.balanced else None, self.weights)
 
     def train_labels(self) -> Ids:
@@ -188,9 +198,10 @@ class Splits(SampleSets):
         """Return the number of training samples of each class, by name, in the order of the labels.
 
         Returns:
-            The counts; None if the data set has no attribute with its labels, or a label is not the number of a class.
+            The counts; None if the data set has no attribute with its labels, or a label is not the number of a class,
+            or with a window: the labels of so many samples are not read for a line of a report.
         """
-        labels = self.classes_of(self.train)
+        labels = self.classes_of(self.train) if self.window is None else None
         if labels is None:
             return None
         counts = np.bincount(labels, minlength=self.spec.num_classes)

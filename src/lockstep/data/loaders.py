@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder, cuts
+from lockstep.arithmetic.streams import StreamOrder, shards_of_chunks
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
+from lockstep.data.streams import reads_ahead
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
@@ -91,6 +93,7 @@ class StepDataset:
         augment: shifts and flips; it makes their random numbers.
         assignment: assigns the pieces of each step to devices.
         check: None, or a function that gets each fetched batch and its ids, and raises an error.
+        stop_step: the number of steps of the run; None: unknown. Shards for later steps are not announced.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class StepDataset:
         augment: Augment,
         assignment: Assignment,
         check: BatchCheck | None = None,
+        stop_step: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.order = order
@@ -110,11 +114,15 @@ class StepDataset:
         self.rank = rank
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps
+        self.stop_step = stop_step
+        self._reads_ahead = reads_ahead(dataset) if isinstance(order, StreamOrder) else None
+        self._announced: tuple[Layout | None, int, int] = (None, 0, 0)  # with this layout, from a step until another
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, position: StepPosition) -> StepBatch:
+        self._announce_shards(*position)
         # A loader process fetches one step at a time: the next steps belong to other loader processes.
         in_loader_process = get_worker_info() is not None
         if in_loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
@@ -127,8 +135,23 @@ class StepDataset:
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
         """Fetch one piece of a step for a device that need not own it."""
         epoch, index = self.order.position(step_batch.step)
-        micro_batch = self._micro_batch(epoch, self.order.pieces(epoch, index)[piece], piece, device)
+        micro_batch = self._micro_batch(epoch, self.order.piece(epoch, index, piece), piece, device)
         return self._fetch(replace(step_batch, micro_batches=[micro_batch]))
+
+    def _announce_shards(self, epoch: int, index: int) -> None:
+        """Announce to a data set in shards which of them this process reads from a step on, if the list is new."""
+        if self._reads_ahead is None:
+            return
+        assert isinstance(self.order, StreamOrder)
+        step = self._step_since_start(epoch, index)
+        layout = self.assignment.layout_at(step)
+        before, start, stop = self._announced
+        if layout is before and start <= step < stop:
+            return
+        pieces = [piece for _, piece in layout.micro_batches(self.rank)]
+        needs, stop = self.order.shards_ahead(epoch, index, pieces, self._reads_ahead.read_ahead, self.stop_step)
+        self._reads_ahead.will_need(step, needs)
+        self._announced = layout, step, stop
 
     def _fetch(self, step_batch: StepBatch) -> StepBatch:
         """Fetch the samples of a step's micro-batches, one micro-batch at a time."""
@@ -168,21 +191,21 @@ class StepDataset:
 
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
         """Return a process's part of a step, without its samples. Pieces without a sample are left out."""
-        pieces, step = self.order.pieces(epoch, index), self._step_since_start(epoch, index)
+        sizes, step = self.order.piece_sizes(index), self._step_since_start(epoch, index)
         layout = self.assignment.layout_at(step)
-        num_nonempty = sum(1 for ids in pieces if len(ids))
+        num_nonempty = sum(1 for size in sizes if size)
         local_batches = [
-            self._micro_batch(epoch, pieces[piece], piece, device)
+            self._micro_batch(epoch, self.order.piece(epoch, index, piece), piece, device)
             for device, piece in layout.micro_batches(self.rank)
-            if len(pieces[piece])
+            if sizes[piece]
         ]
-        if num_nonempty == len(pieces):
+        if num_nonempty == len(sizes):
             fewest, most = 1, layout.accumulate
         else:
             ranks = range(layout.replicas)
-            numbers = [sum(1 for _, piece in layout.micro_batches(rank) if len(pieces[piece])) for rank in ranks]
+            numbers = [sum(1 for _, piece in layout.micro_batches(rank) if sizes[piece]) for rank in ranks]
             fewest, most = min(numbers), max(numbers)
-        return StepBatch(local_batches, sum(map(len, pieces)), num_nonempty, epoch, step, fewest > 0, most)
+        return StepBatch(local_batches, sum(sizes), num_nonempty, epoch, step, fewest > 0, most)
 
     def _step_since_start(self, epoch: int, index: int) -> int:
         """Return the number of a step since the run began, 0-based."""
@@ -229,19 +252,36 @@ class ChunkDataset:
     Args:
         dataset: the evaluation set, map-style.
         check: see `StepDataset`.
+        chunks: those of this process in order, to announce the shards of a data set with `shard_borders`.
     """
 
-    def __init__(self, dataset: Any, check: BatchCheck | None = None) -> None:
-        self.dataset, self.check = dataset, check
+    def __init__(self, dataset: Any, check: BatchCheck | None = None, chunks: Sequence[Chunk] = ()) -> None:
+        self.dataset, self.check, self.chunks = dataset, check, chunks
+        self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
+        self._reads_ahead = reads_ahead(dataset)
+        self._shard_borders = getattr(self._reads_ahead, "shard_borders", None)
+        self._announced_shard = -1  # the last shard of the chunk at which shards were announced
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, ids: range) -> Any:
+        self._announce_shards(ids)
         batch = fetch(self.dataset, np.arange(ids.start, ids.stop))
         if self.check is not None:
             self.check(batch, ids)
         return batch
+
+    def _announce_shards(self, ids: range) -> None:
+        """Announce to a data set in shards which of them this process reads from a chunk on, if the list is new."""
+        number = self._numbers.get((ids.start, ids.stop))
+        if self._reads_ahead is None or self._shard_borders is None or number is None:
+            return
+        last_shard = int(np.searchsorted(self._shard_borders, ids.stop))
+        if last_shard != self._announced_shard:
+            needs = shards_of_chunks(self._shard_borders, self.chunks, number, self._reads_ahead.read_ahead)
+            self._reads_ahead.will_need(number, needs)
+            self._announced_shard = last_shard
 
 
 def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:

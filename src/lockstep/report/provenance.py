@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.formats import FORMAT
 from lockstep.config.check import Config
+from lockstep.config.schema import CACHE_KEYS
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch.environment import environment
@@ -38,7 +39,10 @@ PACKAGES = (
     "pytorch-lockstep",
 )
 SECONDS = 10.0  # timeout of a git command
-MACHINE_KEYS = ("outputs", "data_dir", "resume", "threads", "num_workers")  # keys that may differ between machines
+MACHINE_KEYS = (  # keys that may differ between machines
+    *("outputs", "data_dir", "resume", "threads", "num_workers"),
+    *(f"data.{key}" for key in ("index_dir", *CACHE_KEYS)),
+)
 
 
 def versions() -> dict[str, str]:
@@ -153,10 +157,12 @@ def check_same_on_all_ranks(config: Config, splits: Any) -> None:
     Raises:
         UserError: A rank differs. All ranks raise the same error.
     """
-    record = {key: value for key, value in config.record.items() if key not in MACHINE_KEYS}
-    record |= {"accelerator": config.layout.accelerator}  # the resolved value of `auto`
+    record = {**config.record, "accelerator": config.layout.accelerator}  # the resolved value of `auto`
+    shared_keys = {key: value for key, value in _flat(record).items() if key.partition(".")[0] not in MACHINE_KEYS}
     facts = {"the code": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
-    facts |= {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
+    facts |= {f"the version of {name}": version for name, version in versions().items()} | {
+        key: value for key, value in shared_keys.items() if key not in MACHINE_KEYS
+    }
     by_rank = gather_objects((platform.node(), facts))
     first_name, first = by_rank[0]
     for rank, (name, other) in enumerate(by_rank):

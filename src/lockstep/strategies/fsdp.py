@@ -512,8 +512,8 @@ class FullySharded(DistributedDataParallel):
         step_batch, order = step.batch, step.data.order
         if step_batch.micro_batches:
             return step_batch.micro_batches[-1]
-        pieces = order.pieces(step_batch.epoch, step_batch.step - step_batch.epoch * order.steps_per_epoch)
-        piece = next(piece for piece, ids in enumerate(pieces) if len(ids))
+        sizes = order.piece_sizes(step_batch.step - step_batch.epoch * order.steps_per_epoch)
+        piece = next(piece for piece, size in enumerate(sizes) if size)
         return step.data.fetch_piece(step_batch, piece, self.global_rank)
 
     # --- the optimizer ---

@@ -75,7 +75,7 @@ class AuditHook(StepHook):
     def before_step(self, step: Step) -> None:
         """Choose the piece that is computed again, and copy the buffers if there is one."""
         order = step.data.order
-        sizes = list(map(len, order.pieces(*order.position(step.number))))
+        sizes = order.piece_sizes(order.position(step.number)[1])
         layout = step.data.assignment.layout_at(step.number)
         self.choice, self._owner_digests = choose_piece(self.share, self.seed, step.number, sizes, layout), None
         self._good_steps = self._good_steps or dict.fromkeys(self._devices, step.number)

@@ -22,6 +22,7 @@ from lightning.pytorch import Callback
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate
+from lockstep.config.schema import CACHE_KEYS
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.extras.ledger import LEDGER_FILE
@@ -160,6 +161,7 @@ def decisive_config(config: Config) -> dict[str, Any]:
     """Return the part of the resolved config that affects the weights' bits: the layout too, unless `exact=true`."""
     layout, record = config.layout, config.record
     decisive = {key: value for key, value in record.items() if key not in NOT_DECISIVE}
+    decisive["data"] = {key: value for key, value in record["data"].items() if key not in CACHE_KEYS}
     callbacks = {name: options for name, options in config.callbacks.items() if options and may_change(name, options)}
     sync = record["strategy"].get("sync_batchnorm", False)
     strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}

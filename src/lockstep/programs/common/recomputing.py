@@ -30,6 +30,7 @@ from lockstep.extras.ledger.ledger_file import (
 from lockstep.launch.signals import Interrupted
 from lockstep.programs.common.training import open_without_test, train_from
 from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
+from lockstep.text import is_url
 
 # Options of a strategy that affect the bits of the weights. They come from the ledger, the others from this command.
 DECISIVE_STRATEGY_OPTIONS = ("sync_batchnorm", "compression")
@@ -103,7 +104,7 @@ def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) ->
         name: each for name, each in (recorded.get("callbacks") or {}).items() if each and may_change(name, each)
     }
     data_dir = about.get("data_dir")
-    data_dir_exists = isinstance(data_dir, str) and Path(data_dir).is_dir()
+    data_dir_exists = isinstance(data_dir, str) and (is_url(data_dir) or Path(data_dir).is_dir())
     local_keys = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
     speed = {**(recorded.get("speed") or {}), "resident": raw["speed"]["resident"]}
     recorded_strategy = recorded["strategy"]

@@ -19,7 +19,9 @@ from lockstep.programs.comparison.pair import ABSENT, flat, read, recorded_confi
 from lockstep.text import plural
 
 # Keys that may differ between runs of the same experiment.
-NOT_OF_THE_EXPERIMENT = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug|data\.fold)(\.|$)")
+NOT_OF_THE_EXPERIMENT = re.compile(
+    r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug|data\.(fold|cache|cache_gb|retry_seconds))(\.|$)"
+)
 # Keys that the columns `layout` and `batch` show.
 IN_LAYOUT_COLUMNS = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
 # Keys that do not change a step, except for rounding. They set which device computes a piece, how fast, and in which

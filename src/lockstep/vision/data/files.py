@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.datasets import ArrayDataset, Source, Spec
 from lockstep.errors import UserError
+from lockstep.vision.data.walk import local_folder
 
 REMEDY = "remove it to download it again"
 TIMEOUT_SECONDS = 8  # timeout of the server; short, so that machines without network do not wait long
@@ -40,7 +41,7 @@ def cifar10(data_dir: str) -> Source:
     from torchvision.datasets.utils import check_integrity
 
     listed = [*CIFAR10.train_list, *CIFAR10.test_list, (CIFAR10.meta["filename"], CIFAR10.meta["md5"])]
-    folder = Path(data_dir, CIFAR10.base_folder)
+    folder = local_folder("cifar10", data_dir) / CIFAR10.base_folder
     missing = [name for name, _ in listed if not (folder / name).is_file()]
     if missing:
         _download("cifar10", "CIFAR10", CIFAR10.base_folder, data_dir, "data_batch_1 to 5, test_batch and batches.meta")
@@ -56,7 +57,7 @@ def cifar10(data_dir: str) -> Source:
 
 def _idx_set(name: str, torchvision_name: str, data_dir: str, spec: Spec) -> Source:
     """Open a data set of four IDX files, and download missing ones first."""
-    folder = Path(data_dir, torchvision_name, "raw")
+    folder = local_folder(name, data_dir) / torchvision_name / "raw"
     if not all(_plain_or_gzipped(folder, file).is_file() for file in MNIST_FILES):
         _download(name, torchvision_name, f"{torchvision_name}/raw", data_dir, ", ".join(MNIST_FILES))
     arrays = []

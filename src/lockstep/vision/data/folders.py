@@ -30,7 +30,7 @@ from lockstep.vision.data.labelled import (
     unique_images,
 )
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.walk import Walk, entries, is_folder, is_left_behind, passed_over_text, walk
+from lockstep.vision.data.walk import Walk, entries, is_folder, is_left_behind, local_folder, passed_over_text, walk
 
 # .jfif and .jpe are JPEG.
 EXTENSIONS = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
@@ -67,7 +67,7 @@ def image_folder(
     reading = Reading(background, bits)
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
-    root = Path(data_dir)
+    root = local_folder("image_folder", data_dir)
     if not root.is_dir():
         raise UserError(f"image_folder: data_dir={data_dir} is no folder: it must {WANTED}")
     folders, beside = _folders(root)

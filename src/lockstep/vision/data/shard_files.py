@@ -44,23 +44,24 @@ class Shard:
     passed_over: Counter[str] = field(default_factory=Counter)  # other images by kind, as of `walk.Walk`
 
 
-def scan_tar(path: Path, image: str | None, label: str) -> Shard:
+def scan_tar(path: Path | str, image: str | None, label: str, source: Path) -> Shard:
     """Return the images of a tar file.
 
     The label of an image is the text of the member `<key>.cls` or `<key>.txt`, or the value of `label` in `<key>.json`,
     where the key is its name up to the first dot. Without any of them it is the first folder in the name.
 
     Args:
-        path: the file.
+        path: the shard's name, for messages.
         image: the ending of the images' names; None: jpg, jpeg or png.
         label: a key of the .json members.
+        source: the file.
 
     Raises:
         UserError: The file is damaged or has no end, or an image has no label.
     """
     shard, last = Shard(""), "its start"
     try:
-        with tarfile.open(path, "r:") as opened:
+        with tarfile.open(source, "r:") as opened:
             tar: Any = opened  # `members` is in no stub
             key: str | None = None
             images: list[Sample] = []
@@ -110,7 +111,7 @@ def passed_over_kind(member: tarfile.TarInfo, folder: str, ending: str) -> str:
     return f".{ending}" if ending in OTHER_IMAGES and member.isreg() else ""
 
 
-def add(path: Path, shard: Shard, images: list[Sample], texts: dict[str, str], label: str) -> None:
+def add(path: Path | str, shard: Shard, images: list[Sample], texts: dict[str, str], label: str) -> None:
     """Add the images of a key to a shard, with their label.
 
     Raises:
@@ -148,14 +149,15 @@ def label_in(text: str, label: str) -> str | None:
     return str(value) if type(value) in (int, str) else None
 
 
-def scan_parquet(path: Path, image: str | None, label: str, packed: IO[bytes]) -> Shard:
+def scan_parquet(path: Path | str, image: str | None, label: str, source: Path, packed: IO[bytes]) -> Shard:
     """Copy the images of a parquet file to `packed` and return where they lie there.
 
     Args:
-        path: the file.
+        path: the shard's name, for messages, and for images without a name.
         image: the column of the images, as bytes, or as `datasets` writes them: a struct of `bytes` and `path`. None:
             `image`. Its paths, if there are any, are the names; without them a name has the number of the row.
         label: the column of the labels, whole numbers or texts.
+        source: the file.
         packed: the file to copy to.
 
     Raises:
@@ -169,7 +171,7 @@ def scan_parquet(path: Path, image: str | None, label: str, packed: IO[bytes]) -
     shard, image = Shard(TEXTS), image or "image"
     row = 0
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
+        with pq.ParquetFile(source, pre_buffer=False) as file:
             schema = file.schema_arrow
             if missing := [each for each in (image, label) if each not in schema.names]:
                 columns = f"its columns are {', '.join(schema.names)}"
@@ -188,7 +190,9 @@ def scan_parquet(path: Path, image: str | None, label: str, packed: IO[bytes]) -
                     if text is None:
                         right = f"whole numbers below {len(names)}" if names else "whole numbers or texts"
                         raise UserError(f"{at} has the label {number!r}: its column {label} must hold {right}")
-                    shard.samples.append(Sample(name or f"{path.name}:{row:010}", text, packed.tell(), len(content)))
+                    shard.samples.append(
+                        Sample(name or f"{str(path).rpartition('/')[2]}:{row:010}", text, packed.tell(), len(content))
+                    )
                     packed.write(content)
                     row += 1
     except (pa.ArrowException, *DAMAGED) as error:

@@ -1,8 +1,8 @@
 """The index of shards: where each image lies, so that each can be read without those before it.
 
 The index is made once, and its columns are mapped into memory. So opening it takes as long with ten million samples as
-with ten, and processes share its memory. tar files are read where they lie. Parquet files are compressed in groups of
-rows, so their images are copied once, into a file beside the index.
+with ten, and processes share its memory. tar and MDS files are read where they lie. Parquet files are compressed in
+groups of rows, and some MDS files as a whole, so their images are copied once, into a file beside the index.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,13 @@ from lockstep.vision.data.classes import class_names as names_of_classes
 from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.shard_files import IMAGES, scan_parquet, scan_tar
+from lockstep.vision.data.shard_files import IMAGES
+from lockstep.vision.data.shard_scan import Scanned, is_packed, scan
 from lockstep.vision.data.walk import passed_over_text
 
 VERSION = 2  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
+BORDERS = "shard_borders"  # one more file of a part, in an index by place
 PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
 MAX_LABEL = 200  # characters
 Stamp = tuple[int, int]  # size and time of the last change of a file
@@ -42,12 +44,14 @@ Stamp = tuple[int, int]  # size and time of the last change of a file
 
 @dataclass(eq=False)
 class ShardImages(LabelledFiles):
-    """Images in shards, in the order of their classes and names. Each image is read by one `pread`."""
+    """Images in shards, in the order of their classes and names, or of their places. Each is read by one `pread`."""
 
     places: NDArray[Any]  # of dtype PLACE
-    files: Sequence[Path]  # the shards, and after them the file with the images of parquet files, if there are any
+    files: Sequence[Path]  # the shards, and after them the file with the images of packed shards, if there are any
     stamps: Sequence[Stamp]  # of `files`, when they were indexed
     sha256: str  # the fingerprint
+    # In an index by place: the number of the first image of each shard, and of all images, int64 [shards + 1].
+    shard_borders: NDArray[np.int64] | None = None
 
     uses_random_numbers = False  # again, since Lockstep does not read it from a base class
     skip_hint = ""  # data=shards has no option skip_broken
@@ -60,7 +64,7 @@ class ShardImages(LabelledFiles):
 
     def encoded(self, index: int) -> io.BytesIO:
         file, start, size = self.places[index].item()
-        file = -1 if self.files[file].suffix == ".parquet" else file  # the last file has the images of parquet files
+        file = -1 if is_packed(self.files[file]) else file  # the last file has the images of packed shards
         path = self.files[file]
         try:
             with open(path, "rb", buffering=0) as shard:
@@ -122,8 +126,8 @@ def open_index(
     Args:
         root: the folder of the shards.
         shards: the files of each part, the training part first.
-        options: the arguments `image` and `label` of `scan_tar` and `scan_parquet`, and `known_classes`, see
-            `classes.ordered`.
+        options: the arguments `image` and `label` of `scan`; `known_classes`, see `classes.ordered`; and `by_place`,
+            see `build`.
         index_dir: the folder for indexes; None: `.index` in `root`, or the user's cache if `root` can't be written.
         image_size: pixels.
         channels: 1 or 3.
@@ -141,7 +145,7 @@ def open_index(
     name = f"{options_prefix}-{digest([paths_by_part, stamps])[:24]}"
 
     def load(folder: Path) -> Index:
-        # images.bin has the images copied from parquet files. Without parquet files there is none.
+        # images.bin has the images copied from packed shards. Without them there is none.
         image_files = [path for path in [folder / "images.bin"] if path.is_file()]
         all_stamps = [*stamps, *(stamp(path.stat()) for path in image_files)]
         try:
@@ -150,7 +154,8 @@ def open_index(
             for part, sha256 in content["fingerprints"].items():
                 names, labels, places = (column(folder / part / f"{each}.npy") for each in COLUMNS)
                 all_files = [*files, *image_files]
-                fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256)
+                borders = column(folder / part / f"{BORDERS}.npy") if options.get("by_place") else None
+                fields = (root, names, labels, image_size, channels, places, all_files, all_stamps, sha256, borders)
                 parts[part] = ShardImages(*fields, reading=reading)
             return Index(folder, parts, content["classes"], Counter(content["passed_over"]))
         except (OSError, ValueError, KeyError) as error:
@@ -158,18 +163,31 @@ def open_index(
 
     def fill(new_folder: Path) -> None:
         logging.getLogger("lockstep").info("indexing %s in %s, once", plural(len(files), "shard"), new_folder.parent)
-        build(new_folder, shards, options)
+        with open(new_folder / "images.bin", "wb") as images_file:  # for the images of packed shards
+            build(new_folder, shards, options, scan_files(files, options, images_file))
+        if not (new_folder / "images.bin").stat().st_size:
+            (new_folder / "images.bin").unlink()
         check_headers([*load(new_folder).parts.values()])
 
     root_key = digest(str(root.resolve()))[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
-    folders = [Path(index_dir).expanduser().absolute() / root_key] if index_dir else [root / ".index", cache / root_key]
+    beside = [] if index_dir else [root / ".index"]
+    folders = [*beside, index_root(index_dir) / root_key]
     parent = next((each for each in folders if (each / name).is_dir()), None) or first_writable(folders)
     make_once(parent / name, fill)
     for index_folder in parent.glob(f"{options_prefix}-*"):
         if index_folder.name != name:  # made before the shards changed
             shutil.rmtree(index_folder, ignore_errors=True)
     return load(parent / name)
+
+
+def cache_folder() -> Path:
+    """Return Lockstep's folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")
+
+
+def index_root(index_dir: str | None) -> Path:
+    """Return the folder for the indexes of all data sets: `data.index_dir`, or that in the user's cache."""
+    return Path(index_dir).expanduser().absolute() if index_dir else cache_folder()
 
 
 def first_writable(folders: Sequence[Path]) -> Path:
@@ -235,45 +253,56 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
             raise UserError(f"{where}: free space, or use another data.index_dir") from error
 
 
-def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[str, Any]) -> None:
+def scan_files(files: Iterable[Path], options: Mapping[str, Any], images_file: IO[bytes]) -> Iterator[Scanned]:
+    """Scan shards on the disk, and copy the images of packed ones to a file."""
+    for path in files:
+        yield Scanned.of(scan(path, options["image"], options["label"], path, images_file))
+
+
+def build(
+    folder: Path, shards: Mapping[str, Sequence[Any]], options: Mapping[str, Any], scanned: Iterable[Scanned]
+) -> None:
     """Write an index of shards to a folder.
 
     The samples of a part are sorted by class and name, as those of `image_folder`. So the order does not depend on how
-    the images are distributed to shards.
+    the images are distributed to shards. With the option `by_place` they stay in the order of the shards and of their
+    places there. So the images of a shard have neighbouring numbers.
+
+    Args:
+        folder: an empty one.
+        shards: the shards of each part, the training part first; their texts are for messages.
+        options: see `open_index`.
+        scanned: what is in each of them.
     """
-    columns = {name: options[name] for name in ("image", "label")}
     known_classes: Sequence[str] = options.get("known_classes", ())
     passed_over: Counter[str] = Counter()
     label_numbers: dict[str, int] = {}  # each label's number, in the order of appearance
-    first: tuple[Path, str, tuple[str, ...]] | None = None  # path, label_source, class_names of the first shard
+    first: tuple[str, str, tuple[str, ...]] | None = None  # name, label_source, class_names of the first shard
     rows: dict[str, list[tuple[NDArray[Any], ...]]] = {part: [] for part in shards}  # COLUMNS of each shard, by part
-    files = ((part, path) for part, paths in shards.items() for path in paths)
-    with open(folder / "images.bin", "wb") as images_file:  # for the images of parquet files
-        for file_number, (part, path) in enumerate(files):
-            is_parquet = path.suffix == ".parquet"
-            shard = scan_parquet(path, **columns, packed=images_file) if is_parquet else scan_tar(path, **columns)
-            passed_over += shard.passed_over
-            if not shard.samples:
-                continue
-            first = first or (path, shard.label_source, shard.class_names)
-            first_path, label_source, class_names = first
-            if shard.label_source != label_source:
-                difference = f"from {shard.label_source}, those of {first_path} from {label_source}"
-                raise UserError(f"{path}: its labels come {difference}: all must come from one kind of source")
-            if shard.class_names != class_names:
-                wanted = "all shards must list the same classes in the same order, or none"
-                raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
-            if odd := [
-                each for each in shard.samples if len(each.label) > MAX_LABEL or len(clean(each.label).splitlines()) > 1
-            ]:
+    sizes_of_shards: dict[str, list[int]] = {part: [] for part in shards}
+    names_of_shards = ((part, f"{path}") for part, paths in shards.items() for path in paths)
+    for file_number, ((part, path), shard) in enumerate(zip(names_of_shards, scanned, strict=True)):
+        passed_over += shard.passed_over
+        sizes_of_shards[part].append(len(shard.names))
+        if not len(shard.names):
+            continue
+        first = first or (path, shard.label_source, shard.class_names)
+        first_path, label_source, class_names = first
+        if shard.label_source != label_source:
+            difference = f"from {shard.label_source}, those of {first_path} from {label_source}"
+            raise UserError(f"{path}: its labels come {difference}: all must come from one kind of source")
+        if shard.class_names != class_names:
+            wanted = "all shards must list the same classes in the same order, or none"
+            raise UserError(f"{path}: lists other classes than {first_path}: {wanted}")
+        for number, label in enumerate(shard.labels):
+            if len(label) > MAX_LABEL or len(clean(label).splitlines()) > 1:
+                name = os.fsdecode(shard.names[shard.label_of == number][0])
                 wanted = f"it must be one line of at most {MAX_LABEL} characters"
-                raise UserError(f"{path}: the label of {odd[0].name} is no class: {wanted}")
-            names = np.array([os.fsencode(each.name) for each in shard.samples])
-            labels = np.array([label_numbers.setdefault(each.label, len(label_numbers)) for each in shard.samples])
-            places = np.array([(file_number, each.start, each.size) for each in shard.samples], dtype=PLACE)
-            rows[part].append((names, labels, places))
-    if not (folder / "images.bin").stat().st_size:
-        (folder / "images.bin").unlink()
+                raise UserError(f"{path}: the label of {name} is no class: {wanted}")
+        numbers = np.array([label_numbers.setdefault(label, len(label_numbers)) for label in shard.labels])
+        places = np.empty(len(shard.names), dtype=PLACE)
+        places["file"], places["start"], places["size"] = file_number, shard.starts, shard.sizes
+        rows[part].append((shard.names, numbers[shard.label_of], places))
     for part, paths in shards.items():
         if not rows[part]:
             known = passed_over_text(passed_over, IMAGES) or f"known are {', '.join(IMAGES)}"
@@ -283,7 +312,7 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
     counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
     class_of, classes = names_of_classes(
         dict.fromkeys(listed, 0) | dict(zip(label_numbers, counts, strict=True)),
-        f"shards: {first_path.parent}",
+        f"shards: {first_path.rpartition('/')[0]}",
         order=listed or None,
         known_classes=known_classes,
     )
@@ -297,10 +326,12 @@ def build(folder: Path, shards: Mapping[str, Sequence[Path]], options: Mapping[s
         first_labels = present if first_labels is None else first_labels
         if len(others := np.setdiff1d(present, first_labels)):
             what = f"only {part} has the class {[*label_numbers][others[0]]}"
-            raise UserError(f"{shards[part][0].parent}: {what}: {next(iter(rows))} must have it, too")
+            raise UserError(f"{str(shards[part][0]).rpartition('/')[0]}: {what}: {next(iter(rows))} must have it, too")
         labels = class_by_label_number[labels]
-        order = np.lexsort((names, labels))
+        order = np.arange(len(labels)) if options.get("by_place") else np.lexsort((names, labels))
         (folder / part).mkdir()
+        if options.get("by_place"):
+            np.save(folder / part / f"{BORDERS}.npy", np.cumsum([0, *sizes_of_shards[part]], dtype=np.int64))
         for name, array in zip(COLUMNS, (names, labels, places), strict=True):
             np.save(folder / part / f"{name}.npy", array[order])
         sizes = places["size"][order].tolist()

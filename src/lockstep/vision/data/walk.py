@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.text import join_names, plural
+from lockstep.text import is_url, join_names, plural
 
 # Folders of thumbnails and deleted files that network drives, file managers and archives leave, in lower case. Those
 # that begin with a dot are passed over as well.
@@ -43,6 +43,17 @@ class Walk:
             self.passed_over[os.path.splitext(name)[1].lower() or "without an ending"] += 1
         elif is_wanted:
             self.passed_over["hidden"] += 1
+
+
+def local_folder(opener: str, data_dir: str) -> Path:
+    """Return the folder of an opener that reads no URL.
+
+    Raises:
+        UserError: It is a URL.
+    """
+    if is_url(data_dir):
+        raise UserError(f"{opener}: data_dir={data_dir} is a URL: must be a folder (data=shards reads shards of a URL)")
+    return Path(data_dir)
 
 
 def is_left_behind(name: str) -> bool:

@@ -1,0 +1,70 @@
+"""Make the index of shards on a server, and write it beside them:
+
+    lockstep index s3://bucket/images
+    lockstep index 'https://host/images/train-{00000..00999}.tar' --label class
+
+A run that finds it there needs neither to list nor to read the shards first. Each shard is fetched once, several at a
+time, and checked by its size and, where the server has one, its MD5. A program that was interrupted goes on where it
+was, and after shards were added or replaced only those are fetched. Where the server can't be written, the index stays
+on this machine (`--index-dir`), and its runs use it.
+
+Exit codes: 0 made, 2 bad input, or a server that fails.
+"""
+
+import argparse
+import shutil
+import sys
+
+from lockstep.config.value_checks import place
+from lockstep.errors import UserError
+from lockstep.text import is_url, plural
+from lockstep.vision.data.remote import Remote
+from lockstep.vision.data.server import Unavailable
+from lockstep.vision.data.shard_index import digest, index_root
+from lockstep.vision.data.shards import parts_of
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the program's arguments."""
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser("lockstep index", description=description, epilog=epilog, formatter_class=layout)
+    made.add_argument("url", help="of the shards, or a pattern with braces")
+    made.add_argument("--image", help="as the key data.image")
+    made.add_argument("--label", default="label", help="as the key data.label")
+    made.add_argument("--index-dir", help="as the key data.index_dir")
+    made.add_argument("--cache", help="as the key data.cache")
+    made.add_argument("--cache-gb", type=float, help="as the key data.cache_gb")
+    made.add_argument("--retry-seconds", type=float, default=240.0, help="as the key data.retry_seconds")
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Make the index. Return the exit code.
+
+    Raises:
+        UserError: the URL is none, or a shard can't be read or has no images.
+    """
+    chosen = parser().parse_args(words)
+    url = place(chosen.url)
+    if not is_url(url):
+        raise UserError(
+            f"lockstep index {chosen.url}: a run indexes a folder by itself: give a URL, s3://bucket/images"
+        )
+    options = {"image": chosen.image, "label": chosen.label}
+    remote = Remote(url, options, chosen.cache, chosen.cache_gb, chosen.retry_seconds, chosen.index_dir, anew=True)
+    of_part = parts_of(url, remote.paths)
+    names = [name for part in of_part.values() for name in part]
+    records = [*remote.records.all({name: remote.stats[name] for name in names})]
+    counts = f"{plural(len(records), 'shard')} with {plural(sum(len(each.images.names) for each in records), 'image')}"
+    folder = index_root(chosen.index_dir) / digest(url)[:16]
+    for made_before in folder.glob("shards-*"):  # of shards that may have been replaced
+        shutil.rmtree(made_before, ignore_errors=True)
+    try:
+        remote.records.publish(records)
+        print(f"{counts}; the index is beside them: {remote.server.url}/{remote.records.beside}.json")
+    except (Unavailable, NotImplementedError) as error:  # hf:// may be read-only
+        where = remote.records.folder
+        print(f"the index can't be written beside the shards ({error or 'it is read-only'})", file=sys.stderr)
+        print(f"{counts}; the index stays in {where}, for the runs of this machine")
+    return 0

@@ -1,0 +1,271 @@
+"""Write images as tar shards, in a folder or below a URL, with their index:
+
+    lockstep shards images s3://bucket/images
+    lockstep shards images.csv /scratch/shards --megabytes 256
+
+The images are those of `data=image_folder` (train/<class>/, and test/ or val/ or both, or class folders alone) or the
+rows of a CSV file with the columns path, label and optionally split, as `data=image_list` reads it. A part's images are
+mixed by a hash of `--seed` and their names, and shards are filled one after the other. So the same images make the same
+shards, byte for byte. Several are written at a time. Shards that are there with the same content are passed over, so a
+program that was interrupted goes on where it was.
+
+In a shard, an image of a class folder is `<class>/<name>`; one of a list is followed by its label, in `<name>.cls`.
+Exit codes: 0 written, 2 bad input, or a place that can't be written.
+"""
+
+import argparse
+import hashlib
+import io
+import os
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.config.value_checks import place
+from lockstep.data.datasets import innermost_dataset
+from lockstep.errors import UserError
+from lockstep.files import link_file
+from lockstep.launch.machine import available_cores
+from lockstep.text import is_url, join_names, plural
+from lockstep.vision.data import image_folder, image_list
+from lockstep.vision.data.labelled import PARTS
+from lockstep.vision.data.remote import Remote
+from lockstep.vision.data.remote_index import Record
+from lockstep.vision.data.server import REMEDY, Unavailable
+from lockstep.vision.data.shard_cache import Known, digest_of
+from lockstep.vision.data.shard_files import IMAGES
+from lockstep.vision.data.shards import SHARD
+
+JPEG = (".jpe", ".jfif")  # endings that are written as .jpg
+MIB = 1 << 20
+ROUNDED = tarfile.BLOCKSIZE
+
+
+class Image(NamedTuple):
+    """An image to be written: its name in the shard, the label to be written after it, if any, and its file."""
+
+    name: str
+    label: str
+    path: Path
+    size: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the program's arguments."""
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    layout = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser("lockstep shards", description=description, epilog=epilog, formatter_class=layout)
+    made.add_argument("images", help="a folder of images, or a CSV file that lists some")
+    made.add_argument("place", help="a folder or a URL for the shards")
+    made.add_argument("--megabytes", type=int, default=64, help="size of a shard, in MiB (default 64)")
+    made.add_argument("--seed", type=int, default=0, help="of the order of the images")
+    made.add_argument("--retry-seconds", type=float, default=240.0, help="as the key data.retry_seconds")
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Write the shards. Return the exit code.
+
+    Raises:
+        UserError: the images can't be read, or the place can't be written or has other shards.
+    """
+    chosen = parser().parse_args(words)
+    if chosen.megabytes < 1:
+        raise UserError(f"--megabytes={chosen.megabytes}: must be at least 1")
+    target = place(chosen.place)
+    if "{" in target:
+        raise UserError(f"lockstep shards: {target}: must be one place, without braces")
+    shards = {
+        f"{part}-{number:05}.tar": images
+        for part, listed in parts(chosen.images).items()
+        for number, images in enumerate(cut(mixed(listed, chosen.seed), chosen.megabytes * MIB))
+    }
+    write = Folder(Path(target)) if not is_url(target) else Store(target, chosen.retry_seconds)
+    if others := [name for name in write.names() if SHARD.search(name) and name not in shards]:
+        raise UserError(f"{target}: has other shards, {join_names(others)}: give an empty place")
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for number, done in enumerate(pool.map(lambda item: write(*item), shards.items())):
+            print(f"{number + 1} of {len(shards)}: {done}", file=sys.stderr)
+    counts = f"{plural(len(shards), 'shard')} with {plural(sum(map(len, shards.values())), 'image')}"
+    print(f"{counts} in {target}{write.finish([*shards])}")
+    return 0
+
+
+def parts(images: str) -> dict[str, list[Image]]:
+    """Return the images of each part; the part `all`, if there is only one.
+
+    Raises:
+        UserError: There are none, or one has a format that shards don't have.
+    """
+    is_list = Path(images).is_file()
+    options: dict[str, Any] = {"val_fraction": 0.0, "test_fraction": 0.0}
+    source = image_list(csv=images, **options) if is_list else image_folder(images, **options)
+    datasets = {name: getattr(source, name) for name in PARTS if getattr(source, name) is not None}
+    images_of = {}
+    for part, dataset in datasets.items():
+        files: Any = innermost_dataset(dataset)
+        ids = range(len(files)) if files is dataset else np.asarray(dataset.indices).tolist()
+        images_of["all" if len(datasets) == 1 else part] = [
+            image(files.path(number), files.name(number), source.spec.classes[int(files.labels[number])], is_list)
+            for number in ids
+        ]
+    for listed in images_of.values():
+        check_names(listed, is_list)
+    return images_of
+
+
+def image(path: Path, name: str, label: str, is_list: bool) -> Image:
+    """Return an image with its name in a shard, which has the label as its first folder, unless it is of a list."""
+    stem, ending = os.path.splitext(name)
+    ending = ".jpg" if ending.lower() in JPEG else ending.lower()
+    if ending[1:] not in IMAGES:
+        raise UserError(f"{path}: shards have images of the kinds {', '.join(IMAGES)}: convert it")
+    if is_list:
+        inside = (stem if not os.path.isabs(stem) else stem.lstrip("/")) + ending
+        return Image(
+            "/".join(part for part in inside.split("/") if part not in ("", ".", "..")),
+            label,
+            path,
+            path.stat().st_size,
+        )
+    _, _, inside = (stem + ending).rpartition(f"{label}/")
+    return Image(f"{label}/{inside}", "", path, path.stat().st_size)
+
+
+def check_names(images: Sequence[Image], is_list: bool) -> None:
+    """Refuse images that a reader of shards would take for one.
+
+    Raises:
+        UserError: There are such.
+    """
+    keys: dict[str, Image] = {}
+    for each in images:
+        folder, _, file = each.name.rpartition("/")
+        key = f"{folder}/{file.partition('.')[0]}" if is_list else each.name
+        before = keys.setdefault(key, each)
+        if before is not each:
+            raise UserError(f"{before.path} and {each.path} would have the name {key} in a shard: rename one of them")
+
+
+def mixed(images: Sequence[Image], seed: int) -> list[Image]:
+    """Return images in an order that a seed and their names decide."""
+    return sorted(
+        images, key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode(errors="surrogateescape")).digest()
+    )
+
+
+def cut(images: Sequence[Image], size: int) -> Iterator[list[Image]]:
+    """Yield the images of each shard, of about `size` bytes."""
+    shard: list[Image] = []
+    filled = 0
+    for each in images:
+        takes = ROUNDED + -(-each.size // ROUNDED) * ROUNDED + (2 * ROUNDED if each.label else 0)
+        if shard and filled + takes > size:
+            yield shard
+            shard, filled = [], 0
+        shard.append(each)
+        filled += takes
+    if shard:
+        yield shard
+
+
+def write_tar(file: Any, images: Sequence[Image]) -> None:
+    """Write a tar file that depends on nothing but the images."""
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for each in images:
+            contents = {each.name: each.path.read_bytes()}
+            if each.label:
+                folder, slash, name = each.name.rpartition("/")
+                contents[f"{folder}{slash}{name.partition('.')[0]}.cls"] = each.label.encode()
+            for name, content in contents.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
+class Folder:
+    """Writes shards into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """Return the files that are there."""
+        return [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
+
+    def __call__(self, name: str, images: Sequence[Image]) -> str:
+        """Write a shard, unless it is there. Return what was done."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".writing_") as scratch:
+            made = Path(scratch, name)
+            with open(made, "wb") as file:
+                write_tar(file, images)
+            if (self.folder / name).is_file() and same_content(made, self.folder / name):
+                return f"{name} is there"
+            link_file(made, self.folder / name)
+        return f"{name} written"
+
+    def finish(self, names: Sequence[str]) -> str:
+        """Return what to add to the last line: a run makes the index of a folder."""
+        return ""
+
+
+class Store:
+    """Writes shards below a URL, and their index at the end."""
+
+    def __init__(self, url: str, retry_seconds: float) -> None:
+        self.remote = Remote(
+            url, {"image": None, "label": "label"}, retry_seconds=retry_seconds, anew=True, may_be_empty=True
+        )
+        self.records: dict[str, Record] = {}
+
+    def names(self) -> list[str]:
+        """Return the shards that are there."""
+        return self.remote.paths
+
+    def __call__(self, name: str, images: Sequence[Image]) -> str:
+        """Write a shard, unless it is there. Return what was done."""
+        server = self.remote.server
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch, name)
+            with open(made, "w+b") as file:
+                write_tar(file, images)
+                md5, sha256 = (digest_of(file, kind) for kind in ("md5", "sha256"))
+                size = os.fstat(file.fileno()).st_size
+                is_present = self.remote.stats.get(name) == (size, md5)
+                scanned, highest = self.remote.records.examined(f"{server.url}/{name}", made, file)
+            if not is_present:
+                try:
+                    server.write(name, made)
+                except (Unavailable, NotImplementedError) as error:
+                    why = str(error) or "the server is read-only"
+                    raise UserError(f"{server.url}/{name}: can't be written: {why}") from error
+        stat = server.tried(partial(server.stat, name), f"{server.url}/{name}")
+        if stat[0] != size:
+            raise UserError(f"{server.url}/{name}: has {stat[0]:,} bytes and not {size:,}: start the program again")
+        self.records[name] = Record(Known(name, stat, size, sha256), scanned, highest)
+        return f"{name} {'is there' if is_present else 'written'}"
+
+    def finish(self, names: Sequence[str]) -> str:
+        """Write the index. Return what to add to the last line."""
+        records = self.remote.records
+        try:
+            records.publish([self.records[name] for name in sorted(names)])
+        except Unavailable as error:
+            raise UserError(f"{self.remote.server.url}: the index can't be written: {error}: {REMEDY}") from error
+        return f", their index in {records.beside}.json"
+
+
+def same_content(one: Path, other: Path) -> bool:
+    """Check whether two files have the same bytes."""
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    with open(one, "rb") as first, open(other, "rb") as second:
+        return digest_of(first, "sha256") == digest_of(second, "sha256")

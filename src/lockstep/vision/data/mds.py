@@ -1,0 +1,165 @@
+"""Read where the images of a shard of MosaicML's format MDS lie.
+
+A shard begins with the number of its samples and where each begins, and a description of its columns in JSON. A sample
+begins with the sizes of its columns that have no fixed size. Nothing is unpickled: only the columns of the images and
+labels are read, and their encodings must be those of an image file, a text or a whole number.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from lockstep.errors import UserError
+from lockstep.vision.data.shard_files import LONGEST, TEXTS, Sample, Shard
+
+IMAGE_ENCODINGS = ("jpeg", "jpegarray", "jpeg_array", "png", "bytes")  # whose bytes are those of an image file
+NUMBERS = {
+    "int": "<i8",
+    "int8": "<i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "uint8": "<u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+}
+LABEL_ENCODINGS = ("str", "str_int", *NUMBERS)
+MOST_COLUMNS = 10_000
+
+
+def scan_mds(path: Path | str, image: str | None, label: str, source: Path, packed: IO[bytes]) -> Shard:
+    """Return the images of an MDS shard. Those of a compressed shard are copied to `packed`.
+
+    Args:
+        path: the shard's name, for messages; its ending tells whether it is compressed.
+        image: the column of the images; None: `image`, or the only one that has images.
+        label: the column of the labels, texts or whole numbers.
+        source: the shard.
+        packed: the file to copy to.
+
+    Raises:
+        UserError: The shard is damaged, has other columns or encodings, or is compressed otherwise than by zstd.
+    """
+    is_compressed = str(path).endswith(".zstd")
+    shard, at = Shard(TEXTS), "its start"
+    try:
+        content = decompressed(path, source) if is_compressed else np.memmap(source, mode="r").data
+        (count,) = struct.unpack_from("<I", content, 0)
+        starts = np.frombuffer(content, "<u4", count + 1, 4).astype(np.int64)
+        head = 4 + 4 * (count + 1)
+        if starts[0] < head or starts[-1] != len(content) or (np.diff(starts) < 0).any():
+            raise ValueError("its samples do not fit its size")
+        columns = columns_of(json.loads(bytes(content[head : starts[0]])))
+        image, label_encoding = chosen(path, columns, image, label)
+        variable = [name for name, (_, size) in columns.items() if size is None]
+        for row, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            at = f"sample {row}"
+            sizes = dict(zip(variable, struct.unpack_from(f"<{len(variable)}I", content, start), strict=True))
+            place, places = start + 4 * len(variable), {}
+            for name, (_, size) in columns.items():
+                places[name] = place, sizes[name] if size is None else size
+                place += places[name][1]
+            if place != stop:
+                raise ValueError("its columns do not fit its size")
+            begin, size = places[image]
+            text = label_text(label_encoding, content, *places[label])
+            if not size:
+                raise UserError(f"{path}: {at} has no image: its column {image} must hold the bytes of an image file")
+            if not text:
+                raise UserError(f"{path}: {at} has no label: its column {label} must hold texts or whole numbers")
+            if is_compressed:
+                place = packed.tell()
+                packed.write(content[begin : begin + size])
+                begin = place
+            shard.samples.append(Sample(f"{str(path).rpartition('/')[2]}:{row:010}", text, begin, size))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"{path}: damaged MDS file ({error}) at {at}: it must be written or copied again") from error
+    return shard
+
+
+def columns_of(description: Any) -> dict[str, tuple[str, int | None]]:
+    """Return the encoding and the fixed size of each column, None without one, in their order in a sample."""
+    names, encodings, sizes = (description[f"column_{key}"] for key in ("names", "encodings", "sizes"))
+    if not len(names) == len(encodings) == len(sizes) <= MOST_COLUMNS or len(set(names)) != len(names):
+        raise ValueError("its columns are not described")
+    if not all(size is None or (type(size) is int and 0 <= size < 1 << 32) for size in sizes):
+        raise ValueError("its columns have wrong sizes")
+    return {str(name): (str(kind), size) for name, kind, size in zip(names, encodings, sizes, strict=True)}
+
+
+def chosen(
+    path: Path | str, columns: dict[str, tuple[str, int | None]], image: str | None, label: str
+) -> tuple[str, str]:
+    """Return the column of the images and the encoding of the labels.
+
+    Raises:
+        UserError: There is no such column, or it has another encoding.
+    """
+    listed = f"its columns are {', '.join(f'{name} ({kind})' for name, (kind, _) in columns.items())}"
+    right = "choose by data.image= and data.label="
+    if image is None:
+        of_images = [name for name, (kind, _) in columns.items() if kind in IMAGE_ENCODINGS]
+        image = of_images[0] if len(of_images) == 1 and "image" not in columns else "image"
+    if missing := [name for name in (image, label) if name not in columns]:
+        raise UserError(f"{path}: no column {missing[0]}, {listed}: {right}")
+    for name, known in ((image, IMAGE_ENCODINGS), (label, LABEL_ENCODINGS)):
+        kind = columns[name][0]
+        if kind not in known:
+            why = "is never unpickled" if kind == "pkl" else "is not read"
+            raise UserError(
+                f"{path}: the column {name} has the encoding {kind}, which {why}: known are {', '.join(known)}"
+            )
+    return image, columns[label][0]
+
+
+def label_text(encoding: str, content: Any, start: int, size: int) -> str:
+    """Return a label as text."""
+    if encoding in NUMBERS:
+        return str(np.frombuffer(content, NUMBERS[encoding], 1, start)[0])
+    if size > LONGEST:
+        raise ValueError(f"a label of {size:,} bytes, which must be a short text")
+    return bytes(content[start : start + size]).decode().strip()
+
+
+def decompressed(path: Path | str, source: Path) -> Any:
+    """Return the content of a file that zstd has compressed.
+
+    Raises:
+        UserError: pyarrow is missing.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise UserError(f"{path}: shards that zstd has compressed need pyarrow: pip install pyarrow") from error
+    try:
+        with pa.input_stream(str(source), compression="zstd") as stream:
+            return memoryview(stream.read())
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def names_in(description: bytes | None, fault: Callable[[str], UserError]) -> list[str]:
+    """Return the shards that an index.json of MDS names.
+
+    Args:
+        description: the file's content; None: there is none.
+        fault: makes an error of a reason.
+    """
+    try:
+        content = json.loads(description or b"")
+        names = [(each.get("zip_data") or each["raw_data"])["basename"] for each in content["shards"]]
+        kinds = {(each["format"], (each.get("compression") or "zstd").partition(":")[0]) for each in content["shards"]}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise fault(f"its index.json names no MDS shards ({error})") from error
+    if others := kinds - {("mds", "zstd")}:
+        raise fault(f"its shards are {' and '.join(' by '.join(each) for each in sorted(others))}: must be mds, zstd")
+    if any(not isinstance(name, str) or "/" in name or name in ("", ".", "..") for name in names):
+        raise fault("its index.json names a file elsewhere")
+    return names

@@ -1,0 +1,204 @@
+"""Shards on a server: which there are, their index, and the folder in which they are kept."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.value_checks import place
+from lockstep.errors import UserError
+from lockstep.text import plural
+from lockstep.vision.data.labelled import PARTS
+from lockstep.vision.data.mds import names_in
+from lockstep.vision.data.pixels import Reading
+from lockstep.vision.data.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
+from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
+from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
+from lockstep.vision.data.shard_index import Index, cache_folder, index_root
+from lockstep.vision.data.shard_scan import scan
+
+BRACES = re.compile(r"\{([^{}]*)\}")
+MOST_SHARDS = 10_000_000  # that a pattern may name
+UNKNOWN: Stat = (-1, "")
+
+
+class Remote:
+    """The shards at a URL.
+
+    Args:
+        data_dir: the URL, or a pattern of URLs with braces: `https://host/train-{000..099}.tar`.
+        options: the arguments `image` and `label` of `scan`, and others.
+        cache: the folder in which shards are kept; None: in the user's cache.
+        cache_gb: its limit; None: a part of the disk stays free.
+        retry_seconds: how long a request is tried again.
+        index_dir: the folder for indexes; None: the user's cache.
+        anew: whether the server is asked about all shards, whatever is known of them.
+        may_be_empty: whether there may be nothing at the URL yet.
+
+    Attributes:
+        paths: of the shards, below the URL.
+        folder: in which they are kept.
+    """
+
+    def __init__(
+        self,
+        data_dir: str,
+        options: Mapping[str, Any],
+        cache: str | None = None,
+        cache_gb: float | None = None,
+        retry_seconds: float = 240.0,
+        index_dir: str | None = None,
+        anew: bool = False,
+        may_be_empty: bool = False,
+    ) -> None:
+        if cache_gb is not None and (type(cache_gb) not in (int, float) or not 0 < cache_gb < float("inf")):
+            raise UserError(f"data.cache_gb={cache_gb}: must be a number above 0, or null")
+        if type(retry_seconds) not in (int, float) or not 0 <= retry_seconds < float("inf"):
+            raise UserError(f"data.retry_seconds={retry_seconds}: must be a number of seconds of at least 0")
+        self.data_dir, self.gigabytes, self.retry_seconds, self.index_dir = (
+            place(data_dir),
+            cache_gb,
+            retry_seconds,
+            index_dir,
+        )
+        self.folder = (Path(cache).expanduser().absolute() if cache else cache_folder()) / "shards"
+        self.options = {name: options[name] for name in ("image", "label")}
+        base, pattern = split_pattern(self.data_dir)
+        self.server = Server(base, retry_seconds)
+        self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None))
+        named = expanded(pattern) if pattern else None
+        published = self.records.published()
+        self.stats: Mapping[str, Stat] = self._listed(named, published, anew, may_be_empty)
+        if anew and (named is not None or not self.server.lists):
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), self.stats)
+                self.stats = dict(zip(self.stats, answers, strict=True))
+        self.paths = [*self.stats]
+
+    def _listed(
+        self, named: Sequence[str] | None, published: dict[str, Stat] | None, anew: bool, may_be_empty: bool
+    ) -> Mapping[str, Stat]:
+        """Return the shards with what the server says of them.
+
+        Args:
+            named: the paths that a pattern names; None: there is no pattern.
+            published: the shards of which there are records beside the shards; None: there are none.
+            anew, may_be_empty: of `Remote`.
+        """
+        from lockstep.vision.data.shards import SHARD
+
+        if named is not None:
+            return {path: (published or {}).get(path, UNKNOWN) for path in named}
+        if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
+            return published
+        if self.server.lists:
+            shards = self.server.files(may_be_empty)
+            return {
+                path: stat
+                for path, stat in shards.items()
+                if SHARD.search(path) and not any(each.startswith(".") for each in path.split("/"))
+            }
+        return self._of_mds()
+
+    def _of_mds(self) -> dict[str, Stat]:
+        """Return the shards that files index.json of MDS name, on a server that lists nothing."""
+        url = self.server.url
+        shards: dict[str, Stat] = {}
+        for folder in ("", *(f"{part}/" for part in PARTS)):
+            try:
+                description = self.server.read_small(f"{folder}index.json")
+            except Unavailable as error:
+                raise UserError(f"{url}: {error}: {REMEDY}") from error
+            if description is not None:
+                where = f"{url}/{folder}index.json"
+                names = names_in(description, lambda reason, where=where: UserError(f"{where}: {reason}"))  # type: ignore[misc]
+                shards |= {f"{folder}{name}": UNKNOWN for name in names}
+        if not shards:
+            right = f"give a pattern, such as {url}/train-{{000..099}}.tar, or make an index beside the shards"
+            raise UserError(f"shards: {url} has no list of its files that could be read: {right} (lockstep index)")
+        return shards
+
+    def cache_of(self, table: Table | None) -> ShardCache:
+        """Return the cache of the shards of a table. Each has its own connection."""
+        remedy = f"make the index again by `lockstep index {self.data_dir}`, and start a new run"
+        server = Server(self.server.url, self.retry_seconds)
+        pack = partial(packed_again, self.options["image"], self.options["label"])
+        return ShardCache(server, table, self.folder, self.gigabytes, pack, remedy)
+
+    def open(
+        self,
+        of_part: Mapping[str, Sequence[str]],
+        options: Mapping[str, Any],
+        image_size: int,
+        channels: int,
+        reading: Reading,
+    ) -> Index:
+        """Open the index, see `open_remote`."""
+        shards = {part: {path: self.stats[path] for path in paths} for part, paths in of_part.items()}
+        where = (self.data_dir, shards, self.records, options, self.index_dir)
+        return open_remote(*where, image_size, channels, reading, self.cache_of)
+
+    def check_room(self, index: Index, window: int | None) -> None:
+        """Refuse a limit of the cache that is too small.
+
+        Raises:
+            UserError: It is below the largest shard; or below all shards, and there is no window.
+        """
+        if self.gigabytes is None:
+            return
+        sizes = [images.cache.table.cached_bytes for images in index.parts.values()]  # type: ignore[attr-defined]
+        largest, total = max(int(each.max()) for each in sizes), sum(int(each.sum()) for each in sizes)
+        limit = f"data.cache_gb={self.gigabytes:g}"
+        if largest > self.gigabytes * GIB:
+            raise UserError(f"{limit}: the largest shard alone takes {largest / GIB:.3g} GB: give more")
+        if window is None and total > self.gigabytes * GIB:
+            each = f"the shards take {total / GIB:.3g} GB, and without data.window every step reads from all of them"
+            raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")
+
+
+def packed_again(image: str | None, label: str, where: str, source: Path, target: Any) -> None:
+    """Write the images of a packed shard, as when it was indexed; see `Examine` of the cache."""
+    scan(where, image, label, source, target)
+
+
+def split_pattern(url: str) -> tuple[str, str]:
+    """Return the URL before the first part of a path with braces, and the rest; an empty text without braces."""
+    at = url.find("{")
+    if at < 0:
+        return url, ""
+    base, _, begin = url[:at].rpartition("/")
+    return base, begin + url[at:]
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the paths that a pattern names: `{000..099}` stands for numbers, `{train,val}` for words.
+
+    Raises:
+        UserError: The braces hold something else.
+    """
+    choices: list[Sequence[str]] = []
+    count = 1
+    for number, part in enumerate(BRACES.split(pattern)):
+        if number % 2 == 0:
+            if "{" in part or "}" in part:
+                raise UserError(f"data_dir: the braces of {pattern} don't fit: must be {{000..099}} or {{train,val}}")
+            choices.append([part])
+            continue
+        if match := re.fullmatch(r"(\d+)\.\.(\d+)", part):
+            first, last = match.groups()
+            numbers = range(int(first), int(last) + 1)
+            width = len(first) if first.startswith("0") else 0
+            if not numbers or len(numbers) * count > MOST_SHARDS:
+                raise UserError(
+                    f"data_dir: {{{part}}} names {plural(len(numbers), 'shard')}: must be the first and the last"
+                )
+            choices.append([f"{each:0{width}}" for each in numbers])
+        elif "," in part:
+            choices.append(part.split(","))
+        else:
+            raise UserError(f"data_dir: {{{part}}} is no pattern: must be {{000..099}} or {{train,val}}")
+        count *= len(choices[-1])
+    return list(dict.fromkeys("".join(each) for each in itertools.product(*choices)))

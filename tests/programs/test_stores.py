@@ -1,0 +1,189 @@
+"""`lockstep index` and `lockstep shards`: what they write, that they go on, and what a run finds."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_data import config, refusal_of
+from store_servers import WebServer, client, files_in, s3_server
+from written_shards import write_folder, write_shards
+
+from lockstep.data.build import open_data
+from lockstep.programs import index, shards
+from lockstep.vision.data import remote_index, server
+
+pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
+KEEP = ("--retry-seconds", "1")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    with s3_server() as environment:
+        yield environment
+
+
+@pytest.fixture(autouse=True)
+def _environment(s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**s3, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(server, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("images") / "folder")
+
+
+def opened(place: Any, name: str = "shards", **changes: Any) -> Any:
+    return open_data(config(name, **{"image_size": 12, "val_fraction": 0, "test_fraction": 0, **changes}), str(place))
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = ((one[number], other[number]) for number in range(min(len(one), len(other))))
+    return len(one) == len(other) and all(a[1] == b[1] and torch.equal(a[0], b[0]) for a, b in pairs)
+
+
+def contents(s3: dict[str, str], prefix: str) -> dict[str, bytes]:
+    bucket = client(s3)
+    listed = bucket.list_objects_v2(Bucket="images", Prefix=f"{prefix}/").get("Contents", [])
+    read = (each["Key"] for each in listed)
+    return {key.partition("/")[2]: bucket.get_object(Bucket="images", Key=key)["Body"].read() for key in read}
+
+
+def test_a_folder_becomes_shards_that_train_as_the_folder(
+    folder: Path,
+    tmp_path: Path,
+    s3: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(shards, "MIB", 1 << 13)
+    assert shards.main([str(folder), "s3://images/made", "--megabytes", "2", *KEEP]) == 0
+    made = contents(s3, "made")
+    names = [name for name in made if not name.startswith(".")]
+    assert {name.partition("-")[0] for name in names} == {"train", "test"}
+    assert len(names) > 3
+    assert f"{len(names)} shards with 54 images in s3://images/made, their index in .index/" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # the index is read, and not made
+        patch.setattr(remote_index.Records, "_made", lambda *arguments: pytest.fail("indexed again"))
+        remote = opened("s3://images/made")
+    assert same(remote.train, opened(folder, "image_folder").train)
+    assert not same(remote.train, opened(folder, "image_folder").test)
+
+    puts: list[str] = []
+    write = server.Server.write
+
+    def counted(self: Any, path: str, local: Any) -> None:
+        puts.append(path)
+        write(self, path, local)
+
+    monkeypatch.setattr(server.Server, "write", counted)
+    client(s3).delete_object(Bucket="images", Key="made/train-00001.tar")
+    shards.main([str(folder), "s3://images/made", "--megabytes", "2", *KEEP])
+    assert [path for path in puts if path.endswith(".tar")] == ["train-00001.tar"]  # the others are there
+    assert {name: content for name, content in contents(s3, "made").items() if name in names} == {
+        name: made[name] for name in names
+    }
+    shards.main([str(folder), str(tmp_path / "local"), "--megabytes", "2"])
+    assert files_in(tmp_path / "local") == sorted(names)
+    assert all((tmp_path / "local" / name).read_bytes() == made[name] for name in names)
+    assert f"{tmp_path}/local: has other shards, " in refusal_of(
+        shards.main, [str(folder), str(tmp_path / "local"), "--megabytes", "64"]
+    )
+
+
+def test_a_list_becomes_shards_with_labels(folder: Path, tmp_path: Path) -> None:
+    rows = ["path,label,split"]
+    paths = sorted(path for part in ("train", "test") for path in (folder / part).rglob("*.*"))
+    rows += [f"{path},{path.parent.name.upper()},{path.parent.parent.name}" for path in paths]
+    (tmp_path / "list.csv").write_text("\n".join(rows))
+    shards.main([str(tmp_path / "list.csv"), str(tmp_path / "made")])
+    assert files_in(tmp_path / "made") == ["test-00000.tar", "train-00000.tar"]
+    made = opened(tmp_path / "made")
+    assert made.spec.classes == ("CAT", "DOG", "EEL")
+    assert same(made.test, opened(folder, "image_folder").test)
+    (tmp_path / "list.csv").write_text("\n".join(["path,label", f"{paths[0]},a", f"{paths[1]},b", "x.webp,b"]))
+    shutil.copy(paths[0], tmp_path / "x.webp")
+    assert "x.webp: shards have images of the kinds jpg, jpeg, png: convert it" in refusal_of(
+        shards.main, [str(tmp_path / "list.csv"), str(tmp_path / "other")]
+    )
+
+
+def test_webdataset_reads_the_shards(folder: Path, tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="pip install -e .[dev] brings it")
+    shards.main([str(folder), str(tmp_path / "made")])
+    read = webdataset.WebDataset(str(tmp_path / "made" / "test-00000.tar"), shardshuffle=False)
+    assert len({sample["__key__"] for sample in read}) == 12
+
+
+def test_an_index_goes_on_and_is_beside_the_shards(
+    folder: Path,
+    tmp_path: Path,
+    s3: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from store_servers import upload
+
+    made = write_shards(folder, tmp_path / "tar", "tar")
+    url = upload(made, s3, "indexed")
+    fetched: list[str] = []
+    original = remote_index.Records._made
+
+    def counted(self: Any, path: str, stat: Any) -> Any:
+        if len(fetched) == 2:
+            raise KeyboardInterrupt
+        fetched.append(path)
+        return original(self, path, stat)
+
+    monkeypatch.setattr(remote_index, "CONNECTIONS", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_index.Records, "_made", counted)
+        with pytest.raises(KeyboardInterrupt):
+            index.main([url])
+
+    def uninterrupted(self: Any, path: str, stat: Any) -> Any:
+        fetched.append(path)
+        return original(self, path, stat)
+
+    monkeypatch.setattr(remote_index.Records, "_made", uninterrupted)
+    assert index.main([url]) == 0
+    assert len(fetched) == len(set(fetched)) == 6
+    assert "6 shards with 54 images; the index is beside them: s3://images/indexed/.index/" in capsys.readouterr().out
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other_machine"))
+    assert opened(url).fingerprint == opened(made).fingerprint
+    assert len(fetched) == 6
+    client(s3).delete_object(Bucket="images", Key="indexed/train-00001.tar")
+    assert len(opened(url).train) == 28  # the list decides, not the index
+
+
+def test_an_index_of_a_server_that_cannot_be_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web = WebServer(write_shards(folder, tmp_path / "tar", "tar"))
+    url = f"{web.url}/{{train,test}}-{{00000..00002}}.tar"
+    index.main([url, *KEEP])
+    output = capsys.readouterr()
+    assert "the index can't be written beside the shards" in output.err
+    assert "6 shards with 54 images; the index stays in " in output.out
+    requests = web.requests["train-00000.tar"]
+    assert len(opened(url).train) == 42
+    assert web.requests["train-00000.tar"] == requests
+    replaced = (web.folder / "train-00000.tar").read_bytes()
+    (web.folder / "train-00001.tar").write_bytes(replaced)
+    index.main([url, *KEEP])  # asks about each shard
+    assert opened(url).train[0][0].shape == (3, 12, 12)
+    assert web.requests["train-00000.tar"] == requests
+    web.stop()
+
+
+def test_what_the_programs_refuse(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "a run indexes a folder by itself: give a URL" in refusal_of(index.main, [str(folder)])
+    assert "secret" not in refusal_of(index.main, ["s3://me:secret@images/x"])
+    assert "must be one place" in refusal_of(shards.main, [str(folder), "s3://images/{0..1}"])
+    assert "--megabytes=0: must be at least 1" in refusal_of(shards.main, [str(folder), "x", "--megabytes", "0"])
+    assert sys.argv

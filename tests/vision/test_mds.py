@@ -1,0 +1,152 @@
+"""MosaicML's shards, as its own writer wrote them (tests/mds_shards/write.py), on the disk and on a server."""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_data import config, refusal_of
+from store_servers import WebServer
+from written_mds import EXPECTED, SHARDS, as_tar
+
+from lockstep.data.build import open_data
+from lockstep.data.datasets import innermost_dataset
+
+FORMS = ("raw", "zstd")
+BY_PLACE = {"window": 2, "val_fraction": 0, "test_fraction": 0}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def opened(place: Any, **changes: Any) -> Any:
+    return open_data(config("shards", **{"image_size": 12, "retry_seconds": 1, **changes}), str(place))
+
+
+def copied(form: str, tmp_path: Path) -> Path:
+    if form == "zstd":
+        pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
+    return Path(shutil.copytree(SHARDS / form, tmp_path / form))
+
+
+def read(part: Any) -> list[list[str]]:
+    files = innermost_dataset(part)
+    contents = (files.encoded(number).getvalue() for number in range(len(files)))
+    return [
+        [str(label), hashlib.sha256(content).hexdigest()]
+        for label, content in zip(files.labels.tolist(), contents, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_and_labels_are_those_that_were_written(tmp_path: Path, form: str) -> None:
+    folder = copied(form, tmp_path)
+    web = WebServer(folder)
+    for place in (folder, web.url):  # the second lists nothing: the files index.json name the shards
+        data = opened(place, **BY_PLACE)
+        assert data.spec.classes == ("0", "1", "2")
+        for part, shards in EXPECTED.items():
+            assert read(getattr(data, part)) == [sample for shard in shards for sample in shard]
+        assert data.shard_borders.tolist() == np.cumsum([0, *map(len, EXPECTED["train"])]).tolist()
+    web.stop()
+
+
+def as_parquet(root: Path) -> Path:
+    """Write the same shards as parquet files."""
+    pa = pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
+    pq = pytest.importorskip("pyarrow.parquet")
+    for part in EXPECTED:
+        images = innermost_dataset(getattr(opened(SHARDS / "raw", **BY_PLACE, index_dir=str(root / "index")), part))
+        first = 0
+        for number, shard in enumerate(EXPECTED[part]):
+            contents = [images.encoded(first + place).getvalue() for place in range(len(shard))]
+            first += len(shard)
+            table = pa.table({"image": contents, "label": [int(label) for label, _ in shard]})
+            pq.write_table(table, root / f"{part}-{number:05}.parquet", row_group_size=5)
+    shutil.rmtree(root / "index")
+    return root
+
+
+def test_all_formats_have_the_same_samples_in_the_same_places(tmp_path: Path) -> None:
+    (tmp_path / "parquet").mkdir()
+    places = [as_tar(tmp_path / "tar"), as_parquet(tmp_path / "parquet"), copied("raw", tmp_path)]
+    web = WebServer(tmp_path)
+    count = "{train-{00000..00003},val-00000,test-00000}"  # nested braces are refused
+    assert "the braces of" in refusal_of(opened, f"{web.url}/tar/{count}.tar")
+    pattern = "/parquet/{train-00000,train-00001,train-00002,train-00003,val-00000,test-00000}.parquet"
+    expected = {part: [sample for shard in shards for sample in shard] for part, shards in EXPECTED.items()}
+    for place in (*places, web.url + pattern):
+        data = opened(place, **BY_PLACE)
+        assert {part: read(getattr(data, part)) for part in EXPECTED} == expected
+        assert data.shard_borders.tolist() == [0, 16, 32, 48, 60]
+    again = opened(web.url + pattern, **BY_PLACE)  # another machine, which has the index and no shards
+    shutil.rmtree(tmp_path / "cache" / "lockstep" / "shards")
+    assert read(again.train) == expected["train"]
+    web.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"label": "more"},
+            "the column more has the encoding pkl, which is never unpickled: known are str, str_int, int",
+        ),
+        ({"label": "notes"}, "the column notes has the encoding json, which is not read: known are str"),
+        ({"image": "label"}, "the column label has the encoding str, which is not read: known are jpeg, "),
+        ({"image": "more"}, "the column more has the encoding pkl, which is never unpickled: known are jpeg"),
+        ({"label": "class"}, "no column class, its columns are image (bytes), label (str), more (pkl), notes (json): "),
+    ],
+)
+def test_columns_that_are_refused(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    line = refusal_of(opened, copied("zstd", tmp_path), **changes)
+    assert "train/shard.00000.mds.zstd: " in line
+    assert message in line
+
+
+def test_shards_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied("raw", tmp_path)
+    shard = folder / "train" / "shard.00001.mds"
+    whole = shard.read_bytes()
+
+    def message(content: bytes) -> str:
+        shard.write_bytes(content)
+        return refusal_of(opened, folder)
+
+    for damaged in (whole[:-1], b"", whole[:3], whole + b"\0", b"\xff" * len(whole), whole[:200] + whole[210:]):
+        assert f"{shard}: damaged MDS file (" in message(damaged)
+    start = int(np.frombuffer(whole, "<u4", 1, 4)[0])
+    sizes = np.array([1 << 31], "<u4").tobytes()
+    assert "its columns do not fit its size) at sample 0" in message(whole[:start] + sizes + whole[start + 4 :])
+    for old, new in ((b'"jpeg"', b'"pkl!"'), (b'"int"', b'"pkl"')):
+        assert "which is n" in message(whole.replace(old, new))
+    shard.write_bytes(whole)
+    shard.rename(folder / "train" / "shard.00001.mds.gz")
+    assert "shard.00001.mds.gz is compressed: unpack it" in refusal_of(opened, folder)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "need pyarrow: pip install pyarrow" in refusal_of(
+        opened, Path(shutil.copytree(SHARDS / "zstd", tmp_path / "z"))
+    )
+
+
+def test_an_index_json_that_names_other_things_is_refused(tmp_path: Path) -> None:
+    folder = copied("raw", tmp_path)
+    file = folder / "train" / "index.json"
+    content = json.loads(file.read_text())
+    web = WebServer(folder)
+    for change, message in (
+        ({"format": "xyz"}, "its shards are xyz by zstd: must be mds, zstd"),
+        ({"compression": "br:3"}, "its shards are mds by br: must be mds, zstd"),
+        ({"raw_data": {"basename": "../../secret"}}, "its index.json names a file elsewhere"),
+        ({"raw_data": 3}, "its index.json names no MDS shards ("),
+    ):
+        first, *rest = content["shards"]
+        file.write_text(json.dumps({"shards": [{**first, **change}, *rest]}))
+        assert f"{web.url}/train/index.json: {message}" in refusal_of(opened, web.url)
+    web.stop()

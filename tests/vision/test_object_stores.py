@@ -1,0 +1,474 @@
+"""Shards on a server: any driver of fsspec, one result, a cache that is checked, and faults that end in one line."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import composed
+from small_data import config, refusal_of
+from store_servers import WebServer, files_in, s3_server, upload
+from written_shards import write_folder, write_shards, write_tar
+
+from lockstep.arithmetic.streams import ShardNeed
+from lockstep.config.check import check
+from lockstep.data.build import open_data
+from lockstep.data.datasets import innermost_dataset
+from lockstep.vision.data import server as servers
+from lockstep.vision.data import shard_cache
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp", reason="the driver of http")
+NAMES = "/{train,test}-{00000..00002}.tar"
+EACH = {"val_fraction": 0, "test_fraction": 0}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shards")
+    return write_shards(write_folder(root / "folder"), root / "tar", "tar")
+
+
+@pytest.fixture
+def web(shards: Path, tmp_path: Path) -> Iterator[WebServer]:
+    """Return a server of a copy of the shards, whose files a test may change."""
+    server = WebServer(Path(shutil.copytree(shards, tmp_path / "web", ignore=shutil.ignore_patterns(".index"))))
+    yield server
+    server.stop()
+
+
+def opened(place: Any, **changes: Any) -> Any:
+    return open_data(config("shards", **{"image_size": 12, "retry_seconds": 1, **changes}), str(place))
+
+
+def samples(part: Any) -> list[tuple[torch.Tensor, int]]:
+    return [part[index] for index in range(len(part))]
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(samples(one), samples(other), strict=True)
+    return len(one) == len(other) and all(a[1] == b[1] and torch.equal(a[0], b[0]) for a, b in pairs)
+
+
+def cache_of(part: Any) -> Any:
+    return innermost_dataset(part).cache
+
+
+def cached(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "cache").rglob("*") if len(path.name) == 64]
+
+
+def forget(tmp_path: Path) -> None:
+    """Remove the kept shards, and leave the index."""
+    shutil.rmtree(tmp_path / "cache" / "lockstep" / "shards")
+
+
+# --- one result ---
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
+    with s3_server() as environment:
+        yield environment
+
+
+def test_a_bucket_has_the_images_of_the_folder(
+    shards: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    remote, local = opened(upload(shards, s3, "same")), opened(shards)
+    for part in ("train", "val", "test"):
+        assert same(getattr(remote, part), getattr(local, part))
+    assert remote.fingerprint == local.fingerprint
+    assert "6 files in s3://images/same, kept in " in remote.about
+    other = opened(upload(write_shards(shards.parent / "folder", shards.parent / "cut", "tar", 2, 5), s3, "cut"))
+    assert other.fingerprint == local.fingerprint
+    assert not same(opened(shards, split_seed=1).val, remote.val)  # the comparison sees a difference
+
+
+def test_a_web_server_that_lists_nothing_gets_a_pattern(shards: Path, web: WebServer) -> None:
+    remote, local = opened(web.url + NAMES), opened(shards)
+    assert same(remote.train, local.train)
+    assert remote.fingerprint == local.fingerprint
+    assert "give a pattern, such as http" in refusal_of(opened, web.url)
+
+
+def test_parts_and_windows(shards: Path, web: WebServer) -> None:
+    remote, local = (opened(place, window=2, **EACH) for place in (web.url + NAMES, shards))
+    assert same(remote.train, local.train)
+    assert remote.shard_borders.tolist() == local.shard_borders.tolist()
+
+
+# --- the cache ---
+
+
+def test_a_shard_is_fetched_once_for_an_index_and_the_images(web: WebServer) -> None:
+    data = opened(web.url + NAMES, **EACH)
+    samples(data.train)
+    size = {name: (web.folder / name).stat().st_size for name in files_in(web.folder)}
+    assert {name: web.sent[name] for name in size} == size
+    samples(opened(web.url + NAMES, **EACH).train)  # with the index and the shards of the first
+    assert {name: web.sent[name] for name in size} == size
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "removed"])
+def test_a_damaged_shard_of_the_cache_is_fetched_again(web: WebServer, tmp_path: Path, damage: str) -> None:
+    expected = samples(opened(web.url + NAMES, **EACH).train)
+    for path in cached(tmp_path):
+        content = bytearray(path.read_bytes())
+        content[700] ^= 1
+        path.write_bytes(content if damage == "flipped" else content[:-9])
+        if damage == "removed":
+            path.unlink()
+    data = opened(web.url + NAMES, **EACH).train
+    actual = samples(data)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(actual, expected, strict=True))
+    assert cache_of(data).counters.of_rank()["fetched"] == 3
+
+
+def test_what_arrives_damaged_is_fetched_again(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = opened(web.url + NAMES, **EACH).train
+    expected = samples(data)
+    forget(tmp_path)
+    read = servers.Server._range
+    damaged: list[str] = []
+
+    def once_damaged(self: Any, path: str, start: int, stop: int | None) -> bytes:
+        content = bytearray(read(self, path, start, stop))
+        if path not in damaged:
+            damaged.append(path)
+            content[900] ^= 1
+        return bytes(content)
+
+    monkeypatch.setattr(servers.Server, "_range", once_damaged)
+    actual = samples(opened(web.url + NAMES, **EACH).train)
+    assert len(damaged) >= 3
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_cut_connection_goes_on_where_it_was_cut(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "CHUNK", 4096)
+    data = opened(web.url + NAMES, **EACH).train
+    expected = samples(data)
+    forget(tmp_path)
+    faults = iter(["cut", None, 503, None, None, "cut"])
+    web.sent.clear()
+    web.fault = lambda path: next(faults, None)
+    again = opened(web.url + NAMES, **EACH).train
+    actual = samples(again)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(actual, expected, strict=True))
+    assert cache_of(again).counters.of_rank()["retries"] >= 2
+    whole = sum((web.folder / name).stat().st_size for name in files_in(web.folder) if "train" in name)
+    assert whole <= sum(web.sent.values()) <= whole + 2 * 4096
+
+
+def test_a_server_without_ranges_is_read_all_the_same(
+    shards: Path, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "CHUNK", 4096)
+    web.ranges = False
+    assert same(opened(web.url + NAMES).train, opened(shards).train)
+
+
+def test_half_a_shard_of_a_killed_process_is_completed(web: WebServer, tmp_path: Path) -> None:
+    data = opened(web.url + NAMES, **EACH).train
+    cache = cache_of(data)
+    known = cache.known(0)
+    path = cache.path(known)
+    half = path.read_bytes()[:5000]
+    path.unlink()
+    (cache.folder / f"{known.sha256}.{known.stat[0]}.part").write_bytes(half)
+    web.sent.clear()
+    assert len(samples(data)) == 42
+    assert web.sent[known.path] == known.stat[0] - 5000
+    path.unlink()
+    (cache.folder / f"{known.sha256}.{known.stat[0]}.part").write_bytes(bytes(5000))  # another's half
+    assert len(samples(opened(web.url + NAMES, **EACH).train)) == 42
+    assert not [*cache.folder.rglob("*.part")]
+
+
+def test_a_limit_removes_what_is_needed_last(web: WebServer, tmp_path: Path) -> None:
+    part = opened(web.url + NAMES, **EACH, window=1).train
+    cache = cache_of(part)
+    sizes = cache.table.cached_bytes.tolist()
+    forget(tmp_path)
+    cache.gigabytes = (sum(sizes) - 100) / shard_cache.GIB
+    web.latency = 0.01
+
+    def step(number: int, *needs: tuple[int, int]) -> None:
+        cache.will_need(number, [ShardNeed(shard, first, first + 5) for shard, first in needs])
+
+    step(0, (0, 0), (1, 6))
+    cache.read(0, 0, 9)
+    cache.read(1, 0, 9)
+    wait_until(lambda: not cache._process.futures)
+    step(3, (1, 6), (2, 12), (0, 100))
+    cache.read(2, 0, 9)
+    assert [cache.path(cache.known(number)).exists() for number in range(3)] == [False, True, True]
+    step(9, (0, 14), (2, 12), (1, 90))
+    cache.read(0, 0, 9)
+    assert [cache.path(cache.known(number)).exists() for number in range(3)] == [True, False, True]
+
+
+def wait_until(what: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_shards_are_fetched_ahead(web: WebServer, tmp_path: Path) -> None:
+    part = opened(web.url + NAMES, **EACH, window=1).train
+    cache = cache_of(part)
+    forget(tmp_path)
+    part.will_need(0, [ShardNeed(2, 0, 3), ShardNeed(0, 4, 7)])
+    wait_until(lambda: len(cached(tmp_path)) == 2)
+    cache.read(2, 0, 9)
+    cache.read(0, 0, 9)
+    counts = cache.counters.of_rank()
+    assert (counts["hits"], counts["waits"], counts["fetched"]) == (2, 0, 2)
+    assert part.read_ahead == shard_cache.FIRST_AHEAD
+    cache.read(1, 0, 9)  # it was not listed
+    assert cache.counters.of_rank()["waits"] == 1
+    assert part.read_ahead == 2 * shard_cache.FIRST_AHEAD
+
+
+def _read_in_process(part: Any, results: Any) -> None:
+    results.put([float(image.float().mean()) for image, _ in samples(part)])
+
+
+@pytest.mark.usefixtures("processes")
+def test_processes_share_a_cache_and_fetch_each_shard_once(web: WebServer, tmp_path: Path) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    expected = [float(image.float().mean()) for image, _ in samples(part)]
+    forget(tmp_path)
+    web.sent.clear()
+    web.latency = 0.05
+    context = get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=_read_in_process, args=(part, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == [expected] * 4
+    for process in processes:
+        process.join()
+    names = [f"train-{number:05}.tar" for number in range(3)]
+    assert {name: web.sent[name] for name in names} == {name: (web.folder / name).stat().st_size for name in names}
+
+
+# --- faults ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (404, "there is no such object (3 tries)"),
+        (403, "access is denied (403), with the credentials of the environment (3 tries)"),
+        (500, "the server answers with status 500"),
+        ("cut", "tries"),
+    ],
+)
+def test_a_fault_that_stays_ends_in_a_line_with_the_shard(
+    web: WebServer, tmp_path: Path, fault: Any, reason: str
+) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    forget(tmp_path)
+    web.fault = lambda path: fault if path == "train-00001.tar" else None
+    line = refusal_of(samples, part)
+    assert f"{web.url}/train-00001.tar: " in line
+    assert reason in line
+    assert "start the run again when the server answers, and it goes on from its checkpoint" in line
+    web.fault = lambda path: None
+    assert len(samples(part)) == 42  # nothing of the fault is kept
+
+
+def test_a_slow_server_gets_another_request(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    forget(tmp_path)
+    monkeypatch.setattr(servers, "CHUNK_SECONDS", 0.2)
+    slow = iter([1.0])
+    web.fault = lambda path: next(slow, None)
+    assert len(samples(part)) == 42
+    forget(tmp_path)
+    web.fault = lambda path: 1.0 if "train" in path else None
+    assert "the server does not answer within 0 s" in refusal_of(samples, opened(web.url + NAMES, **EACH).train)
+
+
+def test_a_server_that_is_gone_and_comes_back(web: WebServer, tmp_path: Path) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    forget(tmp_path)
+    web.stop()
+    assert f"{web.url}/train-0000" in (line := refusal_of(samples, part))
+    assert "Connect" in line
+    cache_of(part).server.retry_seconds = 30
+    threading.Timer(0.3, web.start).start()
+    assert len(samples(part)) == 42
+
+
+@pytest.mark.parametrize("size_changes", [True, False])
+def test_a_shard_that_was_replaced_is_refused(web: WebServer, tmp_path: Path, size_changes: bool) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    forget(tmp_path)
+    file = web.folder / "train-00001.tar"
+    content = bytearray(file.read_bytes())
+    content[600] ^= 1
+    file.write_bytes(content[: len(content) - 1024 * size_changes])
+    line = refusal_of(samples, part)
+    assert f"{web.url}/train-00001.tar: was replaced after it was indexed: make the index again by `lockstep" in line
+
+
+def test_a_shard_that_was_replaced_is_indexed_again_by_the_next_run(
+    shards: Path, s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    url = upload(shards, s3, "replaced")
+    first = opened(url, **EACH)
+    images = {f"cat/{number}.png": (shards.parent / "folder/train/cat/1.png").read_bytes() for number in (90, 91)}
+    write_tar(tmp_path / "new" / "train-00001.tar", images)
+    upload(tmp_path / "new", s3, "replaced")
+    second = opened(url, **EACH)
+    assert len(second.train) == len(first.train) - 14 + 2
+    assert second.fingerprint != first.fingerprint
+
+
+def test_a_full_disk_ends_in_a_line(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    forget(tmp_path)
+
+    def full(self: Any, file: Any, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_cache.ShardCache, "_write", full)
+        line = refusal_of(samples, part)
+    assert f"{tmp_path}/cache/lockstep/shards: no space for train-0000" in line
+    assert "free space, or give another data.cache or a smaller data.cache_gb" in line
+    assert len(samples(part)) == 42
+
+
+@pytest.fixture
+def small_disk(processes: None, tmp_path: Path) -> Iterator[Any]:
+    """Return a function that mounts a file system of some bytes, where that is allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mounted(size: int) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("only root may mount a file system")
+        return folder
+
+    yield mounted
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("cache_gb", [None, 1])
+def test_a_disk_for_a_part_of_the_shards_is_enough(web: WebServer, small_disk: Any, cache_gb: int | None) -> None:
+    """Without a limit the disk is one; with a wrong one it is full, and what nobody needs goes."""
+    expected = samples(opened(web.url + NAMES, **EACH).train)  # and the index
+    sizes = [(web.folder / f"train-{number:05}.tar").stat().st_size for number in range(3)]
+    folder = small_disk(2 * max(sizes) + 30_000)
+    assert folder.stat().st_dev != web.folder.stat().st_dev
+    part = opened(web.url + NAMES, **EACH, cache=str(folder), cache_gb=cache_gb).train
+    actual = samples(part)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(actual, expected, strict=True))
+    assert sum(path.stat().st_size for path in folder.rglob("*") if len(path.name) == 64) <= 2 * max(sizes) + 30_000
+
+
+def test_a_disk_below_a_shard_ends_in_a_line(web: WebServer, small_disk: Any) -> None:
+    opened(web.url + NAMES, **EACH)
+    folder = small_disk(8192)
+    line = refusal_of(samples, opened(web.url + NAMES, **EACH, cache=str(folder)).train)
+    assert f"{folder}/shards: no space for train-0000" in line
+
+
+def test_limits_that_are_refused(web: WebServer) -> None:
+    def line(**changes: Any) -> str:
+        return refusal_of(opened, web.url + NAMES, **EACH, **changes)
+
+    assert "data.cache_gb=0: must be a number above 0, or null" in line(cache_gb=0)
+    assert "retry_seconds=-1: must be a number of seconds" in line(retry_seconds=-1)
+    opened(web.url + NAMES, **EACH)  # the index
+    largest = max((web.folder / name).stat().st_size for name in files_in(web.folder)) / shard_cache.GIB
+    assert "the largest shard alone takes" in line(cache_gb=largest / 2)
+    assert "without data.window every step reads from all of them: give data.window=4" in line(cache_gb=1.5 * largest)
+    assert len(samples(opened(web.url + NAMES, **EACH, cache_gb=1.5 * largest, window=1).train)) == 42
+
+
+def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    assert refusal_of(opened, "s3://bucket/images") == "s3://bucket/images: s3:// needs s3fs: pip install s3fs"
+    assert "there is no protocol nowhere: known are" in refusal_of(opened, "nowhere://bucket/images")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://me:secret@host/a-{0..1}.tar",
+        "s3://key:secret@bucket/images",
+        "https://host/a.tar?token=secret",
+        "https://host/a.tar?X-Amz-Signature=secret",
+        "simplecache::s3://secret/images",
+        "abfs://name:secret@account/images",
+        "https://host/a#secret",
+    ],
+)
+def test_a_url_with_a_secret_is_refused_without_it(url: str) -> None:
+    assert "secret" not in (line := refusal_of(opened, url))
+    assert line.startswith("data_dir: ")
+
+
+@pytest.mark.parametrize("name", ["image_folder", "mnist", "cifar10"])
+def test_a_url_is_for_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = refusal_of(open_data, config(name), "s3://bucket/images")
+    assert line == f"{name}: data_dir=s3://bucket/images is a URL: must be a folder (data=shards reads shards of a URL)"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_url_stays_one_in_the_config() -> None:
+    for typed, expected in {
+        "s3://bucket/images/": "s3://bucket/images",
+        "file:///images/x": "/images/x",
+        "abfs://images@account.dfs.core.windows.net/x": "abfs://images@account.dfs.core.windows.net/x",
+        "images:2": str(Path("images:2").absolute()),
+    }.items():
+        assert check(composed(f"data_dir='{typed}'")).data_dir == expected
+
+
+def test_patterns_that_are_refused() -> None:
+    assert "{a} is no pattern" in refusal_of(opened, "http://127.0.0.1:9/{a}.tar")
+    assert "the braces of" in refusal_of(opened, "http://127.0.0.1:9/{0..1.tar")
+    assert "{5..2} names 0 shards" in refusal_of(opened, "http://127.0.0.1:9/{5..2}.tar")
+
+
+def test_damaged_records_beside_the_shards_are_refused(web: WebServer) -> None:
+    opened(web.url + NAMES, **EACH)
+    (key,) = {path.name for path in Path(os.environ["XDG_CACHE_HOME"]).rglob("records-*")}
+    beside = web.folder / ".index" / f"{key}.json"
+    beside.parent.mkdir()
+    for content in (b"{", b"[]", json.dumps({"shards": 3}).encode()):
+        beside.write_bytes(content)
+        assert f".index/{key}: damaged (" in refusal_of(opened, web.url + NAMES, **EACH)
