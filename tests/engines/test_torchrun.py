@@ -75,6 +75,14 @@ def workers(agent: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in children if is_worker(int(pid))]
 
 
+def test_sharded_weights_have_the_same_bits(site: Site, one_device: Run) -> None:
+    command = ("torchrun", "--nproc-per-node=2", "src/train.py", "strategy=fsdp", "strategy.reshard=true")
+    run = site.run(*command, *JOB, "name=sharded")
+    assert run.returncode == 0, str(run)
+    summary = ended_well("sharded", [site], one_device, everything(run))
+    assert summary["layout"]["strategy"] == "fsdp"
+
+
 def test_a_killed_worker_is_started_again(site: Site, one_device: Run) -> None:
     process = site.start(*RESTARTED, *JOB, SLOW, "name=killed")
     site.wait_for_checkpoint("killed", process)
