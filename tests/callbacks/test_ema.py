@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,8 @@ def test_the_average_is_lightnings_with_a_decay_that_warms_up() -> None:
     module.frozen, module.trained = nn.Parameter(torch.rand(1000)), nn.Parameter(torch.rand(1000))
     counter = torch.arange(1000)
     module.register_buffer("counter", counter)
-    frozen, trainer = module.frozen.detach().clone(), SimpleNamespace(strategy=SimpleNamespace(root_device="cpu"))
+    strategy = SimpleNamespace(root_device="cpu", whole_weights=nullcontext)
+    frozen, trainer = module.frozen.detach().clone(), SimpleNamespace(strategy=strategy)
     callbacks: list[Any] = [EMA(decay=0.9), EMA(decay=0.1), EMAWeightAveraging(decay=0.1)]
     for callback in callbacks:
         callback.setup(trainer, module, "fit")

@@ -58,6 +58,18 @@ def test_a_run_goes_on_with_the_config_folder_of_its_command(tmp_path: Path) -> 
         assert actual[-len(other) :] == other
 
 
+def test_another_strategy_drops_the_options_that_it_does_not_have(tmp_path: Path) -> None:
+    saved = ["strategy=fsdp", "strategy.reshard=true", "strategy.shares=[2,1]", "devices=2"]
+    for file, content in {"checkpoints/last.ckpt": "", ".hydra/overrides.yaml": OmegaConf.to_yaml(saved)}.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    again = resolved([f"resume={tmp_path}"])
+    assert {*saved} <= {*again}
+    other = resolved([f"resume={tmp_path}", "strategy=ddp"])
+    assert {"strategy=ddp", "strategy.shares=[2,1]", "devices=2"} <= {*other}
+    assert "strategy.reshard=true" not in other
+
+
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
     with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):

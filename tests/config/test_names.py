@@ -36,7 +36,7 @@ def test_near_names(name: str, near: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["fsdp", "fsdp2", "deepspeed", "deepspeed_stage_2", "ddp_spawn", "ddp_find_unused_parameters_true", "horovod"],
+    ["deepspeed", "deepspeed_stage_2", "ddp_spawn", "ddp_find_unused_parameters_true", "horovod"],
 )
 def test_a_strategy_of_others_is_not_supported(name: str) -> None:
     message = no_option_message("strategy", name)

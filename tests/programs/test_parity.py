@@ -14,7 +14,8 @@ from torch import nn
 
 from lockstep.commands.api import compose
 from lockstep.config.check import check
-from lockstep.config.pages import options
+from lockstep.config.instantiate import locate
+from lockstep.config.pages import group_file, options
 from lockstep.errors import UserError
 from lockstep.programs.parity import Different, chosen, judge_features, layouts, verdict
 from lockstep.programs.trials.judging import MARGIN, Distances, Row, allowed, distances
@@ -51,8 +52,11 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     rows = report(run)["rows"]
     assert all(row["passed"] for row in rows)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
-    staged = [f"{name}, 2 stages" for name in STRATEGIES.split(",")[2:]]
-    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *staged, "an engine's workers, 2"]
+    targets = {name: group_file("strategy", name)["_target_"] for name in STRATEGIES.split(",")[2:]}
+    others = [
+        f"{name}, 2 {'stages' if locate('strategy', each).staged else 'devices'}" for name, each in targets.items()
+    ]
+    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *others, "an engine's workers, 2"]
     has_late = "late" in options("extras")
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
     assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * (len(layouts) - 1)
@@ -193,7 +197,12 @@ def test_few_training_samples_are_of_all_classes() -> None:
 def test_the_control_with_a_larger_lr_needs_no_argument_of_the_module() -> None:
     module = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    record, trainer = Record(1, 8, "faster"), SimpleNamespace(global_step=0, max_steps=9, precision="32-true")
+    record, trainer = (
+        Record(1, 8, "faster"),
+        SimpleNamespace(
+            global_step=0, max_steps=9, precision="32-true", strategy=SimpleNamespace(local_part=lambda part: part)
+        ),
+    )
     rates = []
     for _ in range(2):
         before = module.weight.item()
@@ -209,7 +218,9 @@ def test_rounding_that_adamw_makes_whole_steps_of_is_not_compared_and_a_fault_be
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3))
     record = Record(1, 8)
-    trainer: Any = SimpleNamespace(global_step=0, max_steps=9, precision="32-true")
+    trainer: Any = SimpleNamespace(
+        global_step=0, max_steps=9, precision="32-true", strategy=SimpleNamespace(local_part=lambda part: part)
+    )
     nn.functional.cross_entropy(module(torch.rand(8, 1, 6, 6)), torch.arange(8) % 3).backward()
     record.on_before_optimizer_step(trainer, module, None)  # type: ignore[arg-type]
     rounding = {name: each.numpy() > 0 for name, each in record.rounding.items()}

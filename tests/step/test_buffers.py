@@ -505,7 +505,11 @@ def test_what_is_validated_is_what_is_saved(ranks: Ranks, caplog: pytest.LogCapt
         module[1].center += rank
         trainer = SimpleNamespace(
             datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=2, exact=exact)),
-            strategy=SimpleNamespace(root_device=torch.device("cpu"), before_weights_are_read=lambda: None),
+            strategy=SimpleNamespace(
+                root_device=torch.device("cpu"),
+                before_weights_are_read=lambda: None,
+                replicated_parameters=lambda: list(module.parameters()),
+            ),
             is_global_zero=rank == 0,
             state=SimpleNamespace(fn="fit"),
             sanity_checking=False,

@@ -82,7 +82,8 @@ def test_a_sum_that_overflows_is_finite() -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_finite_gradients_whose_sum_overflows_stop_nothing(later: bool) -> None:
     module = nn.Linear(4, 1, bias=False)
-    strategy = SimpleNamespace(staged=False, optimizers=[torch.optim.SGD(module.parameters())])
+    optimizers = [torch.optim.SGD(module.parameters())]
+    strategy = SimpleNamespace(parted=False, optimizers=optimizers, local_part=lambda tensor: tensor)
     step: Any = SimpleNamespace(module=module, strategy=strategy, number=0, losses=[], batch=SimpleNamespace())
     check = FiniteGradientCheck("stop", later)
     module.weight.grad = torch.full((1, 4), 3e38)

@@ -23,7 +23,8 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     run = Program(tmp_path, home=project)(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", ok=False)
     assert run.returncode == 2, str(run)
     output = (
-        r"^error: step 2: out of memory in 2 pieces of 32 samples: pieces=4 \(accumulate_grad_batches=2\) takes less$"
+        r"^error: step 2: out of memory in 2 pieces of 32 samples with strategy=ddp: "
+        r"pieces=4 \(accumulate_grad_batches=2\) takes less$"
     )
     assert re.search(output, run.stderr, re.M), run.stderr
     assert "Traceback" not in run.stderr
@@ -53,11 +54,12 @@ def test_what_an_error_reports_of_memory() -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
         torch.empty(1 << 60)
     assert out_of_memory_advice(error.value, 11, layout) == (
-        "step 12: out of memory in 2 pieces of 3 samples: pieces=6 (accumulate_grad_batches=3) takes less"
+        "step 12: out of memory in 2 pieces of 3 samples with strategy=ddp: pieces=6 (accumulate_grad_batches=3) "
+        "takes less"
     )
     finest = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=2)
     assert str(out_of_memory_advice(error.value, 11, finest)).endswith(
-        "2 pieces of 1 sample: use a smaller batch_size, since 2 can't be cut finer"
+        "2 pieces of 1 sample with strategy=ddp: use a smaller batch_size, since 2 can't be cut finer"
     )
     assert out_of_memory_advice(RuntimeError("shapes cannot be multiplied"), 11, layout) is None
     refusal = UserError("step 12")

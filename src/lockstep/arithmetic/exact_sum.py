@@ -66,6 +66,7 @@ class ExactSum:
             the other tensors, `total` returns those of `like`.
         names: names of the tensors; if given, messages are checked. Each message then carries checksums, the sums of
             its parts mod 2**64. They are linear, so the checksums of the result must equal the summed checksums.
+        device: the device of the sums; None: that of `like`.
 
     Attributes:
         groups: the indices of the tensors of each group. A group is the tensors that share a grid.
@@ -76,6 +77,7 @@ class ExactSum:
             grid yet.
         present: for each tensor, whether it was not None in some addend: of this process until `unpack`, of any process
             after it.
+        broken: indices of the tensors that had an addend with elements that are not finite, after `unpack`.
     """
 
     def __init__(
@@ -85,10 +87,11 @@ class ExactSum:
         segment_ids: Sequence[int] = (),
         summed_here: Sequence[bool] = (),
         names: Sequence[str] = (),
+        device: torch.device | None = None,
     ) -> None:
         self.like = list(like)
         self.floor = floor
-        self.device = self.like[0].device if self.like else torch.device("cpu")
+        self.device = device or (self.like[0].device if self.like else torch.device("cpu"))
         self.in_chunks = self.device.type == "cpu"  # for its cache; a GPU takes many groups in one kernel
         self.dense = [dense(tensor) for tensor in self.like]
         self.groups = _group(self.like, segment_ids or [0] * len(self.like))
@@ -110,6 +113,7 @@ class ExactSum:
         """Start the sum of a step. An error message names the step."""
         self.step = step
         self.present = [False] * len(self.like)
+        self.broken: set[int] = set()
         self.outgrown: list[tuple[int, Tensor]] = []
         # on a GPU: the groups and addends of the last `add`, their largest elements, and when the host can read these
         self.unchecked: tuple[list[tuple[int, Tensor]], Tensor, torch.cuda.Event | None] | None = None
@@ -133,7 +137,7 @@ class ExactSum:
             return
         for g in groups:
             flat = self._flat(self.groups[g], values)
-            if self._round(flat, g):
+            if self._round(flat, g, self.parts[g], first=not self.num_added[g]):
                 self.num_added[g] += 1
             else:
                 self._put_aside(g, flat)
@@ -218,9 +222,9 @@ class ExactSum:
             alone: whether this is the only process. The host then knows the counts, so a GPU need not get them.
         """
         self._check_last()
-        for part, num_added in zip(self.parts, self.num_added, strict=True):
-            if not num_added:
-                part.zero_()
+        for g in self.local_groups:
+            if not self.num_added[g]:
+                self.parts[g].zero_()
         counts = [*self.num_added, len(self.outgrown), *self.present]
         self.counts_alone = counts if alone else None
         if alone:
@@ -256,13 +260,19 @@ class ExactSum:
         ]
         maxima = [largest * divisor for largest in _largest(flats, self.in_chunks)]
         sums = self._shaped(flats)
+        self.broken = broken
         for index in broken:
             if index in sums:
                 sums[index].fill_(math.nan)
         return [sums.get(index, like) for index, like in enumerate(self.like)], maxima
 
     def update_grids(self, maxima: Sequence[float]) -> None:
-        """Choose the grids of later sums from `maxima`, the largest elements of the sum just finished."""
+        """Choose the grids of later sums from `maxima`, the largest elements of the sum just finished.
+
+        They are ignored if they are those of other groups.
+        """
+        if len(maxima) != len(self.local_groups):
+            return
         for g, largest in zip(self.local_groups, maxima, strict=True):
             self.exponents[g] = self._next(self.exponents[g], largest)
 
@@ -324,23 +334,25 @@ class ExactSum:
         # `double` may return the addend itself, so don't add in place
         return torch.add(flat.double(), _constant(self.grid_exponents[g])).view(torch.int64)
 
-    def _round(self, flat: Tensor, g: int) -> bool:
-        """Round the elements, on a CPU, and add them to the group's units, each with the constant's bits.
+    def _round(self, flat: Tensor, g: int, units: Tensor, first: bool) -> bool:
+        """Round the elements, on a CPU, and add them to `units`, each with the constant's bits.
 
         The first addend overwrites the units. numpy does the same IEEE additions as torch in half of the time.
 
         Args:
             flat: the addend.
             g: index of the group.
+            units: int64, as many as the addend has elements.
+            first: whether this is the first addend of the units.
 
         Returns:
             Whether the addend fits the grid. If not, nothing was added; but the units are undefined if they had no
             addend before.
         """
-        limit, first = self._limit(g), not self.num_added[g]
+        limit = self._limit(g)
         if not limit:
             return False
-        values, sums, scratch = flat.numpy(), self.parts[g].numpy(), self.scratch.numpy()
+        values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
         constant = _constant(self.grid_exponents[g])
 
         def add_constant(start: int, into: np.ndarray) -> np.ndarray:
@@ -419,27 +431,8 @@ class ExactSum:
         Returns:
             The sums by group, and the indices of the tensors that had an addend with elements that are not finite.
         """
-        exponents = torch.full((len(self.groups),), NO_EXPONENT, dtype=torch.int64)
-        broken = torch.zeros(len(self.like), dtype=torch.int64)
-        for g, value in self.outgrown:
-            parts = value.split([self.like[index].numel() for index in self.groups[g]])
-            for index, part, largest in zip(self.groups[g], parts, maxima := _largest(parts, True), strict=True):
-                if not largest < 2.0**HIGHEST:  # nan too
-                    broken[index] = 1
-                    part.zero_()
-            largest = max(each for each in [0.0, *maxima] if each < 2.0**HIGHEST)
-            if largest:
-                exponents[g] = max(int(exponents[g]), math.frexp(largest)[1])
-        agreement = torch.cat([exponents, broken]).to(self.device)
-        all_reduce(agreement, "max")
-        exponents, broken = agreement.cpu().split([len(self.groups), len(self.like)])
-        # 2 bits instead of HEAD, 1 of them spare: these are the exponents of the addends themselves, so nothing grows.
-        agreed = {g: e + 2 - BITS for g, e in enumerate(exponents.tolist()) if e != NO_EXPONENT}
-        units = {g: torch.zeros(self.sizes[g], dtype=torch.int64, device=self.device) for g in agreed}
-        for g, value in self.outgrown:
-            if g in agreed:
-                constant = _constant(agreed[g])
-                units[g] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
+        agreed, broken, agreement = self._agree_on_grids(all_reduce)
+        units = {g: self._outgrown_units(g, agreed[g], self.sizes[g]) for g in self.local_groups if g in agreed}
         if units:
             # The last part shows whether `agreement` was damaged on its way: each process adds (sum of `agreement`, 1).
             # If all have received the same, the total is (processes * sum, processes).
@@ -451,8 +444,42 @@ class ExactSum:
             # inverted checksums match nothing, so `_check` raises
             self._check([*parts, agreement_check], checks if consistent else ~checks, list(units))
             units = dict(zip(units, parts, strict=True))
-        sums = {g: part.double().mul_(2.0 ** agreed[g]) for g, part in units.items()}
-        return sums, {index for index, bad in enumerate(broken.tolist()) if bad}
+        return {g: part.double().mul_(2.0 ** agreed[g]) for g, part in units.items()}, broken
+
+    def _agree_on_grids(self, all_reduce: AllReduce) -> tuple[dict[int, int], set[int], Tensor]:
+        """Choose the grids of the addends that outgrew theirs. In them, replace elements that are not finite by 0.
+
+        Returns:
+            The exponents of the grids by group, the indices of the tensors with elements that are not finite, and the
+            tensor from which both follow. All are the same on all processes.
+        """
+        exponents = torch.full((len(self.groups),), NO_EXPONENT, dtype=torch.int64)
+        broken = torch.zeros(len(self.like), dtype=torch.int64)
+        for g, value in self.outgrown:
+            group = self.groups[g]
+            # the addend of a single tensor may be padded
+            parts = value.split([self.like[index].numel() for index in group]) if len(group) > 1 else [value]
+            for index, part, largest in zip(group, parts, maxima := _largest(parts, True), strict=True):
+                if not largest < 2.0**HIGHEST:  # nan too
+                    broken[index] = 1
+                    part.zero_()
+            largest = max(each for each in [0.0, *maxima] if each < 2.0**HIGHEST)
+            if largest:
+                exponents[g] = max(int(exponents[g]), math.frexp(largest)[1])
+        agreement = torch.cat([exponents, broken]).to(self.device)
+        all_reduce(agreement, "max")
+        exponents, broken = agreement.cpu().split([len(self.groups), len(self.like)])
+        # 2 bits instead of HEAD, 1 of them spare: these are the exponents of the addends themselves, so nothing grows.
+        agreed = {g: e + 2 - BITS for g, e in enumerate(exponents.tolist()) if e != NO_EXPONENT}
+        return agreed, {index for index, bad in enumerate(broken.tolist()) if bad}, agreement
+
+    def _outgrown_units(self, g: int, grid_exponent: int, size: int) -> Tensor:
+        """Return the sum of this process's addends that outgrew the grid of a group, as multiples of another grid."""
+        units, constant = torch.zeros(size, dtype=torch.int64, device=self.device), _constant(grid_exponent)
+        for other, value in self.outgrown:
+            if other == g:
+                units += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
+        return units
 
 
 def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:

@@ -22,8 +22,8 @@ class Layout:
     """The assignment of a step's pieces to devices.
 
     Attributes:
-        strategy: `single`, `ddp` (a process per device), `dp` (one process, several devices), or the name of an
-            extra's strategy.
+        strategy: `single`, `dp` (one process, several devices), or the name of another strategy, which has a process
+            for each device.
         accelerator: `cpu` or `gpu`.
         devices: devices of one node.
         num_nodes: machines.
@@ -52,20 +52,21 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Worker processes over all nodes."""
-        return self.num_devices if self.strategy == "ddp" or self.staged else 1
+        return self.num_devices if self.has_process_group else 1
 
     @property
     def has_process_group(self) -> bool:
         """True if the workers form a process group. With ddp, a single worker does, too."""
-        return self.strategy == "ddp" or self.staged
+        return self.strategy not in ("single", "dp")
 
     @property
     def replicas(self) -> int:
-        """Processes that have a whole network each and share the pieces of a step. Without ddp there is one.
+        """Processes that compute with a whole network each and share the pieces of a step.
 
-        With dp, one process has the network and copies its weights to the other devices.
+        With dp there is one: it has the network and copies its weights to the other devices. With stages there is one
+        network in all processes.
         """
-        return self.num_devices if self.strategy == "ddp" else 1
+        return 1 if self.staged else self.world_size
 
     @property
     def accumulate(self) -> int:

@@ -1,6 +1,7 @@
 """Average the weights over the steps. The run validates, saves and tests the average."""
 
 import itertools
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +29,8 @@ class EMA(EMAWeightAveraging):
         update_every_n_steps: optimizer steps between updates. The first step updates, and skipped steps count.
     """
 
+    takes_whole_weights = True  # so it works where each device keeps a part of them
+
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay}: must be at least 0 and below 1")
@@ -42,6 +45,22 @@ class EMA(EMAWeightAveraging):
             # on the host, which reads it at each update and would have to wait for a device.
             module = pl_module.to(trainer.strategy.root_device)
             self._average_model = Average(module, self)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update the average from the whole weights, if an update is due."""
+        if trainer.global_step > self._latest_update_step and self.should_update(step_idx=trainer.global_step - 1):
+            with trainer.strategy.whole_weights():  # type: ignore[attr-defined]
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        with pl_module.trainer.strategy.whole_weights():  # type: ignore[attr-defined]
+            super()._swap_models(pl_module)
+
+    def _copy_average_to_current(self, pl_module: pl.LightningModule) -> None:
+        with pl_module.trainer.strategy.whole_weights():  # type: ignore[attr-defined]
+            super()._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give the module the average if nothing was left to train: Lightning then does not call `on_train_end`."""

@@ -63,7 +63,9 @@ class ReplicaConsistencyCheck(Callback):
         if trainer.datamodule.layout.replicas == 1:
             return
         device = trainer.strategy.root_device
-        sums = [_checksum(each, device) for each in (pl_module.parameters(), _buffers(pl_module).values())]
+        sums = [
+            _checksum(each, device) for each in (trainer.strategy.replicated_parameters(), _buffers(pl_module).values())
+        ]
         weights, buffers = zip(*gather_objects([int(each) for each in sums]), strict=True)
         if others := _unusual(weights):
             raise Diverged(f"after step {trainer.global_step} the weights of {others}")

@@ -19,7 +19,7 @@ from lockstep.checkpoint import paths
 from lockstep.config import value_checks
 from lockstep.config.arguments import LIST_GROUPS, Arguments, config_dirs_of, is_sweep, key
 from lockstep.config.hydra_quirks import VERSION_BASE
-from lockstep.config.pages import options, primary, quote_path, search_path_override, with_one_search_path
+from lockstep.config.pages import group_file, options, primary, quote_path, search_path_override, with_one_search_path
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
@@ -71,6 +71,7 @@ def _resolve_run(arguments: Arguments) -> Arguments:
     _drop_length(merged, new_overrides)
     for group in LIST_GROUPS:
         _drop_options(merged, group, new_overrides)
+    _drop_foreign_options(merged, "strategy", new_overrides)
     merged |= {key(override): override for override in new_overrides}
     merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
     return replace(arguments, overrides=tuple(merged.values()))
@@ -85,6 +86,17 @@ def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str
     for name in set(options(group)) - {name.strip() for name in names}:
         for option in [each for each in saved if each.startswith(f"{group}.{name}.")]:
             del saved[option]
+
+
+def _drop_foreign_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
+    """Remove the saved options of a group that its newly chosen page does not have, such as `strategy.reshard=true`."""
+    chosen = [override.partition("=")[2] for override in new_overrides if key(override) == group]
+    if not chosen or chosen[-1] not in options(group):
+        return
+    page = group_file(group, chosen[-1])
+    for name in [each for each in saved if each.startswith(f"{group}.")]:
+        if name.split(".")[1] not in page:
+            del saved[name]
 
 
 def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:

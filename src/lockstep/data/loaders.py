@@ -199,10 +199,13 @@ class StepDataset:
             for device, piece in layout.micro_batches(self.rank)
             if sizes[piece]
         ]
-        all_ranks_have_data = num_nonempty == len(sizes) or all(
-            any(sizes[piece] for _, piece in layout.micro_batches(rank)) for rank in range(layout.replicas)
-        )
-        return StepBatch(local_batches, sum(sizes), num_nonempty, epoch, step, all_ranks_have_data)
+        if num_nonempty == len(sizes):
+            fewest, most = 1, layout.accumulate
+        else:
+            ranks = range(layout.replicas)
+            numbers = [sum(1 for _, piece in layout.micro_batches(rank) if sizes[piece]) for rank in ranks]
+            fewest, most = min(numbers), max(numbers)
+        return StepBatch(local_batches, sum(sizes), num_nonempty, epoch, step, fewest > 0, most)
 
     def _step_since_start(self, epoch: int, index: int) -> int:
         """Return the number of a step since the run began, 0-based."""

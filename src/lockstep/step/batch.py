@@ -54,6 +54,7 @@ class StepBatch:
         epoch: 0-based.
         step: the number of the optimizer step since the run began, 0-based.
         all_ranks_have_data: whether every process has a sample in this step.
+        most_micro_batches: the number of micro-batches of the process that has most of them.
         skipped: whether the gradient was not finite and the step was skipped (`nonfinite=skip`). Set during the step.
     """
 
@@ -63,6 +64,7 @@ class StepBatch:
     epoch: int
     step: int
     all_ranks_have_data: bool
+    most_micro_batches: int = 0
     skipped: bool = False
 
     @property

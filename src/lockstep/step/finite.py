@@ -5,6 +5,7 @@ import math
 from cmath import isfinite
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -93,14 +94,13 @@ class FiniteGradientCheck(StepHook):
             NonFinite: with `stop`, because of this step or the step before.
         """
         module, strategy = step.module, step.strategy
-        staged = strategy.staged  # each process has another part of the gradient, so all results are combined
         groups = strategy.optimizers[0].param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        if not gradients and not staged:
+        if not gradients and not strategy.parted:
             return False
         self.flush()
-        number = finite_if_all_are(gradients or [next(module.parameters()).new_zeros(1)], self.one_step_later)
-        if staged:
+        number = finite_if_all_are(gradients or [torch.zeros(1, device=strategy.root_device)], self.one_step_later)
+        if strategy.parted:
             dist.all_reduce(number := number.abs().double())
         if self.one_step_later:
             answer = number.to("cpu", non_blocking=True)
@@ -109,15 +109,16 @@ class FiniteGradientCheck(StepHook):
             return False
         if isfinite(number.item()):
             return False
-        names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
-        if staged:
+        trained = ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
+        names = [name for name, gradient in trained if not bool(strategy.local_part(gradient).isfinite().all())]
+        if strategy.parted:
             # Backward passes begin in the last stage, so its names come first.
-            names = [name for part in reversed(gather_objects(names)) for name in part]
+            names = list(dict.fromkeys(name for part in reversed(gather_objects(names)) for name in part))
         if not names:
             return False
         skips = self._skips(step, f" ({join_names(names, 1)})")
         if skips and _scaler(step) is None:  # a scaler checks the gradients itself, so it needs them
-            for parameter in module.parameters():
+            for parameter in chain(module.parameters(), *(group["params"] for group in groups)):
                 parameter.grad = None
         return skips
 
@@ -176,15 +177,15 @@ class FiniteGradientCheck(StepHook):
         search = bad and not values and not self.one_step_later and not step.strategy.staged
         self._searches += 1
         wrong_losses, searched = [], 0
-        if search and self._searches <= MAX_SEARCHES:
-            for micro_batch in bad:
+        with step.strategy.whole_weights():
+            for micro_batch in bad if search and self._searches <= MAX_SEARCHES else []:
                 wrong_losses += samples_with_wrong_loss(step, micro_batch, self.compiled)
                 searched += micro_batch.size
         growth = self._growth(step)
         large = not self.one_step_later and any(
-            not float(p.detach().abs().max()) < LARGE_WEIGHT
+            not float(part.abs().max()) < LARGE_WEIGHT
             for p in step.module.parameters()
-            if p.numel() and step.strategy.holds(p)
+            if step.strategy.holds(p) and (part := step.strategy.local_part(p.detach())).numel()
         )
         local = Findings(bool(bad), tuple(values), tuple(wrong_losses), searched, growth, large)
         return gather_objects(local) if step.passes.gradients.world_size > 1 else [local]

@@ -60,14 +60,21 @@ class FirstStepCheck(StepHook):
         Raises:
             StepRefused: the module breaks one of the rules.
         """
-        if self.done or step.number or not step.batch.micro_batches:
+        if self.done or step.number:
             return
         self.done = True
         several = step.passes.gradients.world_size > 1
-        if step.strategy.staged or (several and any(isinstance(m, nn.SyncBatchNorm) for m in step.module.modules())):
+        if step.strategy.passes_communicate or (
+            several and any(isinstance(m, nn.SyncBatchNorm) for m in step.module.modules())
+        ):
             LOG.debug("the first step is not checked, since a pass needs other processes")
             return
-        micro_batch = step.batch.micro_batches[0]
+        with step.strategy.whole_weights():  # every process enters it, also one without a sample
+            if step.batch.micro_batches:
+                self._check(step, step.batch.micro_batches[0])
+
+    def _check(self, step: Step, micro_batch: MicroBatch) -> None:
+        """Run the trial passes of a piece."""
         with trial_passes(step, self.compiled) as tensors:
             trial = _Trial(step, micro_batch, tensors)
             if step.data.layout.exact or step.data.layout.pieces > 1:

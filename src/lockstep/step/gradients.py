@@ -98,6 +98,10 @@ class GradientSum:
         """
         return micro_batch.size / step_batch.samples * self.world_size
 
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients `start` sums."""
+        return trained_parameters(self.strategy.lightning_module)
+
     def collect(self) -> None:
         """Collect the gradient after a backward pass. Here autograd has added it to those before."""
 
@@ -116,7 +120,7 @@ class GradientSum:
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Move this process's gradients out of the parameters and start their sum over all processes."""
-        parameters = trained_parameters(self.strategy.lightning_module)
+        parameters = self.parameters()
         local_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -200,18 +204,18 @@ class ExactGradientSum(GradientSum):
         """Make the sums of the trained parameters."""
         parameters = list(self.trained.values())
         ids = segment_ids(self.strategy.lightning_module, parameters)
-        summed_here = [self.strategy.holds(p) for p in parameters]
-        names_to_check = list(self.trained) if self.check_messages else ()
-        like = [p.detach() for p in parameters]
-        self.sums = [
-            ExactSum(like, segment_ids=ids, summed_here=summed_here, names=names_to_check)
-            for _ in range(self.sums_at_once)
-        ]
+        self.sums = [self._make_sum(parameters, ids) for _ in range(self.sums_at_once)]
         # keep the exponents from a checkpoint or from the last sums, unless the groups are others now
         if len(self.exponents) != len(self.sums[0].exponents):
             self.exponents = self.sums[0].exponents
         for each in self.sums:
             each.exponents = self.exponents
+
+    def _make_sum(self, parameters: list[torch.nn.Parameter], segments: list[int]) -> ExactSum:
+        """Return a sum of the gradients of `parameters`; `segments` are their `segment_ids`."""
+        summed_here = [self.strategy.holds(p) for p in parameters]
+        names_to_check = list(self.trained) if self.check_messages else ()
+        return ExactSum([p.detach() for p in parameters], None, segments, summed_here, names_to_check)
 
     def _reset(self) -> None:
         """Drop the gradients, also of parameters that belong to no optimizer and that `zero_grad` does not reach."""
@@ -252,10 +256,8 @@ class ExactGradientSum(GradientSum):
 
     def apply(self, started: StartedSum) -> None:
         """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
-        maxima = started.result[1]
-        # The number of groups differs if parameters were frozen or unfrozen since the sum was started.
-        if self.sum is not None and len(maxima) == len(self.sum.local_groups):
-            self.sum.update_grids(maxima)
+        if self.sum is not None:  # it has other groups if parameters were frozen or unfrozen since the sum was started
+            self.sum.update_grids(started.result[1])
         super().apply(started)
 
     def state_dict(self) -> dict[str, Any]:

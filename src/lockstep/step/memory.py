@@ -33,7 +33,8 @@ def out_of_memory_advice(error: BaseException, step: int, layout: Layout) -> str
     peak = peak_memory()
     at = "" if peak is None else f" at {peak / MIB:.0f} MiB"
     size = plural(layout.piece_size, "sample")
-    wrong = f"step {step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}"
+    on = f" with strategy={layout.strategy}" * (layout.num_devices > 1)
+    wrong = f"step {step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}{on}"
     finer = next(layout.with_more_pieces(), None)
     if finer is None:
         return f"{wrong}: use a smaller batch_size, since {layout.batch_size} can't be cut finer"

@@ -264,7 +264,8 @@ class Step:
         A number that some micro-batch lacks is left out.
         """
         if not self.outputs:  # a rank without samples needs a loss, because all ranks may log it
-            return {"loss": next(self.module.parameters()).new_zeros(())}
+            dtype = next(self.module.parameters()).dtype
+            return {"loss": torch.zeros((), dtype=dtype, device=self.strategy.root_device)}
         if len(self.outputs) == 1:
             return self.outputs[0]
         sizes = [micro_batch.size for micro_batch in self.batch.micro_batches]

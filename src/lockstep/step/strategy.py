@@ -49,6 +49,8 @@ class PieceStrategy(Strategy):
         has_last_stage: whether this process has the network's last stage, or the whole network. If not, its first call
             of `training_step` ends with its stage's output. Before the backward pass it calls `training_step` again,
             without gradients. This call gets the network's output and returns the loss.
+        parted: whether each process has only a part of the step's gradient.
+        passes_communicate: whether a pass needs the other processes.
         hooks: the hooks of the trainer's steps.
         substitute: an object with the module's parameters that computes in its place; None: the module computes.
         lightning_module: the module that is trained; Lightning's property, with another type.
@@ -57,6 +59,8 @@ class PieceStrategy(Strategy):
     lightning_module: Any
     staged = False
     has_last_stage = True
+    parted = False
+    passes_communicate = False
     hooks: Sequence["StepHook"] = ()
     substitute: Any = None
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
@@ -109,8 +113,27 @@ class PieceStrategy(Strategy):
         return True
 
     def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
-        """Merge the dicts of processes that have different stages, on rank zero. Every process calls this."""
+        """Merge the dicts of processes that have different parts, on rank zero. Every process calls this.
+
+        Keys of different parts differ, or they are names of parameters, of which each value is a part.
+        """
         return local_values
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Return a context in which the module has all its weights, so that a pass needs no other process.
+
+        What changes in them stays. Every process enters and leaves it, and changes the same.
+        """
+        yield
+
+    def local_part(self, tensor: Tensor) -> Tensor:
+        """Return this process's part of a parameter or of its gradient. Here it is all of it."""
+        return tensor
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have the same values on all processes."""
+        return list(self.lightning_module.parameters())
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Return the norm of the gradient of all `parameters`. With stages, every process calls this."""
@@ -230,3 +253,18 @@ def proxy(thing: Any, overrides: type) -> Any:
 @cache
 def _proxy_class(kind: type, overrides: type) -> Any:
     return type(kind.__name__, (overrides, kind), {})
+
+
+class ClipsByStrategy:
+    """A method for `proxy`: the proxy of the precision plugin has it in place of its own `clip_grad_by_norm`.
+
+    It clips by the norm over the parts of all processes.
+    """
+
+    main_params: Any
+    strategy: PieceStrategy
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the gradients of an optimizer's parameters by their norm."""
+        parameters = list(self.main_params(optimizer))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.strategy.gradient_norm(parameters))

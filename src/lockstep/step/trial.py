@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lockstep.step.buffers import copy_buffers, restore_buffers
 from lockstep.step.lightning_quirks import without_logging
 from lockstep.step.module_state import SavedAttributes, SavedTensors
 from lockstep.step.passes import Step
@@ -18,19 +19,31 @@ from lockstep.step.strategy import generators
 @contextmanager
 def trial_passes(step: Step, compiled: bool = False) -> Iterator[SavedTensors]:
     """Return the context of passes that leave no trace. It gives the weights and buffers before them."""
-    module, device_generators = step.module, generators(step.strategy.root_device)
-    states = [generator.get_state() for generator in device_generators]
-    attributes, tensors = SavedAttributes(module), SavedTensors(module)
+    tensors = SavedTensors(step.module)
     with ExitStack() as stack:
-        stack.enter_context(isolate_rng(include_cuda=False))
-        stack.enter_context(_without_breakpoints())
-        stack.enter_context(without_logging(step.trainer))
+        stack.enter_context(without_traces(step.trainer))
         if compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             yield tensors
         finally:
             tensors.restore()
+
+
+@contextmanager
+def without_traces(trainer: Any) -> Iterator[None]:
+    """Return the context of passes that change parameters and gradients only: no buffer, attribute, random generator.
+
+    Nor do they log.
+    """
+    module, device_generators = trainer.lightning_module, generators(trainer.strategy.root_device)
+    states = [generator.get_state() for generator in device_generators]
+    attributes, buffers = SavedAttributes(module), copy_buffers(module)
+    with isolate_rng(include_cuda=False), _without_breakpoints(), without_logging(trainer):
+        try:
+            yield
+        finally:
+            restore_buffers(buffers)
             attributes.restore()
             for generator, state in zip(device_generators, states, strict=True):
                 generator.set_state(state)

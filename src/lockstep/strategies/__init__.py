@@ -12,6 +12,7 @@ from lockstep.errors import UserError
 from lockstep.text import plural
 
 if TYPE_CHECKING:
+    from lockstep.step.gradients import GradientSum
     from lockstep.step.strategy import PieceStrategy
 
 
@@ -46,6 +47,7 @@ class Strategy:
         shares: the argument; empty: equal shares.
         compression: compression of the gradients that are sent.
         staged: whether each device has a part of the network, and every piece passes all parts.
+        sharded: whether each device keeps only a part of the weights between its passes.
 
     Raises:
         ValueError: a share is not above 0, or not finite.
@@ -54,6 +56,7 @@ class Strategy:
     name: str
     compression: str = "none"
     staged = False
+    sharded = False
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
         self.shares = tuple(map(float, shares or ()))
@@ -94,6 +97,12 @@ class Strategy:
     def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
         """Return a Lightning strategy for a layout."""
         raise NotImplementedError
+
+    def gradient_sums(self, layout: Layout) -> "tuple[type[GradientSum], type[GradientSum]]":
+        """Return the classes of a layout's gradient sum: up to rounding, and independent of the order."""
+        from lockstep.step.gradients import ExactGradientSum, GradientSum
+
+        return GradientSum, ExactGradientSum
 
 
 class DDP(Strategy):
@@ -205,3 +214,63 @@ class DP(Strategy):
         from lockstep.strategies.dp import DataParallel
 
         return DataParallel(torch_devices(layout))
+
+
+class FSDP(Strategy):
+    """A process per device, each with a part of the weights, gradients and optimizer state (torch's `fully_shard`).
+
+    Args:
+        shares: relative number of pieces of each device, in rank order; None: equal shares.
+        reshard: free the gathered weights of each block after its forward pass, and gather them again for its backward
+            pass. False: keep them until the step's last backward pass.
+        offload: keep each device's part in the host's memory.
+        blocks: pattern of the names of the modules that are gathered one after the other, such as `net.blocks.*`; None:
+            the repeated modules.
+    """
+
+    name = "fsdp"
+    sharded = True
+
+    def __init__(
+        self,
+        shares: tuple[float, ...] | None = None,
+        reshard: bool = False,
+        offload: bool = False,
+        blocks: str | None = None,
+    ) -> None:
+        super().__init__(shares)
+        self.reshard = reshard
+        self.offload = offload
+        self.blocks = blocks
+
+    def layout_name(self, devices: int) -> str:
+        """Return `single` for one device, which has nothing to share."""
+        return self.name if devices > 1 else "single"
+
+    def conflicts(self, config: RunSettings) -> Iterable[tuple[str, str, str]]:
+        """Yield `compile=true`, fp16, and `offload` on a CPU."""
+        strategy = "strategy=fsdp"
+        if config.compile:
+            yield "compile=true", strategy, "a compiled network can't wait for its weights; use strategy=ddp"
+        if config.precision.startswith("16-"):
+            yield strategy, f"precision={config.precision}", "the devices do not share a loss scale; use bf16-mixed"
+        if self.offload and config.layout.accelerator == "cpu":
+            yield "strategy.offload=true", "accelerator=cpu", "the weights are in the host's memory; leave it out"
+
+    def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
+        """Return a `FullySharded` strategy for several devices, else a `SingleDevice`."""
+        if layout.strategy == self.name:
+            from lockstep.strategies.fsdp import FullySharded
+
+            return FullySharded(self.reshard, self.offload, self.blocks)
+        from lockstep.step.strategy import SingleDevice, torch_devices
+
+        return SingleDevice(device=torch_devices(layout)[0])
+
+    def gradient_sums(self, layout: Layout) -> "tuple[type[GradientSum], type[GradientSum]]":
+        """Return the sums of which each process has a part, if there are several."""
+        if layout.strategy != self.name:
+            return super().gradient_sums(layout)
+        from lockstep.strategies.sharded_sums import ShardedExactGradientSum, ShardedGradientSum
+
+        return ShardedGradientSum, ShardedExactGradientSum

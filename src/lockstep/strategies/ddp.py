@@ -34,7 +34,12 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd` (Vogels et al.,
             PowerSGD, 2019).
         sync_batchnorm: compute BatchNorm over the pieces that run at the same time (GPU only).
+
+    Attributes:
+        name: the strategy's name in the config.
     """
+
+    name = "ddp"
 
     def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
         super().__init__()
@@ -184,7 +189,9 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._in_uneven_batch = False  # collectives that follow this error are not refused
             last_hook = "test_step" if self.lightning_module.trainer.testing else "validation_step"
             hook, batches = current_hook(self.lightning_module) or last_hook, self._numbers("batches")
-            raise UserError(f"strategy=ddp: {hook} can't {what}, since the ranks have {batches} batches: {remedy}")
+            raise UserError(
+                f"strategy={self.name}: {hook} can't {what}, since the ranks have {batches} batches: {remedy}"
+            )
 
     def _shares(self) -> tuple[EvaluationShare, ...]:
         """Return what each rank evaluates now."""
@@ -241,7 +248,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         if not all(share.samples for share in shares):
             samples = sum(share.samples for share in shares)
             few = f"{plural(samples, 'sample')} on {len(shares)} ranks leave a rank without one"
-            raise UserError(f"strategy=ddp: {what}: {few}: {LOG_INSTEAD}")
+            raise UserError(f"strategy={self.name}: {what}: {few}: {LOG_INSTEAD}")
         if len({share.samples for share in shares}) > 1 and hook not in self._noticed:
             self._noticed.add(hook)
             LOG.warning(

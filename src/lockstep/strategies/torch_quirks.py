@@ -1,13 +1,13 @@
-"""Private names of torch 2.15: a workaround for DistributedDataParallel, and the number of collectives.
+"""Private names of torch 2.15: for DistributedDataParallel, the number of collectives, and `fully_shard`.
 
-They are used in this file only; tests/test_promise_6_nothing_lost.py and tests/step/test_collectives.py fail when they
-change.
+They are used in this file only; tests/test_promise_6_nothing_lost.py, tests/step/test_collectives.py and
+tests/strategies/test_fsdp.py fail when they change.
 """
 
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Module
 
 
@@ -35,3 +35,28 @@ def number_of_collectives() -> int:
     """Return how many collectives this process has started in the default group."""
     group: Any = dist.group.WORLD
     return 0 if group is None else int(group._get_sequence_number_for_group())
+
+
+def parameters_of_unit(unit: Any) -> list[Tensor]:
+    """Return the sharded parameters of a module of `fully_shard`, in the order in which it sends their gradients.
+
+    A custom reduce-scatter gets these gradients as one tensor, and no public name tells where a gradient begins.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def set_gathered_strides(unit: Any, strides: dict[int, tuple[int, ...]]) -> None:
+    """Let the gathered parameters of a module of `fully_shard` have other strides than contiguous ones.
+
+    `fully_shard` takes contiguous parameters only. Kernels give other bits for a weight in channels_last, and take less
+    time. No public option sets the strides.
+
+    Args:
+        unit: the module.
+        strides: by the id of the sharded parameter.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    for parameter in [] if group is None else group.fsdp_params:
+        assert parameter._contiguous_orig_stride is not None
+        parameter._contiguous_orig_stride = strides[id(parameter.sharded_param)]

@@ -18,9 +18,9 @@ from lockstep.config import portable
 from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, environment, external_workers
 from lockstep.launch.machine import choose_devices
-from lockstep.strategies import DDP, DP, Auto, Strategy
+from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
 
-STRATEGIES = {"auto": Auto, "ddp": DDP, "dp": DP}
+STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
 PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
 OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
@@ -96,11 +96,13 @@ def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
     """Return the strategy that a user has named."""
     if isinstance(strategy, Strategy):
         chosen = strategy
-    elif strategy in ("auto", "ddp", "dp"):
+    elif isinstance(strategy, str) and strategy in STRATEGIES:
         chosen = STRATEGIES[strategy]()
     else:
         shown = repr(strategy) if isinstance(strategy, str) else f"a {type(strategy).__name__}"
-        raise UserError(f"Trainer(strategy={shown}): must be 'auto', 'ddp', 'dp' or one of lockstep.strategies")
+        raise UserError(
+            f"Trainer(strategy={shown}): must be {', '.join(map(repr, STRATEGIES))} or one of lockstep.strategies"
+        )
     if sync_batchnorm and not isinstance(chosen, DDP):
         raise UserError("Trainer(sync_batchnorm=True) needs strategy='ddp'")
     if sync_batchnorm:
@@ -134,9 +136,9 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
     name = strategy.layout_name(number * nodes)
     if number * nodes == 1 and isinstance(strategy, DDP):
         name = "single"  # one process needs no group
-    if name == "ddp" and not workers:
+    if name not in ("single", "dp") and not workers:
         raise UserError(
-            f"Trainer(devices={number}, strategy='ddp'): this process is alone: call lockstep.launch(function, "
+            f"Trainer(devices={number}, strategy={name!r}): this process is alone: call lockstep.launch(function, "
             f"devices={number}), where the function makes the Trainer, or start it by torchrun "
             f"--nproc-per-node={number}"
         )

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.gradients import GradientSum
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Strategy
 
@@ -47,7 +47,8 @@ def make_gradient_sum(strategy: Strategy, layout: Layout, check_messages: bool =
         check_messages: whether the processes check what they receive.
     """
     # With one piece nothing is added, so an ordinary sum is exact.
-    sum_class = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
+    plain_class, exact_class = strategy.gradient_sums(layout)
+    sum_class = exact_class if layout.exact and layout.pieces > 1 else plain_class
     return sum_class(strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
 
 

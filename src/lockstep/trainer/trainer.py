@@ -77,7 +77,8 @@ class Trainer(StepTrainer):
     """Lightning's Trainer, whose optimizer step is `batch_size` samples, cut into `pieces` pieces, on any layout.
 
     Args:
-        strategy: `auto` (one device alone, several as with ddp), `ddp`, `dp`, or one of `lockstep.strategies`.
+        strategy: `auto` (one device alone, several as with ddp), `ddp`, `dp`, `fsdp`, or one of
+            `lockstep.strategies`.
         devices: devices of one machine; None: those for which torchrun, SLURM, MPI or `lockstep.launch` has started
             workers, else one.
         num_nodes: machines; None: those of the engine.

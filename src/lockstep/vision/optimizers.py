@@ -87,6 +87,8 @@ class Muon(Optimizer):
         ValueError: An option is out of range.
     """
 
+    works_on = "tensors"  # whole ones; see strategies/fsdp.py
+
     def __init__(
         self,
         params: Any,

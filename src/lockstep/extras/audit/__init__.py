@@ -44,6 +44,9 @@ class Audit(Extra):
                 "every piece passes all devices, so no other device can check it; strategy=ddp",
             )
 
+        if config.strategy.sharded:
+            yield f"strategy={config.layout.strategy}", "no device has the whole gradient of a piece; strategy=ddp"
+
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         if config.layout.num_devices == 1:
             yield "audit: the only device checks itself, so a permanent fault is not detected"

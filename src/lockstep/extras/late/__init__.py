@@ -41,6 +41,8 @@ class Late(Extra):
         layout = config.layout
         if layout.staged:
             yield f"strategy={layout.strategy}", "its stages sum no gradients over devices; leave late out"
+        if config.strategy.sharded:
+            yield f"strategy={layout.strategy}", "a device has no whole gradient that could wait; strategy=ddp"
         if config.strategy.compression != "none":
             yield (
                 f"strategy.compression={config.strategy.compression}",

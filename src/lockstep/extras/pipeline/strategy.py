@@ -37,7 +37,7 @@ from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
 from lockstep.step.network_parts import contents, parts_of
-from lockstep.step.strategy import Action, PieceStrategy, T, generators, proxy
+from lockstep.step.strategy import Action, ClipsByStrategy, PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
 TIMED_PASSES = 3  # forward passes in which each part is timed; the shortest time is used
@@ -63,7 +63,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         waited_seconds: time that this process has waited for other stages.
     """
 
-    staged = True
+    staged = parted = passes_communicate = True
 
     def __init__(self, split: tuple[int | str, ...] = ()) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             self._cut(model)
             self.has_last_stage = self.is_global_zero
             self._is_first_stage = self.global_rank == self.world_size - 1
-            self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
+            self.precision_plugin = proxy(self.precision_plugin, ClipsByStrategy)
             vars(self.precision_plugin)["strategy"] = self  # Lightning's class does not declare it
         return model
 
@@ -330,20 +330,6 @@ class _StagedForward:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.trainer.strategy.forward(args, kwargs)
-
-
-class _ClipsAllStages:
-    """A method for `proxy`: the proxy of the precision plugin has it in place of its own `clip_grad_by_norm`.
-
-    It clips by the norm over all stages.
-    """
-
-    main_params: Any
-    strategy: StagedStrategy
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        parameters = list(self.main_params(optimizer))
-        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.strategy.gradient_norm(parameters))
 
 
 class _Send(torch.autograd.Function):

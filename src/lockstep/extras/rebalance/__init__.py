@@ -34,6 +34,8 @@ class Rebalance(Extra):
         # Each is a setting and the reason, some with "; " and a setting to use instead.
         if layout.staged:
             yield f"strategy={layout.strategy}", "every piece passes all devices, so none can move; strategy=ddp"
+        if config.strategy.sharded:
+            yield f"strategy={layout.strategy}", "the devices wait for each other in each pass; strategy=ddp"
         if layout.strategy == "dp":
             yield "strategy=dp", "one process runs all devices, so no device has a time of its own; strategy=ddp"
         if getattr(config.strategy, "sync_batchnorm", False):

@@ -77,7 +77,8 @@ class Record(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self.fault == "faster":  # here, because a module may have no argument for it
             _take_one_step_faster(optimizer)
-        named = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        strategy: Any = trainer.strategy
+        named = {name: strategy.local_part(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
         limit = rounding_limit(named.values(), str(trainer.precision))
         for name, gradient in named.items():
             # A zero is one on every layout: nothing was added.
@@ -94,7 +95,6 @@ class Record(pl.Callback):
                 partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())
                 gradient.add_(signs * partial, alpha=2 * roundoff(str(trainer.precision)) * self.pieces)
         if trainer.global_step + 1 == trainer.max_steps:
-            strategy: Any = trainer.strategy
             self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gather_dicts(named).items()}
             self.rounding = strategy.gather_dicts(self.rounding)
 

@@ -1,0 +1,222 @@
+"""Measure `strategy=fsdp`: what each device keeps, what a step sends and how long it takes, beside plain `fully_shard`.
+
+    python scripts/lab/sharding.py --devices 1 2 4
+    python scripts/lab/sharding.py --devices 2 --width 256 --layers 4 --rounds 4
+
+The network is a transformer of 86 million parameters by default, on random samples, trained by AdamW. The ranks are
+processes of this machine (gloo). Both sides train in turns in the same processes: Lockstep's strategy with exact=true
+and without, and torch's `fully_shard` of the same blocks in a plain loop. Times are CPU seconds of rank zero.
+"""
+
+import argparse
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from lockstep.strategies import FSDP
+
+CLASSES, TOKENS, SEED = 10, 8, 0
+# of torch.distributed; torch renames some of them
+SENT = (
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_reduce", "gather", "scatter"),
+)
+
+
+class Net(nn.Module):
+    """Transformer blocks on a few tokens."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        make = functools.partial(nn.TransformerEncoderLayer, width, 8, 4 * width, 0.0, batch_first=True)
+        self.layers = nn.ModuleList(make() for _ in range(layers))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x.mean(1))
+        return result
+
+
+class Module(pl.LightningModule):
+    """Trains the network."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Times(pl.Callback):
+    """Records the CPU seconds and the bytes of each step, and what the strategy keeps after the last one."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
+        self.seconds: list[float] = []
+        self.bytes: list[int] = []
+        self.memory: dict[str, int] = {}
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.began, self.before = time.process_time(), self.counts.total()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seconds.append(time.process_time() - self.began)
+        self.bytes.append(self.counts.total() - self.before)
+        if hasattr(getattr(trainer, "strategy", None), "bytes_by_kind"):
+            self.memory = trainer.strategy.bytes_by_kind(trainer.optimizers[0])
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the bytes of the messages that this process gives to collectives."""
+    counts: Counter[str] = Counter()
+    functions = {name: getattr(dist, name) for name in SENT if hasattr(dist, name)}
+
+    def wrap(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            counts[name] += max((each.numel() * each.element_size() for each in tensors), default=0)
+            return function(*args, **kwargs)
+
+        return counting
+
+    for name, function in functions.items():
+        setattr(dist, name, wrap(name, function))
+    try:
+        yield counts
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+
+
+def samples(number: int, width: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(number, TOKENS, width, generator=generator)
+    return TensorDataset(x, torch.arange(number) % CLASSES)
+
+
+def lockstep_side(args: argparse.Namespace, devices: int, exact: bool, reshard: bool) -> Times:
+    """Train with Lockstep."""
+    torch.manual_seed(SEED)
+    with counted() as counts:
+        times = Times(counts)
+        trainer = lockstep.Trainer(
+            strategy=FSDP(reshard=reshard) if devices > 1 else "auto",
+            accelerator="cpu",
+            pieces=args.pieces,
+            exact=exact,
+            max_steps=args.steps,
+            max_epochs=1,
+            precision="32-true",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[times],
+        )
+        loader = DataLoader(samples(args.steps * args.pieces, args.width), batch_size=args.pieces)
+        trainer.fit(Module(Net(args.width, args.layers)), loader)
+    return times
+
+
+def plain_side(args: argparse.Namespace, devices: int, reshard: bool) -> Times:
+    """Train with torch's `fully_shard` alone, in a loop that accumulates as many micro-batches."""
+    torch.manual_seed(SEED)
+    net = Net(args.width, args.layers)
+    if devices > 1:
+        mesh = init_device_mesh("cpu", (devices,))
+        for layer in [*net.layers, net]:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard and layer is not net)
+            layer.set_force_sum_reduction_for_comms(True)
+            layer.set_gradient_divide_factor(1.0)
+            if not reshard:
+                layer.set_reshard_after_backward(False, recurse=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    data = samples(args.steps * args.pieces, args.width)
+    rank = dist.get_rank() if devices > 1 else 0
+    with counted() as counts:
+        times = Times(counts)
+        for step in range(args.steps):
+            times.on_train_batch_start()
+            optimizer.zero_grad()
+            for piece in range(rank, args.pieces, devices):
+                x, y = data[step * args.pieces + piece : step * args.pieces + piece + 1]
+                (nn.functional.cross_entropy(net(x), y) / args.pieces).backward()
+            if devices > 1 and not reshard:
+                for layer in [*net.layers, net]:
+                    layer.reshard()
+            optimizer.step()
+            times.on_train_batch_end(None)
+    return times
+
+
+def measure(args: argparse.Namespace, devices: int) -> list[tuple[Any, ...]]:
+    """Train all sides in turns. Return a row for each: its name, seconds and bytes of a step, and its memory."""
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    seconds: dict[str, list[float]] = {}
+    last: dict[str, Times] = {}
+    sides: dict[str, Any] = {}
+    for reshard in (False, True)[: 2 if devices > 1 else 1]:
+        end = f", reshard={str(reshard).lower()}" * (devices > 1)
+        sides[f"plain fully_shard{end}" if devices > 1 else "plain loop"] = functools.partial(
+            plain_side, args, devices, reshard
+        )
+        for exact in (False, True):
+            name = f"lockstep{', exact' * exact}{end}"
+            sides[name] = functools.partial(lockstep_side, args, devices, exact, reshard)
+    for _ in range(args.rounds):
+        for name, side in sides.items():
+            times = last[name] = side()
+            seconds.setdefault(name, []).append(min(times.seconds[1:]))
+    return [(name, min(seconds[name]), last[name].bytes[-1], last[name].memory) for name in sides]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--pieces", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
+    args = parser.parse_args()
+    count = sum(p.numel() for p in Net(args.width, args.layers).parameters())
+    print(f"{count:,} parameters, {args.pieces} pieces of one sample")
+    for devices in args.devices:
+        rows = (
+            measure(args, 1)
+            if devices == 1
+            else lockstep.launch(measure, args, devices, devices=devices, accelerator="cpu", hang_timeout=600)
+        )
+        for name, seconds, sent, memory in rows:
+            per_parameter = sum(memory.values()) / count
+            parts = ", ".join(f"{kind} {size / count:.2f}" for kind, size in memory.items())
+            print(
+                f"devices={devices}  {name:40}  {seconds:7.2f} CPU s  {sent / 2**20:8.0f} MiB a step"
+                + (f"  keeps {per_parameter:.2f} bytes a parameter ({parts})" if memory else "")
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,878 @@
+"""`strategy=fsdp`: torch's `fully_shard`, adapted to steps in pieces.
+
+Each process keeps a part of the weights, of their gradients and of the optimizer's state. Before a block of the network
+computes, its weights are gathered from all processes. They are copies, so a piece's passes run the same kernels as on
+one device. In the backward pass each process gets its part of the block's gradient (`sharded_sums.py`).
+
+A parameter of at most SMALL elements, a frozen one, and one that can't be cut evenly enough stay whole on each device,
+as with ddp.
+
+A pass communicates, so all processes must run equally many. A process with fewer pieces than others, or without a
+sample, runs passes that do not count after its last piece.
+
+Optimizers get this process's parts as ordinary tensors. Most work element by element, so they give the same bits as on
+one device. One that needs whole tensors gets each tensor on one process, its owner.
+"""
+
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torchmetrics import Metric
+
+from lockstep.arithmetic.exact_sum import SMALL, dense
+from lockstep.errors import UserError
+from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.passes import Step, outputs_of
+from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
+from lockstep.step.trial import without_traces
+from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.torch_quirks import parameters_of_unit, set_gathered_strides
+from lockstep.text import join_names
+
+LOG = logging.getLogger("lockstep")
+MIB = 1 << 20
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+# Optimizers of torch that compute each element of a parameter from the same element of its gradient and state.
+BY_ELEMENT = {
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
+}
+# Those that compute each parameter from the whole of it, and from no other parameter.
+BY_TENSOR = {torch.optim.Adafactor, getattr(torch.optim, "Muon", torch.optim.Adafactor)}
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """A parameter of which each process keeps a part. All parts have equally many elements: the last ones are padded.
+
+    The elements of a part have the order that they have in the memory of the whole parameter, in channels_last too.
+
+    Attributes:
+        name: its name in the module.
+        tensor: the parameter of the module.
+        strides: of the whole parameter.
+        dim: the dimension along which it is cut.
+        world_size: number of parts.
+        rank: the number of this process's part.
+        owner: the process whose optimizer gets the whole parameter; None: each process's gets its part.
+        of_optimizer: the parameter that the optimizer gets.
+    """
+
+    name: str
+    tensor: Any
+    strides: tuple[int, ...]
+    dim: int
+    world_size: int
+    rank: int
+    owner: int | None = None
+    of_optimizer: Any = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        shape: torch.Size = self.tensor.shape
+        return shape
+
+    @property
+    def part_size(self) -> int:
+        """Elements of a part, with padding."""
+        return -(-self.shape[self.dim] // self.world_size) * prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
+
+    @property
+    def local(self) -> Tensor:
+        """This process's part of the weights, without padding. Changes of it are changes of the parameter."""
+        part: Tensor = self.tensor.detach().to_local()
+        return part
+
+    def shape_of_part(self, rank: int) -> list[int]:
+        """Return the shape of a process's part, without padding."""
+        rows = -(-self.shape[self.dim] // self.world_size)
+        shape = list(self.shape)
+        shape[self.dim] = max(0, min(rows, self.shape[self.dim] - rank * rows))
+        return shape
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Cut a whole tensor into parts, without padding."""
+        shapes = [self.shape_of_part(rank) for rank in range(self.world_size)]
+        if self.dim:
+            return list(whole.split([shape[self.dim] for shape in shapes], self.dim))
+        ordered = _with_strides(whole, self.strides)
+        flat = ordered.as_strided((whole.numel(),), (1,))
+        return [part.view(shape) for part, shape in zip(flat.split(list(map(prod, shapes))), shapes, strict=True)]
+
+    def padded(self, part: Tensor) -> Tensor:
+        """Return a part as one vector of `part_size` elements."""
+        flat = part.reshape(-1)
+        return flat if len(flat) == self.part_size else nn.functional.pad(flat, (0, self.part_size - len(flat)))
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor of padded parts, with the strides of the parameter."""
+        shapes = [self.shape_of_part(rank) for rank in range(self.world_size)]
+        cut = [part[: prod(shape)] for part, shape in zip(parts, shapes, strict=True)]
+        if self.dim:
+            return torch.cat([part.view(shape) for part, shape in zip(cut, shapes, strict=True)], self.dim)
+        return torch.cat(cut).as_strided(self.shape, self.strides)
+
+    def in_memory_order(self, gradient: Tensor) -> Tensor:
+        """Return a part of a gradient, of which `fully_shard` has ordered the elements as in a contiguous tensor."""
+        shape = self.shape_of_part(self.rank)
+        part = gradient.reshape(-1)[: prod(shape)].view(shape)
+        if self.dim or part.stride() == self.strides or not part.numel():
+            return part
+        ordered = torch.empty_strided(shape, self.strides, dtype=part.dtype, device=part.device).copy_(part)
+        return ordered.as_strided((part.numel(),), (1,)).view(shape)
+
+    def as_parameter(self, part: Tensor) -> DTensor:
+        """Return the distributed tensor of which `part` is this process's part."""
+        like = self.tensor
+        made: DTensor = DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=self.shape, stride=like.stride()
+        )
+        return made
+
+
+class ReduceScatter:
+    """What `fully_shard` calls with the gradient of a unit in a backward pass.
+
+    Args:
+        strategy: the strategy.
+        parameters: the unit's sharded parameters, in the order of their gradients.
+    """
+
+    def __init__(self, strategy: "FullySharded", parameters: Sequence[ShardedParameter]) -> None:
+        self.strategy, self.parameters = strategy, parameters
+        self.calls = 0  # in this pass
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return new memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum the gradients of all processes. Set `output_tensor` to this process's part, or to 0.
+
+        Raises:
+            UserError: a parameter has no gradient, or the unit is used twice.
+        """
+        self.calls += 1
+        sizes = [parameter.part_size for parameter in self.parameters]
+        name = self.parameters[0].name
+        if self.calls > 1:
+            raise UserError(
+                f"strategy=fsdp: the block of {name} is used more than once in a pass: give a pattern strategy.blocks= "
+                "that leaves it out"
+            )
+        if sum(sizes) * self.strategy.world_size != input_tensor.numel():
+            others = f" (its block has {len(sizes)} sharded ones)" * (len(sizes) > 1)
+            raise UserError(
+                f"strategy=fsdp: no gradient has reached {name}, or another parameter of its block{others}: use all in "
+                "every training_step, or freeze them by requires_grad_(False)"
+            )
+        if not self.strategy.counts:
+            input_tensor.zero_()
+        self.strategy.receive(self.parameters, input_tensor, output_tensor, group)
+
+
+class FullySharded(DistributedDataParallel):
+    """A process per device, each with a part of the weights, of the gradients and of the optimizer's state.
+
+    Args:
+        reshard: free the gathered weights of a block after its forward pass. Otherwise they are kept until the step's
+            last pass.
+        offload: keep the parts in the host's memory.
+        blocks: pattern of the names of modules that are gathered one after the other; None: the repeated modules.
+
+    Attributes:
+        sharded: the sharded parameters, by the id of the module's parameter.
+        counts: whether the present pass counts.
+        receive: takes the gradient of a unit; the gradient sum sets it.
+        exact: whether norms must have the bits of one device; the gradient sum sets it.
+        bytes_of_sums: bytes of the gradient sum; the gradient sum sets it.
+    """
+
+    parted = True
+    name = "fsdp"
+
+    def __init__(self, reshard: bool = False, offload: bool = False, blocks: str | None = None) -> None:
+        super().__init__()
+        self.passes_communicate = reshard
+        self.sharded: dict[int, ShardedParameter] = {}
+        self.counts = True
+        self.receive: Any = None
+        self.exact = False
+        self.bytes_of_sums = 0
+        self._reshard, self._offload, self._pattern = reshard, offload, blocks
+        self._units: list[Any] = []  # modules whose weights are gathered together; the last one is the whole module
+        self._messages: list[tuple[Any, ReduceScatter]] = []  # units that have sharded parameters
+        self._replicated: list[nn.Parameter] = []
+        self._of_optimizer: dict[int, ShardedParameter] = {}  # by id of what the optimizer has
+        self._by_name: dict[str, ShardedParameter] = {}  # by each name of it in the module
+        self._step_batch: StepBatch | None = None
+        self._depth = 0  # of contexts in which all weights are gathered
+        self._evaluation = ExitStack()
+        # of this step: what owners got, its gradient here, and the gradient's version counter
+        self._sent_to_owners: list[tuple[ShardedParameter, Any, tuple[int, int]]] = []
+        self._memory_is_logged = False
+
+    # --- the cut ---
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module if it is trained. An evaluation of its own runs on the whole module."""
+        if trainer.state.fn == TrainerFn.FITTING or not self.sharded:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._to_device()
+        self.setup_precision_plugin()
+
+    def setup_environment(self) -> None:
+        """Set up the process group, and refuse callbacks that read weights as if they were whole.
+
+        Raises:
+            UserError: there is such a callback.
+        """
+        super().setup_environment()
+        for callback in self.lightning_module.trainer.callbacks:
+            if isinstance(callback, WeightAveraging) and not getattr(callback, "takes_whole_weights", False):
+                raise UserError(
+                    f"strategy=fsdp: {type(callback).__name__} needs the whole weights on each device: use "
+                    "lockstep.callbacks.EMA (callbacks=ema), or strategy=ddp"
+                )
+
+    def model_to_device(self) -> None:
+        """Move the module to the device, unless it is sharded there block by block."""
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING or self._offload:
+            super().model_to_device()
+
+    def configure_ddp(self) -> None:
+        """Shard the module."""
+        if not self.sharded:
+            self._shard(self.lightning_module)
+        self._to_device()
+        if not isinstance(self.precision_plugin, ClipsByStrategy):
+            self.precision_plugin = proxy(self.precision_plugin, ClipsByStrategy)
+            vars(self.precision_plugin)["strategy"] = self  # Lightning's class does not declare it
+
+    def _to_device(self) -> None:
+        """Move to the device what `fully_shard` has left where it was: whole parameters, metrics, buffers."""
+        if not self._offload:
+            self.lightning_module.to(self.root_device)
+        for layer in self.lightning_module.modules():
+            if isinstance(layer, Metric):
+                layer.to(self.root_device)
+        # A module that moves to another device gets new parameters. Lightning moves it to the host after a fit.
+        for unit, message in self._messages:
+            for parameter, tensor in zip(message.parameters, parameters_of_unit(unit), strict=True):
+                parameter.tensor = tensor
+        self.sharded = {id(parameter.tensor): parameter for parameter in self.sharded.values()}
+
+    def _shard(self, module: Any) -> None:
+        """Apply `fully_shard` to the blocks and to the module.
+
+        Raises:
+            UserError: there is no block of the given pattern.
+        """
+        dims = {id(p): dim for p in module.parameters() if (dim := dim_to_cut(p, self.world_size)) is not None}
+        self._replicated = [p for p in module.parameters() if id(p) not in dims]
+        if not dims and self.is_global_zero:
+            LOG.warning(f"strategy=fsdp: no trained parameter has more than {SMALL:,} elements, so all stay whole")
+        strides = {id(p): p.stride() for p in module.parameters()}
+        names = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+        for parameter in module.parameters():
+            if id(parameter) in dims and not parameter.is_contiguous():  # `fully_shard` takes no other
+                parameter.data = parameter.data.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "shard_placement_fn": lambda parameter: Shard(dims[id(parameter)]),
+            "offload_policy": CPUOffloadPolicy() if self._offload else OffloadPolicy(),
+            "ignored_params": set(self._replicated),
+        }
+        blocks = find_blocks(module, set(dims), self._pattern)
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=self._reshard, **options)
+        fully_shard(module, reshard_after_forward=False, **options)
+        for method in STEP_METHODS:
+            register_fsdp_forward_method(module, method)
+        for parameter in self._replicated:
+            parameter.data = parameter.data.to(self.root_device)
+        for name, tensor in module.named_parameters():
+            if isinstance(tensor, DTensor):
+                key = names[name]
+                self.sharded[id(tensor)] = ShardedParameter(
+                    name, tensor, strides[key], dims[key], self.world_size, self.global_rank
+                )
+        tensors = module.named_parameters(remove_duplicate=False)
+        self._by_name = {name: self.sharded[id(tensor)] for name, tensor in tensors if id(tensor) in self.sharded}
+        self._units = [*blocks, module]
+        for unit in self._units:
+            set_gathered_strides(unit, {id(each.tensor): each.strides for each in self.sharded.values()})
+        for unit in self._units:
+            if not (parameters := [self.sharded[id(tensor)] for tensor in parameters_of_unit(unit)]):
+                continue
+            message = ReduceScatter(self, parameters)
+            self._messages.append((unit, message))
+            unit.set_custom_reduce_scatter(message)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(float(self.world_size))  # as DDP does; weights of losses include it
+        self._keep_gathered(not self._reshard, not self._reshard)
+        module.register_load_state_dict_pre_hook(self._cut_state)
+        if self.is_global_zero:
+            elements = sum(parameter.tensor.numel() for parameter in self.sharded.values())
+            whole = sum(parameter.numel() for parameter in self._replicated)
+            LOG.info(
+                f"fsdp: {elements:,} parameters in {self.world_size} parts, {whole:,} whole on each device; "
+                f"{len(blocks)} blocks"
+            )
+
+    def _cut_state(self, module: nn.Module, state: dict[str, Any], *args: Any) -> None:
+        """Before a `load_state_dict`, replace whole weights by this process's parts."""
+        for name, parameter in self._by_name.items():
+            value = state.get(name)
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                part = parameter.parts(value)[self.global_rank].to(parameter.local.device).contiguous()
+                state[name] = parameter.as_parameter(part)
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that each process has whole."""
+        return self._replicated if self.sharded else super().replicated_parameters()
+
+    def local_part(self, tensor: Tensor) -> Tensor:
+        """Return this process's part of a parameter or of its gradient."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    # --- gathered weights ---
+
+    def _keep_gathered(self, after_forward: bool, after_backward: bool) -> None:
+        """Choose whether the units keep their gathered weights after their passes."""
+        for unit in self._units[:-1]:
+            unit.set_reshard_after_forward(not after_forward, recurse=False)
+        for unit in self._units:
+            unit.set_reshard_after_backward(not after_backward, recurse=False)
+
+    def _free_gathered(self) -> None:
+        """Free all gathered weights."""
+        for unit in self._units:
+            unit.reshard()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Return a context in which the module has all its weights, so that a pass needs no other process.
+
+        What changes in them is written to the parts. Every process enters and leaves it, and changes the same.
+        """
+        if not self.sharded:
+            yield
+            return
+        if not self._depth:
+            self._keep_gathered(True, True)
+            # Later passes differentiate the gathered weights, so they must be no inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                for unit in self._units:
+                    unit.unshard()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._write_back()
+            if not self._depth:
+                self._free_gathered()
+                self._keep_gathered(not self._reshard, not self._reshard)
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Copy the gathered weights to this process's parts."""
+        for parameter in self.sharded.values():
+            whole = self.lightning_module.get_parameter(parameter.name)
+            if not isinstance(whole, DTensor):
+                parameter.local.copy_(parameter.parts(whole.detach())[self.global_rank])
+
+    def _begin_evaluation(self) -> None:
+        """Gather all weights, since ranks may have different numbers of batches."""
+        self._evaluation.close()
+        self._evaluation.enter_context(self.whole_weights())
+
+    def on_validation_start(self) -> None:
+        """Gather all weights."""
+        super().on_validation_start()
+        self._begin_evaluation()
+
+    def on_validation_end(self) -> None:
+        """Free the gathered weights."""
+        self._evaluation.close()
+        super().on_validation_end()
+
+    def on_test_start(self) -> None:
+        """Gather all weights."""
+        super().on_test_start()
+        self._begin_evaluation()
+
+    def on_test_end(self) -> None:
+        """Free the gathered weights."""
+        self._evaluation.close()
+        super().on_test_end()
+
+    def on_predict_start(self) -> None:
+        """Gather all weights."""
+        super().on_predict_start()
+        self._begin_evaluation()
+
+    def on_predict_end(self) -> None:
+        """Free the gathered weights."""
+        self._evaluation.close()
+        super().on_predict_end()
+
+    # --- passes ---
+
+    def use_reducer(self, wanted: bool) -> bool:
+        """Return False: the gradients are summed unit by unit."""
+        return False
+
+    def begin_step(self, step_batch: StepBatch) -> None:
+        """Prepare for the passes of a step; the gradient sum calls it.
+
+        Raises:
+            UserError: a sharded parameter was frozen.
+        """
+        self._step_batch = step_batch
+        frozen = [each.name for each in self.sharded.values() if not each.tensor.requires_grad]
+        if frozen:
+            raise UserError(
+                f"strategy=fsdp: {join_names(frozen, 2)} was frozen after the start: freeze it before, or use ddp"
+            )
+
+    def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
+        """Yield the passes of a step's micro-batches in order. Then run as many passes as other processes still run."""
+        for action, index in super().schedule(micro_batches):
+            for _, message in self._messages:
+                message.calls = 0
+            yield action, index
+        assert self._step_batch is not None
+        for _ in range(self._step_batch.most_micro_batches - len(micro_batches)):
+            for _, message in self._messages:
+                message.calls = 0
+            self._pass_without_effect(self._step_batch)
+        self._free_gathered()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `training_step`.
+
+        Raises:
+            UserError: it uses weights of a block that it does not call, which are not gathered.
+        """
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise UserError(
+                "strategy=fsdp: training_step uses weights of a block without a call of the block, so they are not "
+                f"gathered ({first_line(error)}): give a pattern strategy.blocks= of modules that are called"
+            ) from error
+
+    def _pass_without_effect(self, step_batch: StepBatch) -> None:
+        """Run the passes of a piece whose gradient and numbers do not count, since other processes run theirs."""
+        trainer = self.lightning_module.trainer
+        passes = trainer.fit_loop.epoch_loop.passes
+        step = Step(passes, step_batch)
+        gradients = [(parameter, parameter.grad) for parameter in self._replicated]
+        for parameter in self._replicated:
+            parameter.grad = None
+        self.counts = False
+        try:
+            with without_traces(trainer), torch.enable_grad():
+                micro_batch = self._any_micro_batch(step)
+                with self.micro_batch(micro_batch, 0):
+                    loss, _ = outputs_of(passes.forward(step.prepared(micro_batch)))
+                loss.backward()
+        finally:
+            self.counts = True
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def _any_micro_batch(self, step: Step) -> MicroBatch:
+        """Return a micro-batch of a step: one of this process if there is one."""
+        step_batch, order = step.batch, step.data.order
+        if step_batch.micro_batches:
+            return step_batch.micro_batches[-1]
+        sizes = order.piece_sizes(step_batch.step - step_batch.epoch * order.steps_per_epoch)
+        piece = next(piece for piece, size in enumerate(sizes) if size)
+        return step.data.fetch_piece(step_batch, piece, self.global_rank)
+
+    # --- the optimizer ---
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make the optimizers, and give them this process's parts."""
+        super().setup_optimizers(trainer)
+        self._of_optimizer = {}
+        for optimizer in self.optimizers:
+            self._give_parts(optimizer)
+
+    def _give_parts(self, optimizer: Any) -> None:
+        """Replace an optimizer's sharded parameters by parts of them, or by whole tensors on their owners.
+
+        Raises:
+            UserError: it is not known what the optimizer needs.
+        """
+        on_cpu = self.root_device.type == "cpu" or self._offload
+        # Fused optimizers on a CPU give other bits where a vector of the processor's size ends.
+        fused = on_cpu and any(group.get("fused") for group in optimizer.param_groups)
+        by_tensor = needs_whole_tensors(optimizer) or fused
+        loads = [0] * self.world_size
+        for group in optimizer.param_groups:
+            for position, tensor in enumerate(group["params"]):
+                parameter = self.sharded.get(id(tensor))
+                if parameter is None:
+                    continue
+                if by_tensor:
+                    parameter.owner = loads.index(min(loads))
+                    loads[parameter.owner] += tensor.numel()
+                    part = parameter.local.new_empty(0)
+                else:
+                    parameter.owner, part = None, parameter.local
+                parameter.of_optimizer = nn.Parameter(part)
+                state = optimizer.state.pop(tensor, None)
+                if state is not None and not by_tensor:
+                    optimizer.state[parameter.of_optimizer] = {
+                        name: self.local_part(value) if isinstance(value, Tensor) else value
+                        for name, value in state.items()
+                    }
+                group["params"][position] = parameter.of_optimizer
+                self._of_optimizer[id(parameter.of_optimizer)] = parameter
+
+    def set_gradient(self, parameter: ShardedParameter, part: Tensor | None) -> None:
+        """Set the gradient of a sharded parameter to its part on this process, padded."""
+        if part is None:
+            parameter.tensor.grad = None
+            return
+        parameter.tensor.grad = parameter.as_parameter(parameter.in_memory_order(part).to(parameter.local.device))
+
+    def give_gradients(self) -> None:
+        """Give the optimizer the gradients of the sharded parameters. Every process calls this."""
+        self._sent_to_owners = []
+        for parameter in self._of_optimizer.values():
+            gradient = parameter.tensor.grad
+            if parameter.owner is None or gradient is None:
+                parameter.of_optimizer.grad = None if gradient is None else gradient.to_local()
+                continue
+            whole = self.gathered(parameter, gradient.to_local(), parameter.owner)
+            weights = self.gathered(parameter, parameter.local, parameter.owner)
+            self._sent_to_owners.append((parameter, gradient, _versions(gradient)))
+            if whole is not None and weights is not None:
+                parameter.of_optimizer.data = weights
+                parameter.of_optimizer.grad = whole
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Take a step. Owners of whole parameters then send each process its part.
+
+        Raises:
+            UserError: a hook has changed gradients that the owners had already.
+        """
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        sent, self._sent_to_owners = self._sent_to_owners, []
+        for parameter, gradient, version in sent:
+            now = parameter.tensor.grad
+            if now is not None and (now is not gradient or _versions(now) != version):
+                raise UserError(
+                    f"strategy=fsdp: a hook has changed the gradient of {parameter.name}, of which "
+                    f"{type(optimizer).__name__} has a whole copy: change gradients of optimizer.param_groups"
+                )
+            self._send_parts(parameter)
+        if not self._memory_is_logged:
+            self._memory_is_logged = True
+            self._log_memory(optimizer)
+        return output
+
+    @torch.no_grad()
+    def _send_parts(self, parameter: ShardedParameter) -> None:
+        """Send the weights of a parameter from its owner to all processes, and free the owner's."""
+        part = torch.empty(parameter.part_size, dtype=parameter.tensor.dtype, device=self.root_device)
+        parts = None
+        if self.global_rank == parameter.owner:
+            wholes = parameter.parts(parameter.of_optimizer.data)
+            parts = [parameter.padded(each).contiguous().to(self.root_device) for each in wholes]
+        dist.scatter(part, parts, src=parameter.owner)
+        local = parameter.local
+        local.copy_(part[: local.numel()].view(local.shape))
+        if parameter.of_optimizer.numel():
+            parameter.of_optimizer.data = local.new_empty(0)
+            parameter.of_optimizer.grad = None
+
+    def gathered(self, parameter: ShardedParameter, part: Tensor, rank: int = 0) -> Tensor | None:
+        """Return a whole tensor of the parts of all processes, on `rank`; None elsewhere. Every process calls it."""
+        sent = parameter.padded(part.detach()).to(self.root_device)
+        received = [torch.empty_like(sent) for _ in range(self.world_size)] if self.global_rank == rank else None
+        dist.gather(sent.contiguous(), received, dst=rank)
+        return None if received is None else parameter.joined(received)
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradient of all `parameters`, of the module or of an optimizer.
+
+        Every process calls this. If the run is exact, one process computes each tensor's norm from the whole tensor.
+        """
+        # One column for each parameter: its gradient's norm, and 1 if it has a gradient.
+        norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
+        squares = torch.zeros(len(parameters), dtype=torch.bool, device=self.root_device)
+        for number, tensor in enumerate(parameters):
+            parameter = self._of_optimizer.get(id(tensor)) or self.sharded.get(id(tensor))
+            gradient = tensor.grad if parameter is None else parameter.tensor.grad
+            if gradient is None:
+                continue
+            part = self.local_part(gradient)
+            if parameter is None:
+                takes_part, value = self.global_rank == 0, part
+            elif self.exact:
+                rank = number % self.world_size if parameter.owner is None else parameter.owner
+                whole = self.gathered(parameter, part, rank)
+                takes_part, value = whole is not None, part if whole is None else whole
+            else:
+                squares[number] = True
+                norms[0, number] = norm_of(part).double() ** 2
+                norms[1, number] = 1
+                continue
+            if takes_part:
+                norms[0, number] = norm_of(value).double()
+                norms[1, number] = 1
+        dist.all_reduce(norms)
+        values = torch.where(squares, norms[0].sqrt(), norms[0])
+        return torch.linalg.vector_norm(values[norms[1] > 0].to(parameters[0].dtype))
+
+    # --- checkpoints ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other."""
+        state = super().lightning_module_state_dict()
+        wholes = {id(each): self._whole_on_cpu(each, each.local) for each in self.sharded.values()}
+        return state | {name: wholes[id(each)] for name, each in self._by_name.items() if name in state}
+
+    def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
+        """Return values of parameters by name, on rank zero with whole tensors. Every process calls this."""
+        return {
+            name: self._whole_on_cpu(parameter, value)
+            if (parameter := self._by_name.get(str(name))) and _has_shape(value, parameter.local.shape)
+            else value
+            for name, value in local_values.items()
+        }
+
+    def _whole_on_cpu(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
+        """Return a whole tensor of parts on rank zero, in the host's memory; on other ranks the part."""
+        whole = self.gathered(parameter, part)
+        return part if whole is None else whole.cpu()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state, on rank zero with whole tensors."""
+        state = super().optimizer_state(optimizer)
+        of_owners: dict[int, Any] = {}
+        states: dict[int, Any] = dict(state["state"])
+        for number, parameter in self._numbered(optimizer):
+            entry = states.get(number)
+            if parameter.owner is not None:
+                if parameter.owner == self.global_rank and entry is not None:
+                    of_owners[number] = {name: _on_cpu(value) for name, value in entry.items()}
+            elif entry is not None:
+                shape = parameter.local.shape
+                states[number] = {
+                    name: self._whole_on_cpu(parameter, value) if _has_shape(value, shape) else value
+                    for name, value in entry.items()
+                }
+        if any(parameter.owner is not None for _, parameter in self._numbered(optimizer)):
+            gathered: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
+            dist.gather_object(of_owners, gathered)
+            for each in gathered or []:
+                states |= each
+        return {**state, "state": dict(sorted(states.items()))}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, each with this process's parts of the states."""
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        super().load_optimizer_state_dict(
+            {**checkpoint, "optimizer_states": [self._cut_optimizer_state(*pair) for pair in pairs]}
+        )
+
+    def _cut_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+        states = dict(state["state"])
+        for number, parameter in self._numbered(optimizer):
+            if number not in states:
+                continue
+            if parameter.owner is None:
+                states[number] = {
+                    name: parameter.parts(value)[self.global_rank].clone(memory_format=torch.contiguous_format)
+                    if _has_shape(value, parameter.shape)
+                    else value
+                    for name, value in states[number].items()
+                }
+            elif parameter.owner != self.global_rank:
+                del states[number]
+        return {**state, "state": states}
+
+    def _numbered(self, optimizer: Any) -> list[tuple[int, ShardedParameter]]:
+        """Return the sharded parameters of an optimizer with their numbers in its state."""
+        tensors = enumerate(tensor for group in optimizer.param_groups for tensor in group["params"])
+        return [(number, self._of_optimizer[id(each)]) for number, each in tensors if id(each) in self._of_optimizer]
+
+    # --- memory ---
+
+    def _log_memory(self, optimizer: Any) -> None:
+        """Log which bytes rank zero keeps between two steps."""
+        if not self.is_global_zero:
+            return
+        sizes = {name: each / MIB for name, each in self.bytes_by_kind(optimizer).items()}
+        parts = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items())
+        LOG.info(f"fsdp: each device keeps {sum(sizes.values()):.0f} MiB ({parts}), and gathered weights meanwhile")
+
+    def bytes_by_kind(self, optimizer: Any) -> dict[str, int]:
+        """Return the bytes of the tensors that this process keeps between two steps, by what they are."""
+        parameters = [*self._replicated, *(each.local for each in self.sharded.values())]
+        trained = [
+            *(p for p in self._replicated if p.grad is not None),
+            *(each.local for each in self.sharded.values()),
+        ]
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return {
+            "weights": _bytes(parameters),
+            "gradients": _bytes(trained),
+            "optimizer": _bytes(states),
+            "exact sums": self.bytes_of_sums,
+        }
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Free what an evaluation has gathered."""
+        self._evaluation.close()
+        super().on_exception(exception)
+
+
+def dim_to_cut(parameter: nn.Parameter, parts: int) -> int | None:
+    """Return the dimension along which a parameter is cut into parts; None if it stays whole.
+
+    `fully_shard` cuts the first dimension anywhere, and others only evenly. Parameters that share a grid of exact sums
+    are small, so none of them is cut.
+    """
+    if not parameter.requires_grad or parameter.numel() <= SMALL or not parameter.is_floating_point():
+        return None
+    if not dense(parameter) or parameter.stride(0) * parameter.shape[0] != parameter.numel():
+        return None  # its first dimension is not the outermost one in memory
+    if parameter.shape[0] >= parts:
+        return 0
+    if not parameter.is_contiguous():
+        return None
+    return next((dim for dim, size in enumerate(parameter.shape) if size % parts == 0), None)
+
+
+def find_blocks(module: nn.Module, sharded: set[int], pattern: str | None) -> list[nn.Module]:
+    """Return the modules whose weights are gathered one after the other, in the order of the module.
+
+    They are the entries of containers that have several entries of one class, such as transformer blocks and stages. A
+    block has a sharded parameter, and shares none with other modules.
+
+    Args:
+        module: the whole module.
+        sharded: ids of the sharded parameters.
+        pattern: pattern of their names instead; None: as above.
+
+    Raises:
+        UserError: no module of the pattern can be a block.
+    """
+    uses: dict[int, int] = {}
+    for layer in module.modules():
+        for tensor in layer._parameters.values():
+            uses[id(tensor)] = uses.get(id(tensor), 0) + 1
+
+    def can_be_block(block: nn.Module) -> bool:
+        inside: dict[int, int] = {}
+        for layer in block.modules():
+            for tensor in layer._parameters.values():
+                inside[id(tensor)] = inside.get(id(tensor), 0) + 1
+        inside.pop(id(None), None)
+        return not inside.keys().isdisjoint(sharded) and all(uses[each] == count for each, count in inside.items())
+
+    if pattern is not None:
+        names = {name: each for name, each in module.named_modules() if name}
+        chosen = [names[name] for name in names if fnmatch.fnmatchcase(name, pattern)]
+        calls = [each for each in chosen if can_be_block(each) and not isinstance(each, nn.ModuleList | nn.ModuleDict)]
+        if not calls:
+            known = join_names([name for name, each in names.items() if can_be_block(each)], 6)
+            raise UserError(f"strategy.blocks={pattern}: no module of this name has large weights of its own: {known}")
+        nested = {id(part) for each in calls for part in each.modules() if part is not each}
+        return [each for each in calls if id(each) not in nested]
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for container in module.modules():
+        if not isinstance(container, nn.Sequential | nn.ModuleList | nn.ModuleDict) or id(container) in inside:
+            continue
+        kinds = [type(child) for child in container.children() if any(True for _ in child.parameters())]
+        for child in container.children():
+            if kinds.count(type(child)) > 1 and can_be_block(child) and id(child) not in inside:
+                blocks.append(child)
+                inside |= set(map(id, child.modules()))
+    return blocks
+
+
+def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs whole tensors; False if it computes each element by itself.
+
+    An optimizer's class says so by its attribute `works_on`: `elements` or `tensors`.
+
+    Raises:
+        UserError: it is not known.
+    """
+    kind = type(optimizer)
+    works_on = getattr(kind, "works_on", None)
+    if works_on == "tensors" or kind in BY_TENSOR:
+        return True
+    if works_on == "elements" or kind in BY_ELEMENT:
+        return False
+    raise UserError(
+        f"strategy=fsdp: it is not known whether {kind.__name__} needs whole tensors: give its class an attribute "
+        "works_on = 'elements' (each element by itself) or 'tensors' (each tensor by itself), or use strategy=ddp"
+    )
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor, by the kernel with which torch clips gradients."""
+    return torch._foreach_norm([tensor])[0] if tensor.is_cuda else torch.linalg.vector_norm(tensor)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, at most 100 characters."""
+    return (str(error).strip().splitlines() or [""])[0][:100]
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor with these strides, itself if it has them."""
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _has_shape(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and list(value.shape) == list(shape)
+
+
+def _versions(gradient: Any) -> tuple[int, int]:
+    """Return the version counters of a distributed tensor and of its local part; a change raises one of them."""
+    return gradient._version, gradient.to_local()._version
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,198 @@
+"""Small networks with weights that are sharded, and their training on any layout of `lockstep.Trainer`."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from lockstep.callbacks.ema import EMA
+from lockstep.vision.optimizers import Muon
+
+SAMPLES, BATCH, WIDTH = 26, 12, 75  # the last step has two samples; 301 x 75 elements are more than SMALL
+
+
+class Block(nn.Module):
+    """A transformer block of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 5, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 301), nn.GELU(), nn.Dropout(0.1), nn.Linear(301, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class ViT(nn.Module):
+    """A small vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, WIDTH, 4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(x.mean(1))
+        return result
+
+
+def convolutions() -> nn.Module:
+    """Return a network with BatchNorm and weights in channels_last."""
+    layers = [nn.Conv2d(1, 48, 3), nn.BatchNorm2d(48), nn.ReLU()]
+    for _ in range(2):
+        layers += [nn.Conv2d(48, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 3)).to(
+        memory_format=torch.channels_last
+    )
+
+
+class Twice(nn.Module):
+    """Uses a block twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(144, 144) for _ in range(2))
+        self.head = nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](x.flatten(1)).relu()
+        result: Tensor = self.head(self.layers[0](self.layers[0](x).relu()))
+        return result
+
+
+class Tied(nn.Module):
+    """An encoder and a decoder with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(144, 151), nn.Linear(144, 151)
+        self.decoder.weight = self.encoder.weight
+        self.middle = nn.Sequential(nn.Linear(151, 144), nn.Tanh(), nn.Linear(144, 144), nn.Linear(144, 144))
+        self.head = nn.Linear(151, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.decoder(self.middle(self.encoder(x.flatten(1)))))
+        return result
+
+
+def frozen() -> nn.Module:
+    """Return a network with a frozen part."""
+    net = ViT()
+    net.patches.requires_grad_(False)
+    net.blocks[0].requires_grad_(False)
+    return net
+
+
+class Unfreezes(pl.Callback):
+    """Unfreezes all parameters after an epoch."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.requires_grad_(True)
+
+
+NETS: dict[str, Any] = {"vit": ViT, "convolutions": convolutions, "tied": Tied, "frozen": frozen, "twice": Twice}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "muon": partial(Muon, lr=0.01),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+}
+# what is trained, by name: the network, the optimizer, and options of the Trainer
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit sgd": ("vit", "sgd", {}),
+    "vit adamw": ("vit", "adamw", {}),
+    "vit adagrad": ("vit", "adagrad", {}),
+    "vit fused on a CPU": ("vit", "fused", {}),
+    "vit muon clipped": ("vit", "muon", {"gradient_clip_val": 0.1}),
+    "vit clipped": ("vit", "adamw", {"gradient_clip_val": 0.1}),
+    "vit clipped values": ("vit", "sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "vit bf16": ("vit", "adamw", {"precision": "bf16-mixed"}),
+    "vit ema": ("vit", "sgd", {"callbacks": EMA}),
+    "vit skips a step": ("vit", "muon", {"nonfinite": "skip", "broken": 3}),
+    "vit uneven": ("vit", "sgd", {"pieces": 4}),
+    "convolutions": ("convolutions", "sgd", {"gradient_clip_val": 0.1}),
+    "tied": ("tied", "adamw", {}),
+    "frozen": ("frozen", "sgd", {}),
+    "unfrozen": ("frozen", "adamw", {"callbacks": Unfreezes}),
+    "twice": ("twice", "sgd", {}),
+}
+
+
+class Classifier(pl.LightningModule):
+    """Trains a network."""
+
+    def __init__(self, net: str = "vit", optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.kind = NETS[net](), optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.kind](self.parameters())
+
+
+def samples(number: int = SAMPLES, broken: int | None = None) -> TensorDataset:
+    """Return random samples. The sample `broken` has a value that is not finite."""
+    x = torch.randn(number, 1, 12, 12, generator=torch.Generator().manual_seed(1))
+    if broken is not None:
+        x[broken, 0, 5, 5] = torch.inf
+    return TensorDataset(x, torch.arange(number) % 3)
+
+
+def train(
+    folder: Path | str,
+    strategy: Any,
+    net: str,
+    optimizer: str,
+    ckpt_path: Any = None,
+    states: list[Any] | None = None,
+    broken: int | None = None,
+    kind: type[Classifier] = Classifier,
+    **options: Any,
+) -> str:
+    """Train and return the SHA-256 of the weights, on rank zero. Append the weights to `states`."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    if callbacks := options.pop("callbacks", None):
+        options["callbacks"] = [callbacks()]
+    chosen: dict[str, Any] = {"pieces": 6, "exact": True, "max_epochs": 2, **options}
+    trainer = lockstep.Trainer(
+        strategy=strategy,
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **chosen,
+    )
+    module = kind(net, optimizer)
+    loaders = DataLoader(samples(broken=broken), batch_size=BATCH, shuffle=True), DataLoader(samples(5), batch_size=1)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    strategy_of_run: Any = trainer.strategy
+    state = strategy_of_run.lightning_module_state_dict()
+    if states is not None:
+        states.append({name: value.clone() for name, value in state.items()})
+    return lockstep.weights_sha256(state)
