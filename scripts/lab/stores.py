@@ -174,7 +174,9 @@ def measure(scratch: Path, rounds: int) -> None:
             shutil.rmtree(scratch / "local", ignore_errors=True)
             place = f"{url}/train" if name == "lockstep" else str(scratch / "local")
             command = [sys.executable, str(ROOT / "scripts/lab/stores.py"), "--reads", name, "--place", place]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UserError(f"{name} has failed: {done.stderr.strip().splitlines()[-1]}")
             rate, count = done.stdout.split()
             if int(count) != IMAGES:
                 raise UserError(f"{name} has read {count} images of {IMAGES}")
