@@ -50,6 +50,17 @@ class ViT(nn.Module):
         return result
 
 
+class Stem(ViT):
+    """Has a large weight outside of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(144, 144)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.stem(x.flatten(1)).view_as(x))
+
+
 def convolutions() -> nn.Module:
     """Return a network with BatchNorm and weights in channels_last."""
     layers = [nn.Conv2d(1, 48, 3), nn.BatchNorm2d(48), nn.ReLU()]
@@ -105,7 +116,14 @@ class Unfreezes(pl.Callback):
             pl_module.requires_grad_(True)
 
 
-NETS: dict[str, Any] = {"vit": ViT, "convolutions": convolutions, "tied": Tied, "frozen": frozen, "twice": Twice}
+NETS: dict[str, Any] = {
+    "vit": ViT,
+    "stem": Stem,
+    "convolutions": convolutions,
+    "tied": Tied,
+    "frozen": frozen,
+    "twice": Twice,
+}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
@@ -125,6 +143,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit bf16": ("vit", "adamw", {"precision": "bf16-mixed"}),
     "vit ema": ("vit", "sgd", {"callbacks": EMA}),
     "vit skips a step": ("vit", "muon", {"nonfinite": "skip", "broken": 3}),
+    "stem": ("stem", "sgd", {}),
     "vit uneven": ("vit", "sgd", {"pieces": 4}),
     "convolutions": ("convolutions", "sgd", {"gradient_clip_val": 0.1}),
     "tied": ("tied", "adamw", {}),
@@ -142,8 +161,12 @@ class Classifier(pl.LightningModule):
         torch.manual_seed(0)
         self.net, self.kind = NETS[net](), optimizer
 
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("train_loss", loss, on_epoch=True)
         return loss
 

@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torchmetrics import Metric
 
@@ -40,7 +40,7 @@ from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.torch_quirks import parameters_of_unit, set_gathered_strides
+from lockstep.strategies.torch_quirks import gather_around_outermost_call, parameters_of_unit, set_gathered_strides
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
@@ -308,8 +308,7 @@ class FullySharded(DistributedDataParallel):
         for block in blocks:
             fully_shard(block, reshard_after_forward=self._reshard, **options)
         fully_shard(module, reshard_after_forward=False, **options)
-        for method in STEP_METHODS:
-            register_fsdp_forward_method(module, method)
+        gather_around_outermost_call(module, STEP_METHODS)
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
         for name, tensor in module.named_parameters():

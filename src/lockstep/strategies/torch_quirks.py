@@ -4,6 +4,9 @@ They are used in this file only; tests/test_promise_6_nothing_lost.py, tests/ste
 tests/strategies/test_fsdp.py fail when they change.
 """
 
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -60,3 +63,34 @@ def set_gathered_strides(unit: Any, strides: dict[int, tuple[int, ...]]) -> None
     for parameter in [] if group is None else group.fsdp_params:
         assert parameter._contiguous_orig_stride is not None
         parameter._contiguous_orig_stride = strides[id(parameter.sharded_param)]
+
+
+def gather_around_outermost_call(unit: Any, methods: Iterable[str]) -> None:
+    """Let `fully_shard` gather and free the weights of a module around some methods, as it does around `forward`.
+
+    `training_step` calls `forward`, and `fully_shard` would act around both (`register_fsdp_forward_method`). It then
+    frees the weights at the end of the outer one, whatever was set by `set_reshard_after_forward`. No public name
+    takes its hooks from `forward`.
+    """
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    running: list[str] = []  # names of the methods that run
+
+    def around(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if running:
+                return method(*args, **kwargs)
+            args, kwargs = state._pre_forward(unit, args, kwargs)
+            running.append(name)
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                running.pop()
+            return state._post_forward(unit, args, result)
+
+        return call
+
+    for name in ("forward", *methods):
+        setattr(unit, name, MethodType(around(name, getattr(unit, name)), unit))
