@@ -58,11 +58,16 @@ NOT_RUN = (
 SHORT = ("threads=1", "accelerator=cpu", "num_workers=0")
 PARSED = """
 import argparse, runpy, sys
-real = argparse.ArgumentParser.parse_args
+parser = argparse.ArgumentParser
+real, known = parser.parse_args, parser.parse_known_args
 def parse_args(self, *arguments, **named):
+    parser.parse_known_args = known  # parse_args calls it
     real(self, *arguments, **named)
     sys.exit(0)
-argparse.ArgumentParser.parse_args = parse_args
+def parse_known_args(self, *arguments, **named):
+    known(self, *arguments, **named)
+    sys.exit(0)
+parser.parse_args, parser.parse_known_args = parse_args, parse_known_args
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
