@@ -127,6 +127,7 @@ def test_one_hash_on_every_layout_killed_and_resumed_on_others(folder: Path, tmp
 def test_a_run_goes_on_with_the_window_and_the_pieces_that_it_had(folder: Path, tmp_path: Path) -> None:
     """On any number of devices. Without a window other pieces may take over."""
     data_dir = f"data_dir={write_shards(folder, tmp_path / 'shards', 'tar')}"
+    cut_again = f"data_dir={write_shards(folder, tmp_path / 'cut', 'tar', count=4)}"
 
     def read(*overrides: str) -> tuple[Config, Any]:
         config = check(composed(*RUN, data_dir, *overrides))
@@ -152,3 +153,8 @@ def test_a_run_goes_on_with_the_window_and_the_pieces_that_it_had(folder: Path, 
     assert refused([], ["data.window=null"]).startswith("data.window=null, but last.ckpt was trained with 2: ")
     assert not refused([], ["strategy=ddp", "devices=3"])
     assert not refused(["data.window=null"], ["data.window=null", "pieces=9"])
+    assert refused([], [cut_again]).startswith(
+        "data: with data.window=2 a run goes on with the same samples in the same shards, and last.ckpt was trained on "
+        "others: give the same shards; "
+    )
+    assert not refused(["data.window=null"], ["data.window=null", cut_again])

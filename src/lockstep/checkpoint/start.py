@@ -250,6 +250,9 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         )
     if differ:
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
+    if splits.window is not None and recorded["fingerprint"] != splits.fingerprint:
+        what = f"with data.window={splits.window} a run goes on with the same samples in the same shards"
+        raise UserError(f"data: {what}, and {path} was trained on others: give the same shards; {NEW_RUN}")
 
 
 @_reads_a_record

@@ -94,8 +94,9 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
     if weights is not None:
         parts.append(hashlib.sha256(weights.tobytes()).hexdigest())
         about = "; ".join(filter(None, [about, "an epoch's samples are drawn by sample_weights, with replacement"]))
-    if source.window is not None:  # a run that continues with another window would lose or repeat samples
-        parts.append(hashlib.sha256(f"window {source.window}".encode()).hexdigest())
+    if source.window is not None:  # a run that continues with other windows would lose or repeat samples
+        assert shard_borders is not None
+        parts.append(hashlib.sha256(f"window {source.window} ".encode() + shard_borders.tobytes()).hexdigest())
         reads = f"each piece of a step reads {plural(source.window, 'shard')} at a time"
         about = "; ".join(filter(None, [about, reads]))
     splits = Splits(
