@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from store_servers import WebServer, files_in, s3_server, upload
 from written_shards import write_folder, write_shards, write_tar
 
 from lockstep.arithmetic.streams import ShardNeed
+from lockstep.checkpoint.start import _other_content
 from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
@@ -350,6 +352,26 @@ def test_a_shard_that_was_replaced_is_indexed_again_by_the_next_run(
     second = opened(url, **EACH)
     assert len(second.train) == len(first.train) - 14 + 2
     assert second.fingerprint != first.fingerprint
+
+
+def test_an_image_that_was_replaced_by_one_of_its_name_and_size_is_other_content(shards: Path, web: WebServer) -> None:
+    before, local = opened(web.url + NAMES, window=2, **EACH), opened(shards, window=2, **EACH)
+    flip(web.folder / "train-00001.tar")
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]))
+    after = opened(web.url + NAMES, window=2, **EACH)
+    assert after.fingerprint == before.fingerprint == local.fingerprint
+    record = {"fingerprint": before.fingerprint, "content": before.content}
+    assert _other_content(record, after)
+    assert not _other_content(record, before)
+    assert not _other_content(record, local)  # a folder's images may be those of a server
+
+
+def flip(path: Path) -> None:
+    """Change a byte of a shard's second image, after its header."""
+    content = bytearray(path.read_bytes())
+    with tarfile.open(path) as archive:
+        content[archive.getmembers()[1].offset_data + 60] ^= 1
+    path.write_bytes(content)
 
 
 def test_a_full_disk_ends_in_a_line(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

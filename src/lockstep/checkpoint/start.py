@@ -250,9 +250,15 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         )
     if differ:
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
-    if splits.window is not None and recorded["fingerprint"] != splits.fingerprint:
+    if splits.window is not None and _other_content(recorded, splits):
         what = f"with data.window={splits.window} a run goes on with the same samples in the same shards"
         raise UserError(f"data: {what}, and {path} was trained on others: give the same shards; {NEW_RUN}")
+
+
+def _other_content(recorded: Mapping[str, Any], splits: Splits) -> bool:
+    """Check whether a data set has other samples than that of a checkpoint, as far as both are known."""
+    before, now = recorded.get("content"), splits.content
+    return bool(recorded["fingerprint"] != splits.fingerprint or (before and now and before != now))
 
 
 @_reads_a_record
@@ -270,7 +276,7 @@ def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any
     changed = differences(before, now)
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
-    if recorded["fingerprint"] != splits.fingerprint:
+    if _other_content(recorded, splits):
         messages.append("the content of the data set has changed since the checkpoint")
     return messages
 

@@ -22,6 +22,7 @@ from lockstep.data.datasets import (
     Splits,
     Weights,
     checked_weights,
+    content_of,
     fetch,
     fingerprint,
     labels_of,
@@ -113,6 +114,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
         weights=weights,
         window=source.window,
         shard_borders=shard_borders,
+        content=content_of(part for part in (train, val, source.test) if part is not None),
     )
     splits = with_transforms(splits, group.get("transforms") or {})
     splits = replace(splits, mix=mixing(mix, group.get("mix_alpha"), splits))

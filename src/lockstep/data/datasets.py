@@ -4,7 +4,7 @@ import hashlib
 import random
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -147,6 +147,7 @@ class Splits(SampleSets):
     Attributes:
         spec: the description of the images.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
+        content: see `content_of`; None: unknown.
         augment: shifts and flips of training images.
         balanced: whether an epoch has equally many samples of each class.
         labels: for balanced sampling, the class of each training sample, int64 [n]; None: see `labels_of`.
@@ -168,6 +169,7 @@ class Splits(SampleSets):
     labels: Ids | None = None
     window: int | None = None
     shard_borders: Ids | None = None
+    content: str | None = None
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""
@@ -289,6 +291,18 @@ def fingerprint(dataset: Any) -> str:
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
+
+
+def content_of(datasets: Iterable[Any]) -> str | None:
+    """Return a SHA-256 of the bytes of all samples, in hex; None if a data set does not know its own.
+
+    A fingerprint has the names and sizes of images, which a folder and a server agree on; only a server's index knows
+    the bytes.
+    """
+    known = [getattr(innermost_dataset(each), "content_sha256", None) for each in datasets]
+    if None in known:
+        return None
+    return hashlib.sha256("".join(each() for each in known).encode()).hexdigest()
 
 
 def labels_of(dataset: Any) -> Ids:

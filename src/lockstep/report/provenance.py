@@ -118,6 +118,7 @@ def checkpoint_record(config: Config, splits: "Splits") -> dict[str, Any]:
         "precision": config.precision,  # resolved; the config may have auto
         "pieces": config.layout.pieces,
         "fingerprint": splits.fingerprint,
+        "content": splits.content,
         "samples": len(splits.train),
         "versions": versions(),
         "spec": asdict(splits.spec),  # lets the model be used without the data set
