@@ -23,6 +23,7 @@ class WebServer:
         fault: is called with a path before each answer, and returns a status other than 200, "cut" to close the
             connection in the middle, a number of seconds to wait, or None.
         latency: seconds before each answer.
+        ranges, versions: whether the server knows ranges and ETags.
     """
 
     def __init__(self, folder: Path, port: int = 0) -> None:
@@ -30,7 +31,7 @@ class WebServer:
         self.requests: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.fault: Any = lambda path: None
-        self.latency, self.ranges = 0.0, True
+        self.latency, self.ranges, self.versions = 0.0, True, True
         self.connections: list[socket.socket] = []
         self._server: Any = None
         self.start()
@@ -99,7 +100,8 @@ class WebServer:
             content = content[start:stop]
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(content)))
-        handler.send_header("ETag", f'"{etag}"')
+        if self.versions:
+            handler.send_header("ETag", f'"{etag}"')
         if status == 206:
             handler.send_header("Content-Range", f"bytes {start}-{start + len(content) - 1}/{whole}")
         handler.end_headers()

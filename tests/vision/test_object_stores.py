@@ -28,6 +28,7 @@ from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep.vision.data import server as servers
 from lockstep.vision.data import shard_cache
+from lockstep.vision.data.remote import Remote
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp", reason="the driver of http")
@@ -364,6 +365,46 @@ def test_an_image_that_was_replaced_by_one_of_its_name_and_size_is_other_content
     assert _other_content(record, after)
     assert not _other_content(record, before)
     assert not _other_content(record, local)  # a folder's images may be those of a server
+
+
+def test_a_new_run_by_a_pattern_finds_a_shard_that_was_replaced(web: WebServer) -> None:
+    before = opened(web.url + NAMES, **EACH)
+    flip(web.folder / "train-00001.tar")
+    after = opened(web.url + NAMES, **EACH)
+    assert after.content != before.content
+    assert not same(after.train, before.train)
+
+
+def test_a_shard_without_a_version_is_read_again_for_a_new_index(web: WebServer) -> None:
+    web.versions = False
+
+    def sha256s() -> list[str]:
+        remote = Remote(web.url + NAMES, {"image": None, "label": "label"}, retry_seconds=1, anew=True)
+        return [each.known.sha256 for each in remote.records.all(remote.stats)]
+
+    before = sha256s()
+    assert sha256s() == before
+    flip(web.folder / "train-00001.tar")
+    assert [one == other for one, other in zip(sha256s(), before, strict=True)] == [True, False, True, True, True, True]
+
+
+def test_another_index_beside_the_shards_is_used(web: WebServer, tmp_path: Path) -> None:
+    """By machines that have records and an index of their own, though the server tells no version."""
+    web.versions = False
+    before = opened(web.url + NAMES, **EACH)
+    flip(web.folder / "train-00001.tar")
+    options = {"image": None, "label": "label"}
+    remote = Remote(web.url + NAMES, options, retry_seconds=1, anew=True, index_dir=str(tmp_path / "other"))
+    remote.records.server.write = lambda path, local: copy_to(web.folder / path, local)  # type: ignore[method-assign]
+    remote.records.publish([*remote.records.all(remote.stats)])
+    after = opened(web.url + NAMES, **EACH)
+    assert after.content != before.content
+    assert not same(after.train, before.train)
+
+
+def copy_to(target: Path, source: Any) -> None:
+    target.parent.mkdir(exist_ok=True)
+    shutil.copy(source, target)
 
 
 def flip(path: Path) -> None:

@@ -68,14 +68,19 @@ class Remote:
         self.options = {name: options[name] for name in ("image", "label")}
         base, pattern = split_pattern(self.data_dir)
         self.server = Server(base, retry_seconds)
-        self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None))
+        self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None), anew)
         named = expanded(pattern) if pattern else None
         published = self.records.published()
         self.stats: Mapping[str, Stat] = self._listed(named, published, anew, may_be_empty)
+        asked = [path for path, stat in self.stats.items() if stat == UNKNOWN]
         if anew and (named is not None or not self.server.lists):
+            asked = [*self.stats]
+        elif len(asked) > MOST_LISTED:
+            asked = []
+        if asked:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), self.stats)
-                self.stats = dict(zip(self.stats, answers, strict=True))
+                answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), asked)
+                self.stats = {**self.stats, **dict(zip(asked, answers, strict=True))}
         self.paths = [*self.stats]
 
     def _listed(

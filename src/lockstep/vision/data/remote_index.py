@@ -153,10 +153,13 @@ class Records:
         options: the arguments `image` and `label` of `scan`, which the records depend on.
         folder: for the indexes of this machine.
         cache: keeps the shards that are fetched.
+        anew: whether a shard of which the server tells no version is read again, whatever is known of it.
     """
 
-    def __init__(self, server: Server, options: Mapping[str, Any], folder: Path, cache: ShardCache) -> None:
-        self.server, self.options, self.cache = server, options, cache
+    def __init__(
+        self, server: Server, options: Mapping[str, Any], folder: Path, cache: ShardCache, anew: bool = False
+    ) -> None:
+        self.server, self.options, self.cache, self.anew = server, options, cache, anew
         self.key = digest([RECORD_VERSION, dict(options)])[:16]
         self.folder = folder / digest(server.url)[:16] / f"records-{self.key}"
         self.beside = f"{BESIDE}/records-{self.key}"  # with the endings .json and .npz
@@ -213,7 +216,17 @@ class Records:
         Raises:
             UserError: The shard can't be fetched, or is damaged.
         """
+        if self.anew and not stat[1]:
+            return self._made(path, stat)
         return self._local(path, stat) or self._of_published(path, stat) or self._made(path, stat)
+
+    def published_sha256(self, path: str, stat: Stat) -> str | None:
+        """Return the SHA-256 of a shard in the records beside the shards; None: they don't have this version of it."""
+        number = self._number_of.get(path)
+        if number is None:
+            return None
+        known = self._known(path, number)
+        return known.sha256 if is_same(stat, known.stat) else None
 
     def _file(self, path: str) -> Path:
         return self.folder / f"{digest(path)[:32]}.npz"
@@ -223,7 +236,8 @@ class Records:
             record = self._read(self._file(path))
         except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
             return None
-        return record if record.known.path == path and is_same(stat, record.known.stat) else None
+        right = self.published_sha256(path, stat) in (None, record.known.sha256)
+        return record if right and record.known.path == path and is_same(stat, record.known.stat) else None
 
     @staticmethod
     def _read(file: Path) -> Record:
@@ -404,7 +418,11 @@ def open_remote(
     server = records.server
     listed = {path: stat for paths in shards.values() for path, stat in paths.items()}
     options_prefix = f"shards-{digest([INDEX_VERSION, dict(options)])[:16]}"
-    name = f"{options_prefix}-{digest([{part: [*paths.items()] for part, paths in shards.items()}])[:24]}"
+    rows = {
+        part: [(path, stat, records.published_sha256(path, stat)) for path, stat in paths.items()]
+        for part, paths in shards.items()
+    }
+    name = f"{options_prefix}-{digest([rows])[:24]}"
 
     def fill(new_folder: Path) -> None:
         LOG.info("%s: indexing %s in %s, once", server.url, plural(len(listed), "shard"), new_folder.parent)

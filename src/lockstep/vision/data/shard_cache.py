@@ -387,7 +387,7 @@ class ShardCache:
             examine = self.pack
         for is_last in (False, True):
             start = file.seek(0, os.SEEK_END)
-            if not 0 < start <= known.stat[0]:
+            if not 0 < start <= known.stat[0] or (is_new and not known.stat[1]):  # half of an unknown version
                 start = 0
                 file.truncate(0)
             file.seek(start)
