@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from written_mds import EXPECTED, SHARDS, as_tar
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
+from lockstep.vision.data.remote import Remote
 
 FORMS = ("raw", "zstd")
 BY_PLACE = {"window": 2, "val_fraction": 0, "test_fraction": 0}
@@ -150,3 +152,40 @@ def test_an_index_json_that_names_other_things_is_refused(tmp_path: Path) -> Non
         file.write_text(json.dumps({"shards": [{**first, **change}, *rest]}))
         assert f"{web.url}/train/index.json: {message}" in refusal_of(opened, web.url)
     web.stop()
+
+
+def in_memory(folder: Path) -> str:
+    """Copy a folder to a server that lists its objects. Return its URL."""
+    fsspec = pytest.importorskip("fsspec")
+    url = f"memory://{folder.name}-{folder.stat().st_ino}"
+    files = fsspec.filesystem("memory")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            files.pipe_file(f"{url}/{path.relative_to(folder)}", path.read_bytes())
+    return url
+
+
+@pytest.mark.parametrize("place", [str, in_memory])
+def test_shards_that_are_there_twice_or_left_over_are_refused(tmp_path: Path, place: Any) -> None:
+    """MosaicML's writer leaves unpacked shards beside compressed ones, and those of an earlier, longer data set."""
+
+    def count(where: str) -> int:
+        if place is in_memory:
+            return len(Remote(where, {"image": None, "label": "label"}).paths)
+        return int(re.search(r"(\d+) files", opened(where, **BY_PLACE).about).group(1))  # type: ignore[union-attr]
+
+    folder = copied("zstd", tmp_path)
+    train = folder / "train"
+    assert count(place(folder)) == 6
+    shutil.copy(SHARDS / "raw" / "train" / "shard.00001.mds", train)
+    line = refusal_of(opened, place(folder), **BY_PLACE)
+    assert "/train/shard.00001.mds.zstd and shard.00001.mds would be the same images twice: remove one of them" in line
+    (train / "shard.00001.mds").rename(train / "shard.00007.mds")
+    if place is in_memory:
+        pytest.importorskip("fsspec").filesystem("memory").rm(place(folder) + "/train/shard.00001.mds")
+    line = refusal_of(opened, place(folder), **BY_PLACE)
+    assert "/train/shard.00007.mds: the index.json beside it does not name it: remove one of them" in line
+    (train / "shard.00007.mds").unlink()
+    raw = copied("raw", tmp_path)
+    shutil.copy(train / "index.json", raw / "train")  # it names compressed shards, which were unpacked
+    assert count(place(raw)) == 6

@@ -7,7 +7,7 @@ labels are read, and their encodings must be those of an image file, a text or a
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,3 +163,31 @@ def names_in(description: bytes | None, fault: Callable[[str], UserError]) -> li
     if any(not isinstance(name, str) or "/" in name or name in ("", ".", "..") for name in names):
         raise fault("its index.json names a file elsewhere")
     return names
+
+
+def check_named(
+    folder: str, shards: Sequence[str], description: bytes | None, fault: Callable[[str], UserError]
+) -> None:
+    """Refuse MDS shards that the index.json beside them does not name, such as those of an earlier data set.
+
+    Args:
+        folder: of the shards, for messages.
+        shards: their names. Each may be compressed, or unpacked.
+        description: the file's content; None: there is none.
+        fault: makes an error of a reason.
+    """
+    if description is None:
+        return
+    named = {name.removesuffix(".zstd") for name in names_in(description, fault)}
+    if others := [name for name in shards if name.removesuffix(".zstd") not in named]:
+        raise UserError(f"{folder}/{others[0]}: the index.json beside it does not name it: remove one of them")
+
+
+def mds_by_folder(shards: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of the MDS shards in each folder: an empty text, or one with a slash at its end."""
+    of_folder: dict[str, list[str]] = {}
+    for path in shards:
+        folder, slash, name = path.rpartition("/")
+        if name.endswith((".mds", ".mds.zstd")):
+            of_folder.setdefault(folder + slash, []).append(name)
+    return of_folder

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.text import plural
 from lockstep.vision.data.labelled import PARTS
-from lockstep.vision.data.mds import names_in
+from lockstep.vision.data.mds import check_named, mds_by_folder, names_in
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
 from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
@@ -100,12 +100,17 @@ class Remote:
         if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
             return published
         if self.server.lists:
-            shards = self.server.files(may_be_empty)
-            return {
+            files = self.server.files(may_be_empty)
+            shards = {
                 path: stat
-                for path, stat in shards.items()
+                for path, stat in files.items()
                 if SHARD.search(path) and not any(each.startswith(".") for each in path.split("/"))
             }
+            for folder, names in mds_by_folder(shards).items():
+                if f"{folder}index.json" in files:
+                    where = f"{self.server.url}/{folder}"
+                    check_named(where.rstrip("/"), names, self._description(folder), _fault_in(where))
+            return shards
         return self._of_mds()
 
     def _of_mds(self) -> dict[str, Stat]:
@@ -113,18 +118,21 @@ class Remote:
         url = self.server.url
         shards: dict[str, Stat] = {}
         for folder in ("", *(f"{part}/" for part in PARTS)):
-            try:
-                description = self.server.read_small(f"{folder}index.json")
-            except Unavailable as error:
-                raise UserError(f"{url}: {error}: {REMEDY}") from error
+            description = self._description(folder)
             if description is not None:
-                where = f"{url}/{folder}index.json"
-                names = names_in(description, lambda reason, where=where: UserError(f"{where}: {reason}"))  # type: ignore[misc]
+                names = names_in(description, _fault_in(f"{url}/{folder}"))
                 shards |= {f"{folder}{name}": UNKNOWN for name in names}
         if not shards:
             right = f"give a pattern, such as {url}/train-{{000..099}}.tar, or make an index beside the shards"
             raise UserError(f"shards: {url} has no list of its files that could be read: {right} (lockstep index)")
         return shards
+
+    def _description(self, folder: str) -> bytes | None:
+        """Return the file index.json of MDS in a folder."""
+        try:
+            return self.server.read_small(f"{folder}index.json")
+        except Unavailable as error:
+            raise UserError(f"{self.server.url}: {error}: {REMEDY}") from error
 
     def cache_of(self, table: Table | None) -> ShardCache:
         """Return the cache of the shards of a table. Each has its own connection."""
@@ -162,6 +170,11 @@ class Remote:
         if window is None and total > self.gigabytes * GIB:
             each = f"the shards take {total / GIB:.3g} GB, and without data.window every step reads from all of them"
             raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")
+
+
+def _fault_in(folder: str) -> Callable[[str], UserError]:
+    """Return what makes an error about the file index.json in a folder, whose name ends with a slash."""
+    return lambda reason: UserError(f"{folder}index.json: {reason}")
 
 
 def packed_again(image: str | None, label: str, where: str, source: Path, target: Any) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.text import is_url, plural
 from lockstep.vision.data.classes import ordered
 from lockstep.vision.data.labelled import PARTS, SPLIT_RULE, check_bits, image_spec, split_ids, split_text, subsets
+from lockstep.vision.data.mds import check_named, mds_by_folder
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote import Remote
 from lockstep.vision.data.shard_files import IMAGES
@@ -72,6 +74,11 @@ def shards(
             raise UserError(f"shards: data_dir={data_dir} is no folder: it must {WANTED}")
         files_walk = walk(root, lambda name: SHARD.search(name) is not None)
         names = files_walk.paths
+        for folder, of_mds in mds_by_folder(names).items():
+            description = root / folder / "index.json"
+            if description.is_file():
+                fault = partial(_fault_in, description)
+                check_named(str(description.parent), of_mds, description.read_bytes(), fault)
         passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
     of_part = parts_of(root, names)
 
@@ -128,11 +135,17 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
         names: the paths of the files below it.
 
     Raises:
-        UserError: There are no shards, one is compressed, or only some name a part.
+        UserError: There are no shards, one is compressed, two differ in their endings alone, or only some name a part.
     """
     files = sorted(names, key=lambda name: name.split("/"))
     if packed := [name for name in files if not name.endswith(EXTENSIONS)]:
         raise UserError(f"shards: {root}/{packed[0]} is compressed: unpack it, since its images are read singly")
+    stems: dict[str, str] = {}
+    for name in files:
+        stem = next(name.removesuffix(ending) for ending in reversed(EXTENSIONS) if name.endswith(ending))
+        if (other := stems.setdefault(stem, name)) != name:
+            twice = f"{name} and {other.rpartition('/')[2]} would be the same images twice"
+            raise UserError(f"shards: {root}/{twice}: remove one of them, or give other names")
     if not files:
         raise UserError(f"shards: {root} has no shards: it must {WANTED}")
     of_part: dict[str, list[str]] = {part: [] for part in (*PARTS, "all")}
@@ -146,6 +159,10 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
     if len(of_part) > 1 and "train" not in of_part:
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
     return of_part
+
+
+def _fault_in(file: Path, reason: str) -> UserError:
+    return UserError(f"{file}: {reason}")
 
 
 def part_of(path: str) -> str:
