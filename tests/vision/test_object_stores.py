@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,101 @@ def test_a_server_without_ranges_is_read_all_the_same(
     monkeypatch.setattr(servers, "CHUNK", 4096)
     web.ranges = False
     assert same(opened(web.url + NAMES).train, opened(shards).train)
+
+
+def test_an_index_with_a_wrong_size_ends_in_a_line(web: WebServer, tmp_path: Path) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    cache = cache_of(part)
+    sizes = cache.table.cached_bytes.copy()
+    sizes[0] += 5
+    cache.table = replace(cache.table, cached_bytes=sizes)
+    line = refusal_of(cache.read, 0, 0, 9)
+    assert f"{web.url}/train-00000.tar: has {sizes[0] - 5:,} bytes, and the index states {sizes[0]:,}: make " in line
+    assert not [*cache.folder.rglob("*.part")]
+
+
+@pytest.mark.parametrize("kept", [1, 100, 10**9, 2 * 10**9])
+def test_a_kept_shard_is_hashed_once_on_a_disk_with_coarse_times(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Some file systems keep times in steps of 100 ns, or of one or two seconds."""
+    utime, hashed = os.utime, []
+    monkeypatch.setattr(
+        os, "utime", lambda path, ns, **options: utime(path, ns=tuple(time // kept * kept for time in ns), **options)
+    )
+    part = opened(web.url + NAMES, **EACH).train
+    digest = shard_cache.digest_of
+    monkeypatch.setattr(shard_cache, "digest_of", lambda file, kind: hashed.append(kind) or digest(file, kind))
+    samples(part)
+    assert not hashed
+
+
+@pytest.mark.parametrize("of", ["mode", "owner"])
+def test_a_kept_shard_that_others_can_write_is_hashed_once(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    expected = samples(part)
+    cache = cache_of(part)
+    path = cache.path(cache.known(0))
+    assert path.stat().st_mode & 0o777 == 0o644
+    flip_at = part.places[1]["start"] + 60
+    content = bytearray(path.read_bytes())
+    content[flip_at] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(0, shard_cache.WHOLE))
+    assert cache._open_cached(cache.known(0)) is not None  # the control: an own file is trusted
+    if of == "mode":
+        path.chmod(0o664)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1 if path.exists() else 1)
+    again = opened(web.url + NAMES, **EACH).train
+    actual = samples(again)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(actual, expected, strict=True))
+    if of == "mode":
+        path.chmod(0o664)
+    hashed: list[str] = []
+    digest = shard_cache.digest_of
+    monkeypatch.setattr(shard_cache, "digest_of", lambda file, kind: hashed.append(kind) or digest(file, kind))
+    for _ in range(3):
+        cache.read(0, 0, 9)
+    assert len(hashed) <= 1
+
+
+def test_what_another_user_has_left_half_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = tmp_path / "x.part"
+    part.write_bytes(b"half")
+    left, opens = part.stat().st_ino, os.open
+
+    def of_another_user(path: Any, flags: int, *arguments: Any) -> int:
+        if path == part and flags & os.O_RDWR and part.exists() and part.stat().st_ino == left:
+            raise PermissionError(errno.EACCES, "no")
+        return opens(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", of_another_user)
+    with shard_cache.locked(part, 0o644) as file:
+        assert file.read() == b""
+
+
+def test_a_new_shard_that_arrives_damaged_twice_is_refused(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two times the same bytes with another MD5 are right: their ETag is no MD5."""
+    read = servers.Server._range
+    places = iter(range(700, 100_000))
+
+    def damaged(self: Any, path: str, start: int, stop: int | None) -> bytes:
+        content = bytearray(read(self, path, start, stop))
+        if path == "train-00001.tar":
+            content[next(places)] ^= 1
+        return bytes(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.Server, "_range", damaged)
+        line = refusal_of(opened, web.url + NAMES, **EACH)
+    assert "/train-00001.tar: has arrived twice, with different bytes and another MD5 than its ETag: start " in line
+    places = iter([700] * 9)
+    with monkeypatch.context() as patch:
+        patch.setattr(servers.Server, "_range", damaged)
+        opened(web.url + NAMES, **EACH)
 
 
 def test_half_a_shard_of_a_killed_process_is_completed(web: WebServer, tmp_path: Path) -> None:

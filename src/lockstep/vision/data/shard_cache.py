@@ -37,7 +37,9 @@ THREADS = 4  # of a process, that fetch ahead
 FIRST_AHEAD, MOST_AHEAD = 4, 64  # shards
 GIB = 1 << 30
 LEFT_FREE = 0.05  # of the disk, without a limit
-WHOLE = 1_000_000_007  # the time of change, ns after 1970, of files that were checked and not touched since
+# The time of change, in ns, of files that were checked and not touched since. It is an even number of
+# seconds after 1980, since some file systems keep no other.
+WHOLE = 1_000_000_000 * 10**9
 NEVER = 1 << 62  # steps until an unlisted shard is needed
 LATER = 1 << 40  # steps that are added for a data set that is not being read
 PLAN = np.dtype([("key", "<u8"), ("first", "<i8")])  # of a shard: begin of its hash, steps until it is needed
@@ -119,6 +121,7 @@ class _OfProcess:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.seen: set[int] = set()  # shards that were read
+        self.checked: set[tuple[str, int, int]] = set()  # files that others can write, and that were hashed
         self.futures: dict[int, Future[None]] = {}  # shards that are being fetched
         self.wanted: list[ShardNeed] = []
         self.step = 0
@@ -242,18 +245,24 @@ class ShardCache:
             ) from error
         stat = os.fstat(file)
         whole = stat.st_size == known.cached_bytes
-        if whole and stat.st_mtime_ns == WHOLE and not notes_use:
+        # Only a file that nobody else could write tells by its time that it was checked.
+        is_own = stat.st_uid == os.geteuid() and not stat.st_mode & 0o022
+        key, checked = (known.sha256, stat.st_ino, stat.st_mtime_ns), self._state().checked
+        trusted = is_own and stat.st_mtime_ns == WHOLE
+        if whole and (trusted or key in checked) and not notes_use:
             return file
-        if whole and stat.st_mtime_ns != WHOLE:
+        if whole and not trusted and key not in checked:
             with open(file, "rb", closefd=False) as opened:
                 whole = digest_of(opened, "sha256") == known.sha256
+            if whole and not is_own:
+                checked.add(key)
         if not whole:
             os.close(file)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
         with contextlib.suppress(OSError):  # the time of access says which was used last
-            os.utime(file, ns=(time.time_ns(), WHOLE))
+            os.utime(file, ns=(time.time_ns(), WHOLE if is_own else stat.st_mtime_ns))
         return file
 
     # --- fetching ahead ---
@@ -363,7 +372,7 @@ class ShardCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             part = self.folder / f"{'new-' if is_new else ''}{known.sha256}.{reserved}.part"
-            with locked(part) as file:
+            with locked(part, 0o644) as file:
                 if not is_new and (cached := self._open_cached(known)) is not None:  # another process has fetched it
                     os.close(cached)
                     part.unlink(missing_ok=True)
@@ -385,6 +394,7 @@ class ShardCache:
         is_new, packed = examine is not None, is_packed(known.path)
         if packed and examine is None:
             examine = self.pack
+        digests: list[str] = []
         for is_last in (False, True):
             start = file.seek(0, os.SEEK_END)
             if not 0 < start <= known.stat[0] or (is_new and not known.stat[1]):  # half of an unknown version
@@ -397,20 +407,28 @@ class ShardCache:
                 self._refuse_replaced(known)
                 raise UserError(f"{where}: {error}: {REMEDY}") from error
             self.counters.add("bytes", file.tell() - start)
-            with open(part.with_suffix(".packed"), "w+b") if packed else contextlib.nullcontext(file) as target:
+            with (
+                open(part.with_suffix(".packed"), "w+b", opener=_own)
+                if packed
+                else contextlib.nullcontext(file) as target
+            ):
                 made = Path(target.name) if packed else part
                 try:
                     if examine is not None:
                         examine(where, part, target)
                     target.flush()
                     sha256 = digest_of(target, "sha256")
-                    if is_new and not self._is_what_was_sent(known, file, is_last):
+                    if is_new and not self._is_what_was_sent(known, file, digests):
                         file.truncate(0)
                         continue
+                    if not is_new and sha256 == known.sha256 and target.seek(0, os.SEEK_END) != known.cached_bytes:
+                        wrong = f"{where}: has {target.tell():,} bytes, and the index states {known.cached_bytes:,}"
+                        raise UserError(f"{wrong}: {self.advice}")
                     if is_new or sha256 == known.sha256:
                         stat = file.seek(0, os.SEEK_END), known.stat[1]
                         known = known._replace(sha256=sha256, cached_bytes=target.seek(0, os.SEEK_END), stat=stat)
                         self.path(known).parent.mkdir(exist_ok=True)
+                        os.fchmod(target.fileno(), os.fstat(target.fileno()).st_mode & 0o644)
                         os.fsync(target.fileno())
                         os.utime(target.fileno(), ns=(time.time_ns(), WHOLE))
                         os.rename(made, self.path(known))
@@ -418,7 +436,7 @@ class ShardCache:
                         if packed:
                             part.unlink(missing_ok=True)
                         return known
-                except UserError:  # of `examine`
+                except UserError:
                     if is_new or is_last:
                         part.unlink(missing_ok=True)
                         raise
@@ -430,17 +448,25 @@ class ShardCache:
             if not is_last:
                 self.counters.add("retries")
         part.unlink(missing_ok=True)
+        if is_new:
+            raise UserError(f"{where}: has arrived twice, with different bytes and another MD5 than its ETag: {REMEDY}")
         raise UserError(f"{where}: has arrived twice with another SHA-256 than that in the index: {self.advice}")
 
-    def _is_what_was_sent(self, known: Known, file: IO[bytes], is_last: bool) -> bool:
+    def _is_what_was_sent(self, known: Known, file: IO[bytes], digests: list[str]) -> bool:
         """Check a new shard by the MD5 that most servers give as its ETag. Refuse one that was replaced meanwhile.
 
-        If it differs twice, the ETag is none: that of a shard in several parts, or encrypted, is something else.
+        If the same bytes arrive twice, the ETag is none: that of a shard in several parts, or encrypted, is something
+        else.
+
+        Args:
+            digests: the MD5 of what has arrived before; this one is added.
         """
-        has_md5 = re.fullmatch(r"[0-9a-f]{32}", known.stat[1]) is not None
-        if has_md5 and not is_last and digest_of(file, "md5") != known.stat[1]:
-            self.counters.add("retries")
-            return False
+        if re.fullmatch(r"[0-9a-f]{32}", known.stat[1]) is not None:
+            md5, before = digest_of(file, "md5"), [*digests]
+            digests.append(md5)
+            if md5 != known.stat[1] and md5 not in before:
+                self.counters.add("retries")
+                return False
         self._refuse_replaced(known)
         return True
 
@@ -586,18 +612,35 @@ def removed(path: str) -> bool:
     return True
 
 
+def _own(path: str, flags: int) -> int:
+    """Open a file that others can't write; an `opener` of `open`."""
+    return os.open(path, flags, 0o644)
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading and writing, and lock it until the end of the block. Wait if another process has it."""
+def locked(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """Open a file for reading and writing, and lock it until the end of the block. Wait if another process has it.
+
+    Args:
+        mode: of a new file, without what the umask takes. If others may not write it, one that another user has left
+            is removed.
+    """
     while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
-        with file:
+        flags, is_writable = os.O_NOFOLLOW | os.O_CLOEXEC, True
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | flags, mode)
+        except PermissionError:
+            number, is_writable = os.open(path, os.O_RDONLY | flags), False
+        with os.fdopen(number, "r+b" if is_writable else "rb") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             try:
                 same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
             except FileNotFoundError:
                 same = False
+            if same and not is_writable and not mode & 0o022:
+                path.unlink()
+                continue
             if same:  # else it was renamed or removed while this process waited
                 try:
                     yield file
