@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from written_mds import EXPECTED, SHARDS, as_tar
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
+from lockstep.vision.data import mds
 from lockstep.vision.data.remote import Remote
 
 FORMS = ("raw", "zstd")
@@ -135,6 +137,25 @@ def test_shards_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "need pyarrow: pip install pyarrow" in refusal_of(
         opened, Path(shutil.copytree(SHARDS / "zstd", tmp_path / "z"))
     )
+
+
+@pytest.mark.parametrize("head", [[], [3, 0, 0, 0, 5000], [1 << 30]])
+def test_a_small_file_with_a_huge_content_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[int]
+) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
+    monkeypatch.setattr(mds, "MOST_BYTES", 4 << 20)
+    shard = copied("zstd", tmp_path) / "train" / "shard.00001.mds.zstd"
+    with pa.CompressedOutputStream(str(shard), "zstd") as stream:
+        stream.write(np.array(head, "<u4").tobytes())
+        for _ in range(64):
+            stream.write(bytes(1 << 20))
+    tracemalloc.start()
+    line = refusal_of(opened, tmp_path / "zstd")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "shard.00001.mds.zstd: damaged MDS file (its content is larger than " in line
+    assert most < 32 << 20
 
 
 def test_an_index_json_that_names_other_things_is_refused(tmp_path: Path) -> None:

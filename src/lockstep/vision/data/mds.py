@@ -30,6 +30,8 @@ NUMBERS = {
 }
 LABEL_ENCODINGS = ("str", "str_int", *NUMBERS)
 MOST_COLUMNS = 10_000
+MOST_BYTES = 1 << 32  # of a shard: its places are numbers of 32 bits
+PIECE = 1 << 20  # bytes that are unpacked at a time
 
 
 def scan_mds(path: Path | str, image: str | None, label: str, source: Path, packed: IO[bytes]) -> Shard:
@@ -131,8 +133,11 @@ def label_text(encoding: str, content: Any, start: int, size: int) -> str:
 def decompressed(path: Path | str, source: Path) -> Any:
     """Return the content of a file that zstd has compressed.
 
+    It is read in pieces, so that a small file with a huge content does not fill the memory.
+
     Raises:
         UserError: pyarrow is missing.
+        ValueError: The file is damaged, or its content is larger than an MDS shard can be, or than its own head states.
     """
     try:
         import pyarrow as pa
@@ -140,7 +145,16 @@ def decompressed(path: Path | str, source: Path) -> Any:
         raise UserError(f"{path}: shards that zstd has compressed need pyarrow: pip install pyarrow") from error
     try:
         with pa.input_stream(str(source), compression="zstd") as stream:
-            return memoryview(stream.read())
+            content, limit = bytearray(), MOST_BYTES
+            while piece := stream.read(PIECE):
+                content += piece
+                if limit == MOST_BYTES and len(content) >= 4:
+                    (count,) = struct.unpack_from("<I", content, 0)
+                    if len(content) >= 8 + 4 * count:
+                        limit = min(limit, *struct.unpack_from("<I", content, 4 + 4 * count))
+                if len(content) > limit:
+                    raise ValueError(f"its content is larger than {limit:,} bytes")
+            return memoryview(content)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
 
