@@ -164,11 +164,14 @@ def enlarged_on_server(folder: Path, shards: int) -> str:
     kind = {"label_source": "folders", "class_names": [], "passed_over": {}, "highest": []}
     texts = np.frombuffer(json.dumps({"labels": ["a", "b"], "kinds": [kind]}).encode(), np.uint8)
     rows: Any = {"counts": np.full(len(known), 1000), "kind_of": np.zeros(len(known), np.int32), "texts": texts}
-    file = beside / f"records-{key}-shards.npz"
-    if not file.exists():
+    description = beside / f"records-{key}.json"
+    if not description.exists():
+        file = beside / "new.npz"
         np.savez(file, **{**Table.of(known).columns(), **rows})
-        stated = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "bytes": file.stat().st_size}
-        (beside / f"records-{key}.json").write_text(json.dumps({"shards": stated, "images": stated}))
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        stated = {"sha256": sha256, "bytes": file.stat().st_size}
+        file.rename(beside / f"records-{key}-shards-{sha256[:16]}.npz")
+        description.write_text(json.dumps({"shards": stated, "images": stated}))
 
     def fill(index: Path) -> None:
         for name, count in (("train", shards), ("val", 1)):

@@ -631,3 +631,35 @@ def test_damaged_records_beside_the_shards_are_refused(web: WebServer) -> None:
     for content in (b"{", b"[]", json.dumps({"shards": 3}).encode()):
         beside.write_bytes(content)
         assert f".index/{key}: damaged (" in refusal_of(opened, web.url + NAMES, **EACH)
+
+
+@pytest.mark.parametrize("damaged", ["json", "shards", "images"])
+def test_a_new_index_replaces_damaged_records(web: WebServer, tmp_path: Path, damaged: str) -> None:
+    before = opened(web.url + NAMES, **EACH)
+    options = {"image": None, "label": "label"}
+
+    def publish(index: str) -> None:
+        remote = Remote(
+            web.url + NAMES, options, str(tmp_path / index), None, 1, index_dir=str(tmp_path / index), anew=True
+        )
+        remote.records.server.write = lambda path, local: copy_to(web.folder / path, local)  # type: ignore[method-assign]
+        remote.records.publish([*remote.records.all(remote.stats)])
+
+    def again(place: str) -> Any:
+        return opened(web.url + NAMES, **EACH, cache=str(tmp_path / place), index_dir=str(tmp_path / place))
+
+    publish("first")
+    assert again("a").content == before.content
+    names = files_in(web.folder / ".index")
+    (name,) = (name for name in names if damaged in name)
+    content = bytearray((web.folder / ".index" / name).read_bytes())
+    content[len(content) // 2 :] = b"?" * (len(content) - len(content) // 2)
+    (web.folder / ".index" / name).write_bytes(content)
+    assert ".index/" in refusal_of(again, "b")
+    publish("second")
+    assert again("c").content == before.content
+    assert files_in(web.folder / ".index") == names
+    flip(web.folder / "train-00001.tar")
+    publish("third")
+    assert again("d").content != before.content
+    assert {*files_in(web.folder / ".index")} > {*names}  # one that reads the description of before finds its files

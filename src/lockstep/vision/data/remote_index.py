@@ -145,6 +145,10 @@ class Record:
         return cls(known, images, [int(each) for each in facts["highest"]])
 
 
+class DamagedRecords(UserError):
+    """The records beside the shards are damaged."""
+
+
 class Records:
     """The records of the shards on a server.
 
@@ -176,6 +180,8 @@ class Records:
     def published(self) -> dict[str, Stat] | None:
         """Return the shards of which there are records beside the shards; None: there are none.
 
+        If they are read anew, damaged records beside the shards are none.
+
         Raises:
             UserError: The server does not answer, or a file is damaged.
         """
@@ -186,9 +192,23 @@ class Records:
         if content is None:
             return None
         try:
+            return self._read_published(content)
+        except UserError as error:
+            if not self.anew:
+                raise
+            self._forget_published(error)
+            return None
+
+    def _forget_published(self, error: UserError) -> None:
+        LOG.warning("%s", f"{error}; its shards are read again".replace("\n", " "))
+        self._number_of = {}
+
+    def _read_published(self, content: bytes) -> dict[str, Stat]:
+        """Return what `published` returns, from the description of the records."""
+        try:
             described = json.loads(content)
             self._files = {
-                name: Known(f"{self.beside}-{name}.npz", (size := int(described[name]["bytes"]), ""), size, sha256)
+                name: Known(self._beside(name, sha256), (size := int(described[name]["bytes"]), ""), size, sha256)
                 for name in ("shards", "images")
                 if re.fullmatch("[0-9a-f]{64}", sha256 := str(described[name]["sha256"]))
             }
@@ -200,15 +220,23 @@ class Records:
             paths = [os.fsdecode(path) for path in table["paths"].tolist()]
             if any({"", ".", ".."} & set(path.split("/")) for path in paths):
                 raise ValueError("a shard is elsewhere")
-            self._number_of = {path: number for number, path in enumerate(paths)}
             stats = zip(table["sizes"].tolist(), table["versions"].tolist(), strict=True)
-            return dict(zip(paths, ((size, version.decode()) for size, version in stats), strict=True))
+            shards = dict(zip(paths, ((size, version.decode()) for size, version in stats), strict=True))
+            self._number_of = {path: number for number, path in enumerate(paths)}
+            return shards
         except DAMAGED as error:
             raise self._damaged(error) from error
 
-    def _damaged(self, error: Exception) -> UserError:
+    def _beside(self, name: str, sha256: str) -> str:
+        """Return the path of a file of records beside the shards.
+
+        It has its own hash in its name, so that the description, which is written last, always fits.
+        """
+        return f"{self.beside}-{name}-{sha256[:16]}.npz"
+
+    def _damaged(self, error: Exception) -> "DamagedRecords":
         remedy = f"remove it, or make it again by `lockstep index {self.server.url}`"
-        return UserError(f"{self.server.url}/{self.beside}: damaged ({error}): {remedy}")
+        return DamagedRecords(f"{self.server.url}/{self.beside}: damaged ({error}): {remedy}")
 
     def of(self, path: str, stat: Stat) -> Record:
         """Return the record of a shard. Make it if there is none, or if it is of another version of the shard.
@@ -218,7 +246,13 @@ class Records:
         """
         if self.anew and not stat[1]:
             return self._made(path, stat)
-        return self._local(path, stat) or self._of_published(path, stat) or self._made(path, stat)
+        try:
+            return self._local(path, stat) or self._of_published(path, stat) or self._made(path, stat)
+        except DamagedRecords as error:
+            if not self.anew:
+                raise
+            self._forget_published(error)
+            return self._made(path, stat)
 
     def published_sha256(self, path: str, stat: Stat) -> str | None:
         """Return the SHA-256 of a shard in the records beside the shards; None: they don't have this version of it."""
@@ -277,7 +311,11 @@ class Records:
         return Known(path, stat, *cached)
 
     def _fetched_columns(self) -> dict[str, NDArray[Any]]:
-        with np.load(self.cache.fetch(self._files["images"]), allow_pickle=False) as content:
+        try:
+            images = self.cache.fetch(self._files["images"])
+        except UserError as error:
+            raise DamagedRecords(str(error)) from error
+        with np.load(images, allow_pickle=False) as content:
             return {name: content[name] for name in ("names", "label_of", "starts", "sizes")}
 
     def _made(self, path: str, stat: Stat) -> Record:
@@ -373,8 +411,8 @@ class Records:
             with replacing(file) as target:
                 np.savez(target, **arrays)
             with open(file, "rb") as written:
-                described[name] = {"sha256": digest_of(written, "sha256"), "bytes": file.stat().st_size}
-            self.server.write(f"{self.beside}-{name}.npz", file)
+                described[name] = {"sha256": (sha256 := digest_of(written, "sha256")), "bytes": file.stat().st_size}
+            self.server.write(self._beside(name, sha256), file)
             file.unlink()
         description = self.folder / "all.json"
         write(description, json.dumps(described).encode())
