@@ -329,6 +329,25 @@ def test_a_limit_removes_what_is_needed_last(web: WebServer, tmp_path: Path) -> 
     assert [cache.path(cache.known(number)).exists() for number in range(3)] == [True, False, True]
 
 
+def test_a_list_that_was_removed_is_written_again_and_others_count(web: WebServer) -> None:
+    parts = [opened(web.url + NAMES, **EACH, window=1).train for _ in range(2)]
+    one, other = map(cache_of, parts)
+    keys = [int(one.known(number).sha256[:16], 16) for number in range(3)]
+    one._write_plan(one._process, 0, [ShardNeed(0, 3, 4)])
+    other._write_plan(other._process, 0, [ShardNeed(1, 5, 6)])
+    own, foreign = (cache._next_uses() for cache in (one, other))
+    assert own.keys() == foreign.keys() == {*keys[:2]}
+    os.unlink(one._process.plan.name)
+    assert one._next_uses().keys() == {keys[1]}  # not none at all
+    one._write_plan(one._process, 1, [ShardNeed(2, 3, 4)])
+    assert other._next_uses().keys() == {*keys[1:]}
+    plan = Path(one._process.plan.name)
+    one._process.plan.close()  # its process has ended
+    one._process.plan = None
+    assert other._next_uses().keys() == {keys[1]}
+    assert not plan.exists()
+
+
 def wait_until(what: Any, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not what():
@@ -573,6 +592,10 @@ def test_limits_that_are_refused(web: WebServer) -> None:
     assert "the largest shard alone takes" in line(cache_gb=largest / 2)
     assert "without data.window every step reads from all of them: give data.window=4" in line(cache_gb=1.5 * largest)
     assert len(samples(opened(web.url + NAMES, **EACH, cache_gb=1.5 * largest, window=1).train)) == 42
+    assert "with data.window=2 a piece reads 2 shards at a time, which may take " in line(
+        cache_gb=1.5 * largest, window=2
+    )
+    assert len(opened(web.url + NAMES, **EACH, cache_gb=2 * largest, window=2).train) == 42
 
 
 def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.text import plural
@@ -158,7 +160,8 @@ class Remote:
         """Refuse a limit of the cache that is too small.
 
         Raises:
-            UserError: It is below the largest shard; or below all shards, and there is no window.
+            UserError: It is below the largest shard; below all shards, and there is no window; or below the shards that
+                one piece may read at a time. How many pieces this machine has is not known here.
         """
         if self.gigabytes is None:
             return
@@ -167,6 +170,11 @@ class Remote:
         limit = f"data.cache_gb={self.gigabytes:g}"
         if largest > self.gigabytes * GIB:
             raise UserError(f"{limit}: the largest shard alone takes {largest / GIB:.3g} GB: give more")
+        if window is not None:
+            at_a_time = int(np.sort(sizes[0])[-window:].sum())  # of the training set, the first part
+            if at_a_time > self.gigabytes * GIB:
+                each = f"a piece reads {plural(window, 'shard')} at a time, which may take {at_a_time / GIB:.3g} GB"
+                raise UserError(f"{limit}: with data.window={window} {each}: give more, or a smaller data.window")
         if window is None and total > self.gigabytes * GIB:
             each = f"the shards take {total / GIB:.3g} GB, and without data.window every step reads from all of them"
             raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")

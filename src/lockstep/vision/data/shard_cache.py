@@ -305,10 +305,10 @@ class ShardCache:
 
     def _write_plan(self, process: _OfProcess, step: int, needs: Sequence[ShardNeed]) -> None:
         """Write this process's list for whoever needs room in the cache. A lock shows that the process exists."""
-        if process.plan is None:
+        if process.plan is None or not os.path.exists(process.plan.name):  # another may have removed it by mistake
             with contextlib.suppress(OSError):  # without it, other shards are removed first
                 (self.folder / "plans").mkdir(parents=True, exist_ok=True)
-                process.plan = open(self.folder / "plans" / uuid.uuid4().hex, "wb", buffering=0)  # noqa: SIM115
+                process.plan = open(self.folder / "plans" / uuid.uuid4().hex, "w+b", buffering=0)  # noqa: SIM115
                 fcntl.flock(process.plan, fcntl.LOCK_EX)
         rows = [(int(self.known(each.shard).sha256[:16], 16), each.first_step - step) for each in needs]
         process.rows = np.array(rows, PLAN)
@@ -563,17 +563,13 @@ class ShardCache:
     def _next_uses(self) -> dict[int, int]:
         """Return the steps until each listed shard is needed, by the begin of its hash, over all processes."""
         uses: dict[int, int] = {}
+        own = Path(self._process.plan.name).name if self._process.plan else ""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder / "plans") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError), open(entry.path, "rb") as file:
-                    if not (self._process.plan and os.path.samefile(entry.path, self._process.plan.name)):
-                        try:
-                            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                        except OSError:
-                            pass  # its process exists
-                        else:
-                            os.unlink(entry.path)
-                            continue
+                    if entry.name != own and is_free(entry.path):
+                        os.unlink(entry.path)
+                        continue
                     content = file.read()
                     rows = np.frombuffer(content[: len(content) // PLAN.itemsize * PLAN.itemsize], PLAN)
                     for key, first in zip(rows["key"].tolist(), rows["first"].tolist(), strict=True):
@@ -593,12 +589,29 @@ def reserved_by(path: str) -> int:
     return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else 0
 
 
+def is_free(path: str) -> bool:
+    """Check whether no process has locked a file.
+
+    It is opened for writing, which NFS needs for an exclusive lock; another user's may be readable only.
+    """
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with open(number, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False  # its process exists, or the file system has no locks
+    return True
+
+
 def removed(path: str) -> bool:
     """Remove a file of the cache, unless it is a temporary one of a process that exists. Return whether it is gone."""
     try:
         if path.endswith((".part", ".packed")):
             locked_file = path.removesuffix(".packed").removesuffix(".part") + ".part"
-            with contextlib.suppress(FileNotFoundError), open(locked_file, "rb") as file:
+            with contextlib.suppress(FileNotFoundError), open(locked_file, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(locked_file)
             with contextlib.suppress(FileNotFoundError):
