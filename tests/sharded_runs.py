@@ -141,6 +141,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit clipped": ("vit", "adamw", {"gradient_clip_val": 0.1}),
     "vit clipped values": ("vit", "sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "vit bf16": ("vit", "adamw", {"precision": "bf16-mixed"}),
+    "vit in double": ("vit", "sgd", {"precision": "64-true"}),
     "vit ema": ("vit", "sgd", {"callbacks": EMA}),
     "vit skips a step": ("vit", "muon", {"nonfinite": "skip", "broken": 3}),
     "stem": ("stem", "sgd", {}),
@@ -169,6 +170,9 @@ class Classifier(pl.LightningModule):
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("train_loss", loss, on_epoch=True)
         return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))

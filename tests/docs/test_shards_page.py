@@ -28,7 +28,7 @@ def project(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("processes")
 def test_the_page_has_commands(project: Path) -> None:
-    assert len(TRAIN) == 3
+    assert len(TRAIN) == 4
     assert sorted(path.name for path in (project / "shards").iterdir()) == ["test-0.tar", "train-0.tar"]
 
 

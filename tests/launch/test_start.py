@@ -14,7 +14,7 @@ from lockstep import command
 from lockstep.commands import project_programs
 from train import train
 
-in_workers = commands.run_in_workers
+in_workers = project_programs.run_in_workers
 
 def work(*args):
     from lockstep.job.training import fit_and_test as fit
@@ -25,7 +25,7 @@ def work(*args):
     return result
 
 print("COLLECTS", gc.isenabled())
-commands.run_in_workers = lambda _, *args: in_workers(work, *args)
+project_programs.run_in_workers = lambda _, *args: in_workers(work, *args)
 command(train, "src/train.py")
 """
 

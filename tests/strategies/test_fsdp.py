@@ -40,7 +40,7 @@ def on(devices: int, function: Any, *args: Any) -> Any:
     return lockstep.launch(function, *args, devices=devices, accelerator="cpu", hang_timeout=120)
 
 
-FEW = ("vit adamw", "vit muon clipped", "stem", "convolutions", "twice")
+FEW = ("vit adamw", "vit in double", "vit muon clipped", "stem", "convolutions", "twice")
 REST = tuple(name for name in CASES if name not in FEW)
 
 
@@ -165,10 +165,42 @@ class Unused(NoCall):
         return result
 
 
-def refused(folder: Path, net: type[nn.Module], **options: Any) -> str:
+class Skips(ViT):
+    """Leaves out a block, another one on each process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left_out = int(os.environ["RANK"])
+        blocks, self.blocks = self.blocks, nn.ModuleList(self.blocks[n] for n in range(2) if n != left_out)
+        try:
+            return super().forward(x)
+        finally:
+            self.blocks = blocks
+
+
+class CallsInAHook(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self(torch.zeros(1, 1, 12, 12))
+
+
+class Replaces(Classifier):
+    def on_train_epoch_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights(), torch.no_grad():
+            weight = self.get_parameter("net.blocks.0.mlp.0.weight")
+            weight.data = weight.detach() * 2
+
+
+class AsksForItsState(Classifier):
+    def on_train_epoch_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights():
+            self.state_dict()
+
+
+def refused(folder: Path, net: type[nn.Module], kind: type[Classifier] = Classifier, **options: Any) -> str:
     """Train a network on fsdp. Return the text of the error."""
     try:
-        module = Classifier("vit", "sgd")
+        module = kind("vit", "sgd")
         module.net = net()
         trainer = lockstep.Trainer(
             strategy=FSDP(**options),
@@ -192,12 +224,54 @@ def refused(folder: Path, net: type[nn.Module], **options: Any) -> str:
         (NoCall, {}, "uses weights of a block without a call of the block"),
         (Unused, {}, "no gradient has reached net.weight, or another parameter of its block (its block has 2 sharded"),
         (ViT, {"blocks": "net.bloks.*"}, "strategy.blocks=net.bloks.*: no module of this name has large weights"),
+        (Skips, {}, "a pass has not used the block of net.blocks."),
+        (ViT, {"kind": CallsInAHook}, "forward of the module is called outside of a step and an evaluation"),
+        (ViT, {"kind": Replaces}, "net.blocks.0.mlp.0.weight was replaced within trainer.strategy.whole_weights()"),
+        (ViT, {"kind": AsksForItsState}, "state_dict() of the module would have parts of the weights"),
     ],
 )
 def test_what_can_not_be_right_is_refused(
     tmp_path: Path, net: type[nn.Module], options: dict[str, Any], message: str
 ) -> None:
     assert message in on(2, partial(refused, **options), tmp_path, net)
+
+
+def with_another(folder: Path) -> str:
+    """Fit a module, test another one with the Trainer, and return the text of the error."""
+    data = lockstep.DataModule(train=samples(), test=samples())
+    trainer = lockstep.Trainer(
+        strategy=FSDP(), default_root_dir=folder, accelerator="cpu", logger=False, batch_size=12, max_epochs=1
+    )
+    trainer.fit(Classifier(), data)
+    trainer.test(trainer.lightning_module, data)
+    try:
+        trainer.test(Classifier(), data)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.usefixtures("processes")
+def test_another_module_than_the_one_that_was_cut_is_refused(tmp_path: Path) -> None:
+    """Its weights would be written into those of the first."""
+    assert "another module than that of trainer.fit: make a Trainer for it" in on(2, with_another, tmp_path)
+
+
+class StartsElsewhere(Classifier):
+    """Has other first weights on each process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(0.01 * int(os.environ.get("RANK", "0")))
+
+
+@pytest.mark.usefixtures("processes")
+def test_all_processes_begin_with_the_weights_of_rank_zero(tmp_path: Path) -> None:
+    """As with ddp: a part of the weights of each process would be another start."""
+    one = train(tmp_path, "auto", "vit", "sgd", kind=StartsElsewhere)
+    assert on(2, partial(train, kind=StartsElsewhere), tmp_path, FSDP(), "vit", "sgd") == one
 
 
 class ChangesGradients(Classifier):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.config.instantiate import instantiate
 from lockstep.data.datasets import Ids, Spec, Splits, fetch, fingerprint, labels_of
 from lockstep.errors import UserError
 
@@ -104,6 +103,8 @@ def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[An
     """Return the transforms that `data.transforms.<part>` lists."""
     numbers = {"channels": spec.channels, "image_size": spec.image_size}
     entries = enumerate(listed.get(part) or [])
+    from lockstep.config.instantiate import instantiate  # it imports Hydra, which `lockstep.Trainer` does without
+
     return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
 
 

@@ -34,13 +34,18 @@ from torch.distributed.tensor import DTensor, Shard
 from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import SMALL, dense
-from lockstep.errors import UserError
+from lockstep.errors import StepRefused, UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.torch_quirks import gather_around_outermost_call, parameters_of_unit, set_gathered_strides
+from lockstep.strategies.torch_quirks import (
+    forget_unfinished_passes,
+    gather_around_outermost_call,
+    parameters_of_unit,
+    set_gathered_strides,
+)
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
@@ -228,11 +233,19 @@ class FullySharded(DistributedDataParallel):
         # of this step: what owners got, its gradient here, and the gradient's version counter
         self._sent_to_owners: list[tuple[ShardedParameter, Any, tuple[int, int]]] = []
         self._memory_is_logged = False
+        self._saves = False  # whether the module's state is being gathered
+        self._addresses: dict[str, int] = {}  # of the gathered weights, by name
 
     # --- the cut ---
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module if it is trained. An evaluation of its own runs on the whole module."""
+        """Shard the module if it is trained. An evaluation of its own runs on the whole module.
+
+        Raises:
+            UserError: it is another module than the one that was sharded.
+        """
+        if self.sharded and self._units[-1] is not self.lightning_module:
+            raise UserError("strategy=fsdp: another module than that of trainer.fit: make a Trainer for it")
         if trainer.state.fn == TrainerFn.FITTING or not self.sharded:
             super().setup(trainer)
             return
@@ -249,6 +262,8 @@ class FullySharded(DistributedDataParallel):
         """
         super().setup_environment()
         for callback in self.lightning_module.trainer.callbacks:
+            if isinstance(callback, WeightAveraging) and self.sharded:
+                raise UserError("strategy=fsdp: a second trainer.fit can't average weights: make another Trainer")
             if isinstance(callback, WeightAveraging) and not getattr(callback, "takes_whole_weights", False):
                 raise UserError(
                     f"strategy=fsdp: {type(callback).__name__} needs the whole weights on each device: use "
@@ -257,7 +272,7 @@ class FullySharded(DistributedDataParallel):
 
     def model_to_device(self) -> None:
         """Move the module to the device, unless it is sharded there block by block."""
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING or self._offload:
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING or (self._offload and not self.sharded):
             super().model_to_device()
 
     def configure_ddp(self) -> None:
@@ -288,6 +303,10 @@ class FullySharded(DistributedDataParallel):
         Raises:
             UserError: there is no block of the given pattern.
         """
+        for tensor in (*module.parameters(), *module.buffers()):  # as DDP does
+            sent = tensor.detach().to(self.root_device).contiguous()
+            dist.broadcast(sent, 0)
+            tensor.detach().copy_(sent)
         dims = {id(p): dim for p in module.parameters() if (dim := dim_to_cut(p, self.world_size)) is not None}
         self._replicated = [p for p in module.parameters() if id(p) not in dims]
         if not dims and self.is_global_zero:
@@ -308,7 +327,7 @@ class FullySharded(DistributedDataParallel):
         for block in blocks:
             fully_shard(block, reshard_after_forward=self._reshard, **options)
         fully_shard(module, reshard_after_forward=False, **options)
-        gather_around_outermost_call(module, STEP_METHODS)
+        gather_around_outermost_call(module, STEP_METHODS, self._check_may_gather)
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
         for name, tensor in module.named_parameters():
@@ -329,15 +348,42 @@ class FullySharded(DistributedDataParallel):
             self._messages.append((unit, message))
             unit.set_custom_reduce_scatter(message)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_gradient_divide_factor(float(self.world_size))  # as DDP does; weights of losses include it
+            # As DDP does: weights of losses include it. Those of exact sums do not, and of float64 torch divides what
+            # it passes to the message.
+            unit.set_gradient_divide_factor(1.0 if self.exact else float(self.world_size))
         self._keep_gathered(not self._reshard, not self._reshard)
         module.register_load_state_dict_pre_hook(self._cut_state)
+        module.register_state_dict_pre_hook(self._check_may_save)
         if self.is_global_zero:
             elements = sum(parameter.tensor.numel() for parameter in self.sharded.values())
             whole = sum(parameter.numel() for parameter in self._replicated)
             LOG.info(
                 f"fsdp: {elements:,} parameters in {self.world_size} parts, {whole:,} whole on each device; "
                 f"{len(blocks)} blocks"
+            )
+
+    def _check_may_gather(self, method: str) -> None:
+        """Check that all processes call a method of the module now.
+
+        Raises:
+            UserError: it is called outside of a step's passes, and the weights are not whole.
+        """
+        if not self._inside and not self._depth:
+            raise UserError(
+                f"strategy=fsdp: {method} of the module is called outside of a step and an evaluation, where the "
+                "weights are in parts: call it on all ranks within trainer.strategy.whole_weights()"
+            )
+
+    def _check_may_save(self, *args: Any) -> None:
+        """Check that nobody asks for the module's state while its weights are whole: `fully_shard` would cut them.
+
+        Raises:
+            UserError: somebody does.
+        """
+        if self._depth and not self._saves:
+            raise UserError(
+                "strategy=fsdp: state_dict() of the module would have parts of the weights: call "
+                "trainer.strategy.lightning_module_state_dict() on all ranks"
             )
 
     def _cut_state(self, module: nn.Module, state: dict[str, Any], *args: Any) -> None:
@@ -385,6 +431,7 @@ class FullySharded(DistributedDataParallel):
             with torch.inference_mode(False), torch.no_grad():
                 for unit in self._units:
                     unit.unshard()
+            self._addresses = {name: each.data_ptr() for name, each in self._gathered_weights().items()}
         self._depth += 1
         try:
             yield
@@ -392,16 +439,27 @@ class FullySharded(DistributedDataParallel):
             self._depth -= 1
             self._write_back()
             if not self._depth:
+                forget_unfinished_passes(self._units)
                 self._free_gathered()
                 self._keep_gathered(not self._reshard, not self._reshard)
 
     @torch.no_grad()
     def _write_back(self) -> None:
         """Copy the gathered weights to this process's parts."""
-        for parameter in self.sharded.values():
-            whole = self.lightning_module.get_parameter(parameter.name)
-            if not isinstance(whole, DTensor):
-                parameter.local.copy_(parameter.parts(whole.detach())[self.global_rank])
+        for name, whole in self._gathered_weights().items():
+            if whole.data_ptr() != self._addresses[name]:
+                raise UserError(
+                    f"strategy=fsdp: {name} was replaced within trainer.strategy.whole_weights(): change it in place, "
+                    "by copy_()"
+                )
+            parameter = self._by_name[name]
+            parameter.local.copy_(parameter.parts(whole)[self.global_rank])
+
+    def _gathered_weights(self) -> dict[str, Tensor]:
+        """Return the weights that are gathered now, by name."""
+        module = self._units[-1]
+        named = {each.name: module.get_parameter(each.name).detach() for each in self.sharded.values()}
+        return {name: each for name, each in named.items() if not isinstance(each, DTensor)}
 
     def _begin_evaluation(self) -> None:
         """Gather all weights, since ranks may have different numbers of batches."""
@@ -463,12 +521,26 @@ class FullySharded(DistributedDataParallel):
             for _, message in self._messages:
                 message.calls = 0
             yield action, index
+            if action is Action.BACKWARD:
+                self._check_calls()
         assert self._step_batch is not None
         for _ in range(self._step_batch.most_micro_batches - len(micro_batches)):
             for _, message in self._messages:
                 message.calls = 0
             self._pass_without_effect(self._step_batch)
         self._free_gathered()
+
+    def _check_calls(self) -> None:
+        """Check that a pass has used each block, since other processes would pair another block with it.
+
+        Raises:
+            StepRefused: it has left one out.
+        """
+        if left_out := [message.parameters[0].name for _, message in self._messages if not message.calls]:
+            raise StepRefused(
+                f"strategy=fsdp: a pass has not used the block of {left_out[0]}, for which other processes wait: use "
+                "all blocks in every training_step (without LayerDrop), or strategy=ddp"
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step`.
@@ -501,6 +573,7 @@ class FullySharded(DistributedDataParallel):
                 with self.micro_batch(micro_batch, 0):
                     loss, _ = outputs_of(passes.forward(step.prepared(micro_batch)))
                 loss.backward()
+            self._check_calls()
         finally:
             self.counts = True
             for parameter, gradient in gradients:
@@ -585,6 +658,7 @@ class FullySharded(DistributedDataParallel):
             UserError: a hook has changed gradients that the owners had already.
         """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._free_gathered()  # a hook may have gathered the weights of before the step
         sent, self._sent_to_owners = self._sent_to_owners, []
         for parameter, gradient, version in sent:
             now = parameter.tensor.grad
@@ -657,7 +731,11 @@ class FullySharded(DistributedDataParallel):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other."""
-        state = super().lightning_module_state_dict()
+        self._saves = True
+        try:
+            state = super().lightning_module_state_dict()
+        finally:
+            self._saves = False
         wholes = {id(each): self._whole_on_cpu(each, each.local) for each in self.sharded.values()}
         return state | {name: wholes[id(each)] for name, each in self._by_name.items() if name in state}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn import Module
 
 
@@ -65,12 +66,17 @@ def set_gathered_strides(unit: Any, strides: dict[int, tuple[int, ...]]) -> None
         parameter._contiguous_orig_stride = strides[id(parameter.sharded_param)]
 
 
-def gather_around_outermost_call(unit: Any, methods: Iterable[str]) -> None:
+def gather_around_outermost_call(unit: Any, methods: Iterable[str], check: Callable[[str], None]) -> None:
     """Let `fully_shard` gather and free the weights of a module around some methods, as it does around `forward`.
 
     `training_step` calls `forward`, and `fully_shard` would act around both (`register_fsdp_forward_method`). It then
     frees the weights at the end of the outer one, whatever was set by `set_reshard_after_forward`. No public name
     takes its hooks from `forward`.
+
+    Args:
+        unit: the module.
+        methods: names of its methods, besides `forward`.
+        check: gets the name of a method before the weights are gathered for it.
     """
     state = unit._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
@@ -82,6 +88,7 @@ def gather_around_outermost_call(unit: Any, methods: Iterable[str]) -> None:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if running:
                 return method(*args, **kwargs)
+            check(name)
             args, kwargs = state._pre_forward(unit, args, kwargs)
             running.append(name)
             try:
@@ -94,3 +101,17 @@ def gather_around_outermost_call(unit: Any, methods: Iterable[str]) -> None:
 
     for name in ("forward", *methods):
         setattr(unit, name, MethodType(around(name, getattr(unit, name)), unit))
+
+
+def forget_unfinished_passes(units: Iterable[Any]) -> None:
+    """Let modules of `fully_shard` begin anew after forward passes that raised an error, or had no backward pass.
+
+    After an error torch's hook at the end of a forward pass does not run, and the module's next backward pass would
+    send its gradient at another time than other processes. `reset_iter_state` of torch would drop gradients.
+    """
+    for unit in units:
+        state = unit._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        if (group := state._fsdp_param_group) is not None:
+            group._training_state = TrainingState.IDLE
