@@ -302,7 +302,7 @@ def content_of(datasets: Iterable[Any]) -> str | None:
     known = [getattr(innermost_dataset(each), "content_sha256", None) for each in datasets]
     if None in known:
         return None
-    return hashlib.sha256("".join(each() for each in known).encode()).hexdigest()
+    return hashlib.sha256("".join(str(each()) for each in known if each is not None).encode()).hexdigest()
 
 
 def labels_of(dataset: Any) -> Ids:

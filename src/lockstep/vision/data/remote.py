@@ -74,15 +74,15 @@ class Remote:
         named = expanded(pattern) if pattern else None
         published = self.records.published()
         self.stats: Mapping[str, Stat] = self._listed(named, published, anew, may_be_empty)
-        asked = [path for path, stat in self.stats.items() if stat == UNKNOWN]
+        unknown = [path for path, stat in self.stats.items() if stat == UNKNOWN]
         if anew and (named is not None or not self.server.lists):
-            asked = [*self.stats]
-        elif len(asked) > MOST_LISTED:
-            asked = []
-        if asked:
+            unknown = [*self.stats]
+        elif len(unknown) > MOST_LISTED:
+            unknown = []
+        if unknown:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
-                answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), asked)
-                self.stats = {**self.stats, **dict(zip(asked, answers, strict=True))}
+                answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), unknown)
+                self.stats = {**self.stats, **dict(zip(unknown, answers, strict=True))}
         self.paths = [*self.stats]
 
     def _listed(

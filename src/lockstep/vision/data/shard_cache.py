@@ -246,15 +246,15 @@ class ShardCache:
         stat = os.fstat(file)
         whole = stat.st_size == known.cached_bytes
         # Only a file that nobody else could write tells by its time that it was checked.
-        is_own = stat.st_uid == os.geteuid() and not stat.st_mode & 0o022
+        is_private = stat.st_uid == os.geteuid() and not stat.st_mode & 0o022
         key, checked = (known.sha256, stat.st_ino, stat.st_mtime_ns), self._state().checked
-        trusted = is_own and stat.st_mtime_ns == WHOLE
+        trusted = is_private and stat.st_mtime_ns == WHOLE
         if whole and (trusted or key in checked) and not notes_use:
             return file
         if whole and not trusted and key not in checked:
             with open(file, "rb", closefd=False) as opened:
                 whole = digest_of(opened, "sha256") == known.sha256
-            if whole and not is_own:
+            if whole and not is_private:
                 checked.add(key)
         if not whole:
             os.close(file)
@@ -262,7 +262,7 @@ class ShardCache:
                 path.unlink()
             return None
         with contextlib.suppress(OSError):  # the time of access says which was used last
-            os.utime(file, ns=(time.time_ns(), WHOLE if is_own else stat.st_mtime_ns))
+            os.utime(file, ns=(time.time_ns(), WHOLE if is_private else stat.st_mtime_ns))
         return file
 
     # --- fetching ahead ---
@@ -408,7 +408,7 @@ class ShardCache:
                 raise UserError(f"{where}: {error}: {REMEDY}") from error
             self.counters.add("bytes", file.tell() - start)
             with (
-                open(part.with_suffix(".packed"), "w+b", opener=_own)
+                open(part.with_suffix(".packed"), "w+b", opener=_open_private)
                 if packed
                 else contextlib.nullcontext(file) as target
             ):
@@ -563,11 +563,11 @@ class ShardCache:
     def _next_uses(self) -> dict[int, int]:
         """Return the steps until each listed shard is needed, by the begin of its hash, over all processes."""
         uses: dict[int, int] = {}
-        own = Path(self._process.plan.name).name if self._process.plan else ""
+        this_plan = Path(self._process.plan.name).name if self._process.plan else ""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder / "plans") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError), open(entry.path, "rb") as file:
-                    if entry.name != own and is_free(entry.path):
+                    if entry.name != this_plan and is_free(entry.path):
                         os.unlink(entry.path)
                         continue
                     content = file.read()
@@ -625,7 +625,7 @@ def removed(path: str) -> bool:
     return True
 
 
-def _own(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open a file that others can't write; an `opener` of `open`."""
     return os.open(path, flags, 0o644)
 
