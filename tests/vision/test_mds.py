@@ -187,7 +187,7 @@ def in_memory(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("place", [str, in_memory])
-def test_shards_that_are_there_twice_or_left_over_are_refused(tmp_path: Path, place: Any) -> None:
+def test_shards_in_two_forms_or_of_an_earlier_data_set_are_refused(tmp_path: Path, place: Any) -> None:
     """MosaicML's writer leaves unpacked shards beside compressed ones, and those of an earlier, longer data set."""
 
     def count(where: str) -> int:

@@ -210,13 +210,19 @@ def test_a_kept_shard_is_hashed_once_on_a_disk_with_coarse_times(
     web: WebServer, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     """Some file systems keep times in steps of 100 ns, or of one or two seconds."""
-    utime, hashed = os.utime, []
+    hashed: list[str] = []
+    utime = os.utime
     monkeypatch.setattr(
         os, "utime", lambda path, ns, **options: utime(path, ns=tuple(time // kept * kept for time in ns), **options)
     )
     part = opened(web.url + NAMES, **EACH).train
     digest = shard_cache.digest_of
-    monkeypatch.setattr(shard_cache, "digest_of", lambda file, kind: (hashed.append(kind), digest(file, kind))[1])
+
+    def counted(file: Any, kind: str) -> str:
+        hashed.append(kind)
+        return digest(file, kind)
+
+    monkeypatch.setattr(shard_cache, "digest_of", counted)
     samples(part)
     assert not hashed
 
@@ -247,7 +253,12 @@ def test_a_kept_shard_that_others_can_write_is_hashed_once(
         path.chmod(0o664)
     hashed: list[str] = []
     digest = shard_cache.digest_of
-    monkeypatch.setattr(shard_cache, "digest_of", lambda file, kind: (hashed.append(kind), digest(file, kind))[1])
+
+    def counted(file: Any, kind: str) -> str:
+        hashed.append(kind)
+        return digest(file, kind)
+
+    monkeypatch.setattr(shard_cache, "digest_of", counted)
     for _ in range(3):
         cache.read(0, 0, 9)
     assert len(hashed) <= 1
@@ -335,8 +346,8 @@ def test_a_list_that_was_removed_is_written_again_and_others_count(web: WebServe
     keys = [int(one.known(number).sha256[:16], 16) for number in range(3)]
     one._write_plan(one._process, 0, [ShardNeed(0, 3, 4)])
     other._write_plan(other._process, 0, [ShardNeed(1, 5, 6)])
-    own, foreign = (cache._next_uses() for cache in (one, other))
-    assert own.keys() == foreign.keys() == {*keys[:2]}
+    first, second = (cache._next_uses() for cache in (one, other))
+    assert first.keys() == second.keys() == {*keys[:2]}
     os.unlink(one._process.plan.name)
     assert one._next_uses().keys() == {keys[1]}  # not none at all
     one._write_plan(one._process, 1, [ShardNeed(2, 3, 4)])
