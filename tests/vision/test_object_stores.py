@@ -205,15 +205,17 @@ def test_an_index_with_a_wrong_size_ends_in_a_line(web: WebServer, tmp_path: Pat
     assert not [*cache.folder.rglob("*.part")]
 
 
-@pytest.mark.parametrize("kept", [1, 100, 10**9, 2 * 10**9])
-def test_a_kept_shard_is_hashed_once_on_a_disk_with_coarse_times(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch, kept: int
+@pytest.mark.parametrize("resolution", [1, 100, 10**9, 2 * 10**9])
+def test_a_checked_shard_is_hashed_once_on_a_disk_with_coarse_times(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, resolution: int
 ) -> None:
     """Some file systems keep times in steps of 100 ns, or of one or two seconds."""
     hashed: list[str] = []
     utime = os.utime
     monkeypatch.setattr(
-        os, "utime", lambda path, ns, **options: utime(path, ns=tuple(time // kept * kept for time in ns), **options)
+        os,
+        "utime",
+        lambda path, ns, **options: utime(path, ns=tuple(time // resolution * resolution for time in ns), **options),
     )
     part = opened(web.url + NAMES, **EACH).train
     digest = shard_cache.digest_of
@@ -228,9 +230,7 @@ def test_a_kept_shard_is_hashed_once_on_a_disk_with_coarse_times(
 
 
 @pytest.mark.parametrize("of", ["mode", "owner"])
-def test_a_kept_shard_that_others_can_write_is_hashed_once(
-    web: WebServer, monkeypatch: pytest.MonkeyPatch, of: str
-) -> None:
+def test_a_shard_that_others_can_write_is_hashed_once(web: WebServer, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
     part = opened(web.url + NAMES, **EACH).train
     expected = samples(part)
     cache = cache_of(part)
