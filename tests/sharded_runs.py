@@ -123,6 +123,7 @@ NETS: dict[str, Any] = {
     "tied": Tied,
     "frozen": frozen,
     "twice": Twice,
+    "small": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 3)),  # nothing is sharded
 }
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -145,6 +146,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit ema": ("vit", "sgd", {"callbacks": EMA}),
     "vit skips a step": ("vit", "muon", {"nonfinite": "skip", "broken": 3}),
     "stem": ("stem", "sgd", {}),
+    "small": ("small", "sgd", {}),
     "vit uneven": ("vit", "sgd", {"pieces": 4}),
     "convolutions": ("convolutions", "sgd", {"gradient_clip_val": 0.1}),
     "tied": ("tied", "adamw", {}),

@@ -40,7 +40,7 @@ def on(devices: int, function: Any, *args: Any) -> Any:
     return lockstep.launch(function, *args, devices=devices, accelerator="cpu", hang_timeout=120)
 
 
-FEW = ("vit adamw", "vit in double", "vit muon clipped", "stem", "convolutions", "twice")
+FEW = ("vit adamw", "vit in double", "vit muon clipped", "stem", "small", "convolutions", "twice")
 REST = tuple(name for name in CASES if name not in FEW)
 
 

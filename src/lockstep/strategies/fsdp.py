@@ -368,7 +368,7 @@ class FullySharded(DistributedDataParallel):
         Raises:
             UserError: it is called outside of a step's passes, and the weights are not whole.
         """
-        if not self._inside and not self._depth:
+        if self.sharded and not self._inside and not self._depth:
             raise UserError(
                 f"strategy=fsdp: {method} of the module is called outside of a step and an evaluation, where the "
                 "weights are in parts: call it on all ranks within trainer.strategy.whole_weights()"
