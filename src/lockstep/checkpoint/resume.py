@@ -48,11 +48,11 @@ def resolve(arguments: Arguments) -> Arguments:
 
 def _resolve_run(arguments: Arguments) -> Arguments:
     """Resolve `resume=`, or `init_from=last`."""
-    run, start = arguments.value("resume"), arguments.value("init_from")
+    run, _ = arguments.value("resume"), arguments.value("init_from")  # neither may be empty
     new_overrides = arguments.without("resume")
     if run is None:
         return resolve_start(arguments)
-    if start is not None or len(arguments.without("init_from")) < len(arguments.overrides):
+    if any(key(override) == "init_from" for override in new_overrides):
         raise UserError(f"resume={run} continues a run, and init_from= begins a new one: leave one of them out")
     if MULTIRUN_FLAGS & set(arguments.flags):
         raise UserError(f"resume={run} continues one run, and -m starts several: leave one of them out")

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from lockstep.checkpoint import resume
 from lockstep.commands import cli, project_programs
-from lockstep.config.arguments import read_arguments
+from lockstep.config.arguments import Arguments, read_arguments
 from lockstep.config.check import as_plain
 from lockstep.config.hydra_quirks import VERSION_BASE
 from lockstep.config.pages import quote_path
@@ -65,17 +65,17 @@ def compose(*overrides: str) -> Composed:
         UserError: An override does not fit conf/.
     """
     with _one_line_errors(overrides):
-        overrides = resume.resolve_start(read_arguments(overrides, "train")).overrides  # so it is the same run later
-        cfg, _ = _compose_command(overrides)
-        return Composed(as_plain(cfg), overrides)
+        arguments = resume.resolve_start(read_arguments(overrides, "train"))  # so it is the same run later
+        cfg, _ = _compose_command(arguments)
+        return Composed(as_plain(cfg), arguments.overrides)
 
 
-def _compose_command(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Return the config of the command `src/train.py <overrides>`, and its arguments with `resume=` expanded."""
+def _compose_command(arguments: Arguments) -> tuple[DictConfig, list[str]]:
+    """Return the config of the command `src/train.py <arguments>`, and its arguments with `resume=` resolved."""
     cli.register_folder()
-    arguments = resume.resolve(read_arguments(overrides, "train")).line
+    line = resume.resolve(arguments).line
     with initialize_config_dir(str(project().conf), **VERSION_BASE):
-        return hydra_compose("train", overrides=arguments, return_hydra_config=True), arguments
+        return hydra_compose("train", overrides=line, return_hydra_config=True), line
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def train(config: Composed) -> dict[str, Any]:
     if not isinstance(config, Composed):
         raise UserError(f"train() got a {type(config).__name__}: pass the config that compose() returned")
     with _one_line_errors(config.overrides):
-        cfg, arguments = _compose_command(config.overrides)
+        cfg, arguments = _compose_command(read_arguments(config.overrides, "train"))
         now = as_plain(cfg)
         if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
             raise UserError(f"{changed[0]} was changed after compose(): pass it to compose() as an override")

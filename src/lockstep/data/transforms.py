@@ -101,10 +101,10 @@ def moments(transforms: Sequence[Any]) -> Moments:
 
 def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
     """Return the transforms that `data.transforms.<part>` lists."""
-    numbers = {"channels": spec.channels, "image_size": spec.image_size}
-    entries = enumerate(listed.get(part) or [])
     from lockstep.config.instantiate import instantiate  # it imports Hydra, which `lockstep.Trainer` does without
 
+    numbers = {"channels": spec.channels, "image_size": spec.image_size}
+    entries = enumerate(listed.get(part) or [])
     return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from lockstep.errors import UserError
@@ -128,7 +129,7 @@ class Server:
         step = CHUNK if size >= 0 else 0
         while start < size or step == 0:
             stop = min(start + step, size) if step else None
-            content = self._tried(lambda start=start, stop=stop: self._range(path, start, stop), path)  # type: ignore[misc]
+            content = self._tried(partial(self._range, path, start, stop), path)
             if stop is not None and len(content) == size > stop - start:  # the server knows no ranges
                 content, stop = content[start:], size
             if stop is not None and len(content) != stop - start:
