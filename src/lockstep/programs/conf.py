@@ -6,7 +6,6 @@ The copy in conf/optimizer/adamw.yaml is used from then on, with later changes o
 change it. Without a name the command lists the pages; with a group, `lockstep conf optimizer`, its own.
 """
 
-import argparse
 import difflib
 import os
 import shutil
@@ -14,6 +13,7 @@ import sys
 
 from lockstep.config.pages import INHERITED
 from lockstep.errors import UserError
+from lockstep.programs.common.parser import parser_of
 from lockstep.project import project
 
 NOT_COPIED = ("base",)  # it stays inherited, so that a project gets the keys of a newer Lockstep
@@ -31,9 +31,7 @@ def main(words: list[str]) -> int:
     Raises:
         UserError: there is no such page, or the project has its own.
     """
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("lockstep conf", description=description, epilog=epilog, formatter_class=layout)
+    parser = parser_of("conf", __doc__)
     parser.add_argument("pages", nargs="*", metavar="group/name", help="the pages to copy")
     wanted = list(dict.fromkeys(word.removesuffix(".yaml") for word in parser.parse_args(words).pages))
     known = names()

@@ -17,6 +17,7 @@ import sys
 
 from lockstep.config.value_checks import place
 from lockstep.errors import UserError
+from lockstep.programs.common.parser import parser_of
 from lockstep.text import is_url, plural
 from lockstep.vision.data.remote import Remote
 from lockstep.vision.data.server import Unavailable
@@ -26,9 +27,7 @@ from lockstep.vision.data.shards import parts_of
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the program's arguments."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser("lockstep index", description=description, epilog=epilog, formatter_class=layout)
+    made = parser_of("index", __doc__)
     made.add_argument("url", help="of the shards, or a pattern with braces")
     made.add_argument("--image", help="as the key data.image")
     made.add_argument("--label", default="label", help="as the key data.label")

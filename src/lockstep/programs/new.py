@@ -6,7 +6,6 @@ The folder dogs/ gets a config, a net, a data set, the programs and one test: wh
 Lockstep as a package. A newer Lockstep is a newer version of that package, and touches no file of yours.
 """
 
-import argparse
 import importlib.util
 import json
 import keyword
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.programs.common.parser import parser_of
 from lockstep.programs.common.template import copy_template, template
 
 DISTRIBUTION = "pytorch-lockstep"
@@ -208,9 +208,7 @@ def main(words: list[str]) -> int:
     Raises:
         UserError: the name or the folder can't be taken.
     """
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("lockstep new", description=description, epilog=epilog, formatter_class=layout)
+    parser = parser_of("new", __doc__)
     parser.add_argument("name", help="name of the package with your code, such as dogs")
     parser.add_argument("folder", nargs="?", type=Path, help="the project's folder; without it, the name")
     parser.add_argument("--require", metavar="PIN", help="the requirement of Lockstep; without it, the one that runs")

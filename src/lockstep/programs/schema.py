@@ -7,7 +7,6 @@ are those of src/lockstep/config/schema.py, descriptions are the comments of the
 into each yaml file the line that names its schema. Run the program again after a change of keys or comments.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -21,6 +20,7 @@ from lockstep.config import pages
 from lockstep.config.arguments import MODELINE
 from lockstep.config.schema import Keys, Transforms
 from lockstep.programs.common.keys import rows
+from lockstep.programs.common.parser import parser_of
 from lockstep.project import project
 
 LIKE_THE_FRONT_PAGE = ("experiment", "debug")  # groups whose files may have all keys of train.yaml
@@ -185,9 +185,7 @@ def described_files(conf: Path) -> list[Path]:
 
 def main(words: list[str]) -> int:
     """Write the schemas, and the lines that name them."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("lockstep schema", description=description, epilog=epilog, formatter_class=layout)
+    parser = parser_of("schema", __doc__)
     parser.parse_args(words)
     conf = project().conf
     folder = conf / "schema"

@@ -33,6 +33,7 @@ from lockstep.data.datasets import innermost_dataset
 from lockstep.errors import UserError
 from lockstep.files import link_file
 from lockstep.launch.machine import available_cores
+from lockstep.programs.common.parser import parser_of
 from lockstep.text import is_url, join_names, plural
 from lockstep.vision.data import image_folder, image_list
 from lockstep.vision.data.labelled import PARTS
@@ -59,9 +60,7 @@ class Image(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the program's arguments."""
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser("lockstep shards", description=description, epilog=epilog, formatter_class=layout)
+    made = parser_of("shards", __doc__)
     made.add_argument("images", help="a folder of images, or a CSV file that lists some")
     made.add_argument("place", help="a folder or a URL for the shards")
     made.add_argument("--megabytes", type=int, default=64, help="size of a shard, in MiB (default 64)")
