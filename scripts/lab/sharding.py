@@ -5,7 +5,8 @@
 
 The network is a transformer of 86 million parameters by default, on random samples, trained by AdamW. The ranks are
 processes of this machine (gloo). Both sides train in turns in the same processes: Lockstep's strategy with exact=true
-and without, and torch's `fully_shard` of the same blocks in a plain loop. Times are CPU seconds of rank zero.
+and without, and torch's `fully_shard` of the same blocks in a plain loop. Times are those of rank zero: the median step
+after the first of each round, and the median of the rounds. Ratios are to the plain loop of the same round.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,19 +69,22 @@ class Module(pl.LightningModule):
 
 
 class Times(pl.Callback):
-    """Records the CPU seconds and the bytes of each step, and what the strategy keeps after the last one."""
+    """Records the seconds and the bytes of each step, and what the strategy keeps after the last one."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self.counts = counts
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.bytes: list[int] = []
         self.memory: dict[str, int] = {}
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.began, self.before = time.process_time(), self.counts.total()
+        self.before = self.counts.total()
+        self.began = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.seconds.append(time.process_time() - self.began)
+        self.seconds.append(time.perf_counter() - self.began[0])
+        self.cpu_seconds.append(time.process_time() - self.began[1])
         self.bytes.append(self.counts.total() - self.before)
         if hasattr(getattr(trainer, "strategy", None), "bytes_by_kind"):
             self.memory = trainer.strategy.bytes_by_kind(trainer.optimizers[0])
@@ -171,10 +176,13 @@ def plain_side(args: argparse.Namespace, devices: int, reshard: bool) -> Times:
 
 
 def measure(args: argparse.Namespace, devices: int) -> list[tuple[Any, ...]]:
-    """Train all sides in turns. Return a row for each: its name, seconds and bytes of a step, and its memory."""
+    """Train all sides in turns. Return a row for each.
+
+    It has the name, the seconds of a step and their ratio to the plain loop's, the same of CPU seconds, bytes, memory.
+    """
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     last: dict[str, Times] = {}
     sides: dict[str, Any] = {}
     for reshard in (False, True)[: 2 if devices > 1 else 1]:
@@ -188,8 +196,16 @@ def measure(args: argparse.Namespace, devices: int) -> list[tuple[Any, ...]]:
     for _ in range(args.rounds):
         for name, side in sides.items():
             times = last[name] = side()
-            seconds.setdefault(name, []).append(min(times.seconds[1:]))
-    return [(name, min(seconds[name]), last[name].bytes[-1], last[name].memory) for name in sides]
+            seconds.setdefault(name, []).append((median(times.seconds[1:]), median(times.cpu_seconds[1:])))
+    rows = []
+    for name in sides:
+        plain = name if name.startswith("plain") else next(reversed([x for x, *_ in rows if x.startswith("plain")]))
+        columns = []
+        for which in (0, 1):
+            mine, theirs = ([turn[which] for turn in seconds[x]] for x in (name, plain))
+            columns += [median(mine), median(a / b for a, b in zip(mine, theirs, strict=True))]
+        rows.append((name, *columns, last[name].bytes[-1], last[name].memory))
+    return rows
 
 
 def main() -> None:
@@ -209,11 +225,12 @@ def main() -> None:
             if devices == 1
             else lockstep.launch(measure, args, devices, devices=devices, accelerator="cpu", hang_timeout=600)
         )
-        for name, seconds, sent, memory in rows:
+        for name, seconds, ratio, cpu_seconds, cpu_ratio, sent, memory in rows:
             per_parameter = sum(memory.values()) / count
             parts = ", ".join(f"{kind} {size / count:.2f}" for kind, size in memory.items())
             print(
-                f"devices={devices}  {name:40}  {seconds:7.2f} CPU s  {sent / 2**20:8.0f} MiB a step"
+                f"devices={devices}  {name:40}  {seconds:6.2f} s ({ratio:.2f})"
+                f"  {cpu_seconds:6.2f} CPU s ({cpu_ratio:.2f})  {sent / 2**20:8.0f} MiB a step"
                 + (f"  keeps {per_parameter:.2f} bytes a parameter ({parts})" if memory else "")
             )
 
