@@ -16,7 +16,8 @@ import lockstep
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
-from lockstep.strategies.fsdp import ShardedParameter, dim_to_cut, find_blocks, needs_whole_tensors
+from lockstep.strategies.fsdp import needs_whole_tensors
+from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 
 # autograd decides at the first backward pass of a process whether forks may compute gradients too

@@ -17,7 +17,8 @@ from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, _largest
 from lockstep.step.batch import StepBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum, trained_parameters
 from lockstep.step.passes import Step
-from lockstep.strategies.fsdp import FullySharded, ShardedParameter
+from lockstep.strategies.fsdp import FullySharded
+from lockstep.strategies.sharded_parameters import ShardedParameter
 
 
 class ShardedSum(ExactSum):
