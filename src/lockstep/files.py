@@ -73,7 +73,12 @@ def _beside(path: Path) -> Path:
 def _publish(temporary: Path, path: Path) -> None:
     """Rename a complete temporary file to `path`, durably."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename is durable only after an fsync of the folder
+    sync_folder(path.parent)  # the rename is durable only after that
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -19,6 +19,11 @@ def join_names(names: Iterable[object], most: int = 3) -> str:
     return ", ".join(words[:most]) + f" and {len(words) - most:,} more" * (len(words) > most)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 100 characters."""
+    return (str(error).strip().splitlines() or [""])[0][:100]
+
+
 def short_path(path: str | Path) -> str:
     """Return a path relative to the current directory if it is below it, else the absolute path."""
     relative = os.path.relpath(path)

@@ -97,6 +97,8 @@ SIDES: dict[str, tuple[int, Any]] = {
     "ddp 2": (2, "ddp"),
     "fsdp 2": (2, FSDP()),
     "fsdp 3": (3, FSDP(reshard=True)),
+    "parts 2": (2, FSDP(checkpoint="sharded")),
+    "parts 3": (3, FSDP(checkpoint="sharded", reshard=True)),
 }
 
 
@@ -111,12 +113,22 @@ SIDES: dict[str, tuple[int, Any]] = {
         pytest.param("vit ema", "fsdp 2", "fsdp 3", marks=pytest.mark.nightly),
         pytest.param("convolutions", "fsdp 2", "one", marks=pytest.mark.nightly),
         pytest.param("convolutions", "one", "fsdp 2", marks=pytest.mark.nightly),
+        ("vit adamw", "parts 2", "one"),
+        ("convolutions", "parts 3", "parts 2"),
+        pytest.param("vit adamw", "one", "parts 3", marks=pytest.mark.nightly),
+        pytest.param("vit muon clipped", "parts 3", "ddp 2", marks=pytest.mark.nightly),
+        pytest.param("vit muon clipped", "parts 2", "fsdp 3", marks=pytest.mark.nightly),
+        pytest.param("vit ema", "parts 2", "parts 3", marks=pytest.mark.nightly),
+        pytest.param("vit ema", "parts 3", "one", marks=pytest.mark.nightly),
+        pytest.param("tied", "parts 2", "parts 3", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path, case: str, before: str, after: str) -> None:
     whole = hashes(tmp_path / "whole", "auto", (case,))
     for (devices, strategy), options in ((SIDES[before], {"max_epochs": 1}), (SIDES[after], {"ckpt_path": "last"})):
         last = on(devices, partial(hashes, **options), tmp_path / "run", strategy, (case,))
+        folders = [*(tmp_path / "run" / case / "checkpoints").glob("parts-*")]
+        assert len(folders) == (getattr(strategy, "checkpoint", "whole") == "sharded")
     assert last == whole
 
 

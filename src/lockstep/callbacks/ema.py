@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.launch.signals import Interrupted
+from lockstep.strategies.saved_parts import INDEX, SavedParts
 
 
 class EMA(EMAWeightAveraging):
@@ -45,6 +46,16 @@ class EMA(EMAWeightAveraging):
             # on the host, which reads it at each update and would have to wait for a device.
             module = pl_module.to(trainer.strategy.root_device)
             self._average_model = Average(module, self)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Load the average and the weights, whole ones even if they are saved in parts: the average is whole, too."""
+        saved = checkpoint.get(INDEX)
+        if isinstance(saved, SavedParts):
+            for name in ("state_dict", "current_model_state"):
+                saved.fill(checkpoint.get(name))
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -4,6 +4,7 @@
 |---|---|
 | 1 | it has no number; classes that are now below `lockstep.vision` are named as a project's |
 | 2 | a number, and the classes' names of today |
+| 3 | tensors whose parts are in a folder beside the file (`strategy.checkpoint=sharded`) |
 """
 
 import re
@@ -15,6 +16,7 @@ from lockstep.errors import UserError
 from lockstep.project import project
 
 FORMAT = 2  # of new checkpoints
+WITH_PARTS = 3  # of new ones with a folder of parts
 # Where a project of format 1 had what is now in the same place below `lockstep.vision`.
 MOVED = {
     "callbacks/dashboard.py": ("Dashboard",),
@@ -51,8 +53,10 @@ def up_to_date(record: Mapping[str, Any], path: object) -> dict[str, Any]:
         UserError: a newer Lockstep wrote it.
     """
     number = record.get("format", 1)
-    if type(number) is not int or not 1 <= number <= FORMAT:
-        raise UserError(f"{path}: checkpoint format {number}, this Lockstep reads 1 to {FORMAT}: install a newer one")
+    if type(number) is not int or not 1 <= number <= WITH_PARTS:
+        raise UserError(
+            f"{path}: checkpoint format {number}, this Lockstep reads 1 to {WITH_PARTS}: install a newer one"
+        )
     if number == 1:
         record = _renamed(record, _moved_names())
     return dict(record)

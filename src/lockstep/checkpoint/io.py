@@ -2,10 +2,14 @@
 
 A checkpoint is torch's own zip file, which plain `torch.load` can read. `torch.load` does not check the CRCs in the
 file, so it would load weights with a flipped byte. `load` checks them.
+
+Tensors of which each process has a part may be in a folder beside the file, see `lockstep.strategies.saved_parts`.
 """
 
 import io
 import os
+import shutil
+import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +30,12 @@ from lockstep.checkpoint import foreign_files, formats, paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
-from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero
+from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
+from lockstep.strategies.saved_parts import INDEX, PREFIX, Part, SavedParts
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+# After this time a write of parts fails. Disks may be slow, and a process that is lost is noticed at once.
+WRITE_TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointError(UserError):
@@ -94,13 +101,17 @@ def _code(path: str | Path | IO[bytes]) -> str:
         return ""  # torch can't read the pickle: `torch.load` will raise an error
 
 
-def load(path: str | os.PathLike[str], broadcast: bool = False, tensors: bool = True) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str], broadcast: bool = False, tensors: bool = True, whole: bool = True
+) -> dict[str, Any]:
     """Read a checkpoint of Lockstep or Lightning with `weights_only=True`, whatever the environment sets.
 
     Args:
         broadcast: whether rank zero reads the file and broadcasts its bytes. Then all ranks must call this.
         tensors: whether to read the tensors, and compare the file's checksums. Without them this takes milliseconds for
             a file of any size, and the tensors are mapped into memory.
+        whole: whether to read also the tensors whose parts are in a folder. If not, they are stand-ins, and the entry
+            `saved_parts.INDEX` is a `SavedParts`, which reads them.
 
     Raises:
         CheckpointError: the file is missing, cut off, damaged, not a checkpoint, or holds code. With `broadcast` all
@@ -116,7 +127,73 @@ def load(path: str | os.PathLike[str], broadcast: bool = False, tensors: bool = 
         raise CheckpointError(f"{path}: not a checkpoint: its state_dict must have tensors by name")
     if isinstance(record := checkpoint.get("lockstep"), dict):
         checkpoint["lockstep"] = formats.up_to_date(record, path)
+    find_parts(checkpoint, path, broadcast, checksums=tensors, everywhere=not whole)
+    if tensors and whole:
+        fill(checkpoint, path, broadcast)
     return checkpoint
+
+
+def find_parts(
+    content: Any, path: Path, broadcast: bool = False, checksums: bool = True, everywhere: bool = False
+) -> None:
+    """Replace the index of parts in a file's content, if there is one, by a `SavedParts`.
+
+    Args:
+        content: what the file has; it is changed.
+        broadcast: as in `load`.
+        checksums: whether to compare the checksums of the parts.
+        everywhere: whether all ranks read the parts, and not rank zero alone.
+
+    Raises:
+        CheckpointError: a part is missing or damaged. With `broadcast` all ranks raise it.
+    """
+    if not isinstance(content, dict) or INDEX not in content:
+        return
+    shared = broadcast and dist.is_available() and dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    try:
+        content[INDEX] = saved = SavedParts(path, content)
+    except UserError as error:  # on all ranks: they have the same content
+        raise CheckpointError(f"{path}: {error}") from None
+    reads = everywhere or rank == 0
+    wrong = saved.fault(checksums, (rank, ranks) if everywhere else (0, 1)) if reads else ""
+    if wrong := next(filter(None, gather_objects(wrong) if shared else [wrong]), ""):
+        raise CheckpointError(f"{path}: {wrong}")
+
+
+def fill(content: Any, path: Path | str, broadcast: bool = False) -> None:
+    """Read the tensors of a file's content whose parts are in a folder, one after the other.
+
+    Args:
+        content: what `find_parts` has returned; it is changed.
+        path: the file.
+        broadcast: as in `load`.
+
+    Raises:
+        CheckpointError: one can't be read.
+    """
+    saved = content.pop(INDEX, None) if isinstance(content, dict) else None
+    if isinstance(saved, SavedParts):
+        try:
+            saved.fill(content, broadcast)
+        except UserError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+
+def remove_unused_parts(folder: Path) -> None:
+    """Remove the folders of parts that no checkpoint file in a folder names, as a killed process may leave them."""
+    if not (unused := {each.name for each in folder.glob(f"{PREFIX}*") if each.is_dir() and not each.is_symlink()}):
+        return
+    for file in folder.iterdir():
+        if file.is_file() and zipfile.is_zipfile(file):
+            try:
+                content = load_plain(file, file, mapped=True)
+            except CheckpointError:
+                return  # nobody knows which parts it needs
+            if isinstance(content, dict) and isinstance(index := content.get(INDEX), dict):
+                unused.discard(index.get("folder"))
+    for name in unused:
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def checked_source(path: Path, broadcast: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
@@ -143,7 +220,9 @@ def step_of(path: Path) -> int:
     """Return the optimizer step after which a checkpoint was saved; -1 if it is missing or unusable."""
     if path.exists() and not fault(path):
         with suppress(Exception):  # a forged pickle can make torch raise anything
-            return int(load(path, tensors=False)["global_step"])
+            content = load(path, tensors=False)
+            saved = content.get(INDEX)
+            return -1 if isinstance(saved, SavedParts) and saved.fault() else int(content["global_step"])
     return -1
 
 
@@ -198,7 +277,7 @@ def copied_to_cpu(state: Any) -> tuple[Any, Callable[[], None]]:
     def copied(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
             devices.add(tensor.device)
-        return tensor.detach().to("cpu", copy=True, non_blocking=tensor.is_cuda)
+        return tensor if tensor.is_meta else tensor.detach().to("cpu", copy=True, non_blocking=tensor.is_cuda)
 
     copy = apply_to_collection(state, Tensor, copied)
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -259,6 +338,7 @@ class AtomicCheckpointIO(CheckpointIO):
     Attributes:
         loaded_step: the optimizer step of the checkpoint that was loaded last.
         keeps_copies: whether this rank writes copies of rank zero's files.
+        has_copies: whether any rank does, since its machine does not see the run's folder.
     """
 
     def __init__(
@@ -275,6 +355,8 @@ class AtomicCheckpointIO(CheckpointIO):
         timeout_of_copies = timedelta(seconds=timeout)
         self._group = dist.new_group(list(ranks), timeout_of_copies, "gloo") if len(ranks) > 1 else None
         self.keeps_copies = self._group is not None and dist.get_rank() in ranks[1:]
+        self._group_of_parts: Any = None  # of all ranks; made when the first parts are saved
+        self.has_copies = len(ranks) > 1  # on other machines
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # names of hyperparameters that are not saved
@@ -289,6 +371,30 @@ class AtomicCheckpointIO(CheckpointIO):
         if self.keeps_copies:
             self.then(self._receive, Path(path))
             return
+        self.then(self._write, *self._copied(checkpoint), Path(path))
+
+    def save_parts(self, checkpoint: dict[str, Any], parts: Mapping[str, Part], path: str | Path) -> None:
+        """Save a checkpoint of which each rank has parts. All ranks call this.
+
+        The parts are in a new folder beside the file, whose name is in the file. So the earlier checkpoint is complete
+        until the file is replaced.
+
+        Args:
+            checkpoint: on rank zero the content, with stand-ins for the tensors of the parts.
+            parts: those of this rank, by the places of their tensors in the content.
+            path: the file.
+        """
+        self.wait()
+        if self._group_of_parts is None:
+            self._group_of_parts = dist.new_group(timeout=WRITE_TIMEOUT, backend="gloo")
+        folder = Path(path).with_name(broadcast_from_rank_zero(f"{PREFIX}{uuid.uuid4().hex}"))
+        content = self._copied(checkpoint) if dist.get_rank() == 0 else None
+        tensors, wait = copied_to_cpu({name: part.tensor for name, part in parts.items()})
+        copies = {name: part._replace(tensor=tensors[name]) for name, part in parts.items()}
+        self.then(self._write_parts, folder, copies, wait, content, Path(path))
+
+    def _copied(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Return a copy of what is saved of a checkpoint, and a function that waits for it; see `copied_to_cpu`."""
         if isinstance(hyperparameters := checkpoint.get(HYPERPARAMETERS), dict):
             if self._not_plain is None:
                 self._not_plain = not_plain(hyperparameters)
@@ -297,7 +403,7 @@ class AtomicCheckpointIO(CheckpointIO):
         copy, wait = copied_to_cpu(checkpoint)
         if (metadata := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
             copy["state_dict"]._metadata = metadata  # versions of layers, which some torchvision layers read
-        self.then(self._write, copy, Path(path), wait)
+        return copy, wait
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Call a task in the writer thread, after the earlier tasks and only if they succeed."""
@@ -310,7 +416,32 @@ class AtomicCheckpointIO(CheckpointIO):
 
         self._pending.append(self._writer.submit(work))
 
-    def _write(self, checkpoint: dict[str, Any], path: Path, wait: Callable[[], None]) -> None:
+    def _write_parts(
+        self,
+        folder: Path,
+        parts: Mapping[str, Part],
+        wait: Callable[[], None],
+        content: tuple[dict[str, Any], Callable[[], None]] | None,
+        path: Path,
+    ) -> None:
+        """Write the parts of this rank. Then rank zero writes the file that names them."""
+        from lockstep.strategies.distributed_checkpoint import write_parts
+
+        wait()
+        try:
+            index = write_parts(folder, parts, self._group_of_parts)
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if content is not None:
+            checkpoint, wait_for_content = content
+            record = checkpoint.get("lockstep")
+            version = {"lockstep": {**record, "format": formats.WITH_PARTS}} if isinstance(record, dict) else {}
+            saved = {**checkpoint, **version, INDEX: index}
+            SavedParts(path, saved)  # it raises an error if the file could not be read
+            self._write(saved, wait_for_content, path)
+
+    def _write(self, checkpoint: dict[str, Any], wait: Callable[[], None], path: Path) -> None:
         written = None
         try:
             wait()
@@ -325,6 +456,7 @@ class AtomicCheckpointIO(CheckpointIO):
             observer.after_write()
         if self._number and self._last is not None and path.absolute() == self._last.absolute():
             keep_step_checkpoint(path, checkpoint["global_step"], self._number)
+        remove_unused_parts(path.parent)
 
     def _receive(self, path: Path) -> None:
         """Write the next file that rank zero sends."""
@@ -346,13 +478,23 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
+        checkpoint = self._load(path, whole=True)
+        fill(checkpoint, path, broadcast=True)  # what `expect` has got may lack tensors
+        return checkpoint
+
+    def load_parts(self, path: str | Path) -> dict[str, Any]:
+        """Return a checkpoint with stand-ins for tensors whose parts are in a folder; see `load`."""
+        return self._load(path, whole=False)
+
+    def _load(self, path: str | Path, whole: bool) -> dict[str, Any]:
         loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
-        checkpoint = load(path, broadcast=True) if loaded is None else loaded
+        checkpoint = load(path, broadcast=True, whole=whole) if loaded is None else loaded
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
+        self.then(remove_unused_parts, Path(path).parent)
 
     def teardown(self) -> None:
         self.wait()

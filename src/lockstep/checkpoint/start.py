@@ -45,6 +45,7 @@ def load_start(
     hydra_files: Mapping[str, str],
     ranks: Sequence[int],
     here: Environment | None = None,
+    whole: bool = True,
 ) -> tuple[str | None, dict[str, Any]]:
     """Return the path and the content of rank zero's checkpoint from which a run continues. All workers must call it.
 
@@ -56,6 +57,7 @@ def load_start(
         hydra_files: the texts of the files in `.hydra/`, by file name.
         ranks: the ranks that write in the folder, from `ranks_writing_in`.
         here: this rank's place in the run; None: that of this process.
+        whole: as in `checkpoint.io.load`.
 
     Returns:
         The path and the content; None and an empty dict for a new run.
@@ -65,23 +67,25 @@ def load_start(
     """
     here = here or environment()
     path, best = checkpoint_to_load(folder, resume, hydra_files, here), paths.best(folder)
+    if here.rank == 0 and path.parent.is_dir():
+        checkpoint_io.remove_unused_parts(path.parent)
     share_newest(path, ranks)
     named = resume is not None and not here.restarts
     exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
     if not exists and not named:
         return None, {}
     try:
-        return str(path), _load(path)
+        return str(path), _load(path, whole)
     except CheckpointError as error:
         if named or not has_best:
             raise
         LOG.warning("%s; continuing from the older %s", error, best.name)
-        return str(best), _load(best)
+        return str(best), _load(best, whole)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, whole: bool) -> dict[str, Any]:
     """Read rank zero's checkpoint, which `ResumeState` must have completed. All workers must call it."""
-    content = checkpoint_io.load(path, broadcast=True)
+    content = checkpoint_io.load(path, broadcast=True, whole=whole)
     if not {"lockstep", "continuation"} <= content.keys():
         raise CheckpointError(f"{path}: it lacks what a run of this version saves, so none can continue: {NEW_RUN}")
     try:

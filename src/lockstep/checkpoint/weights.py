@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import foreign_files, match, paths
-from lockstep.checkpoint.io import CheckpointError, checked_source, damage, fault, load_plain
+from lockstep.checkpoint.io import CheckpointError, checked_source, damage, fault, fill, find_parts, load_plain
 from lockstep.checkpoint.match import Tensors
 from lockstep.config.check import Config
 from lockstep.errors import UserError
@@ -59,6 +59,8 @@ def read_weights(key: str, path: str | Path, broadcast: bool = False) -> Weights
         else:
             foreign = foreign_files.foreign_names(source)
             content = load_plain(source, path, foreign)
+            find_parts(content, path, broadcast)
+            fill(content, path, broadcast)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error
     if not (sets := match.sets_of(content)):

@@ -77,6 +77,11 @@ class StepTrainer(QuickStage, pl.Trainer):
             self._validated = self.lightning_module
         return self._validated is self.lightning_module
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint; see Lightning's method."""
+        with self.strategy.saving():  # type: ignore[attr-defined]
+            super().save_checkpoint(*args, **kwargs)
+
 
 class StepLoop(StepEpochLoop):
     """Lightning's training epoch loop, with our own optimizer step.

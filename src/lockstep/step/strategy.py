@@ -209,6 +209,11 @@ class PieceStrategy(Strategy):
         with self.precision_plugin.predict_step_context():
             return self.call("predict_step", *args, **kwargs)
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Return a context in which a checkpoint is put together and saved. Every process enters it."""
+        yield
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint on rank zero, and on ranks that keep copies for their machine."""
         if self.is_global_zero or getattr(self.checkpoint_io, "keeps_copies", False):

@@ -48,6 +48,7 @@ class Strategy:
         compression: compression of the gradients that are sent.
         staged: whether each device has a part of the network, and every piece passes all parts.
         sharded: whether each device keeps only a part of the weights between its passes.
+        checkpoint: `whole`, or `sharded` if a checkpoint has a folder of the processes' parts beside its file.
 
     Raises:
         ValueError: a share is not above 0, or not finite.
@@ -57,6 +58,7 @@ class Strategy:
     compression: str = "none"
     staged = False
     sharded = False
+    checkpoint: str = "whole"
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
         self.shares = tuple(map(float, shares or ()))
@@ -226,6 +228,8 @@ class FSDP(Strategy):
         offload: keep each device's part in the host's memory.
         blocks: pattern of the names of the modules that are gathered one after the other, such as `net.blocks.*`; None:
             the repeated modules.
+        checkpoint: `whole`: rank zero gathers and writes one file; `sharded`: each process writes its part, to a
+            folder beside a small file.
     """
 
     name = "fsdp"
@@ -237,11 +241,13 @@ class FSDP(Strategy):
         reshard: bool = False,
         offload: bool = False,
         blocks: str | None = None,
+        checkpoint: Literal["whole", "sharded"] = "whole",
     ) -> None:
         super().__init__(shares)
         self.reshard = reshard
         self.offload = offload
         self.blocks = blocks
+        self.checkpoint = checkpoint
 
     def layout_name(self, devices: int) -> str:
         """Return `single` for one device, which has nothing to share."""
@@ -262,7 +268,7 @@ class FSDP(Strategy):
         if layout.strategy == self.name:
             from lockstep.strategies.fsdp import FullySharded
 
-            return FullySharded(self.reshard, self.offload, self.blocks)
+            return FullySharded(self.reshard, self.offload, self.blocks, self.checkpoint == "sharded")
         from lockstep.step.strategy import SingleDevice, torch_devices
 
         return SingleDevice(device=torch_devices(layout)[0])

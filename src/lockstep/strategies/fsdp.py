@@ -37,6 +37,7 @@ from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, stand_in, tensors_in
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.strategies.torch_quirks import (
     forget_unfinished_passes,
@@ -44,7 +45,7 @@ from lockstep.strategies.torch_quirks import (
     parameters_of_unit,
     set_gathered_strides,
 )
-from lockstep.text import join_names
+from lockstep.text import first_line, join_names
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
@@ -109,6 +110,7 @@ class FullySharded(DistributedDataParallel):
             last pass.
         offload: keep the parts in the host's memory.
         blocks: pattern of the names of modules that are gathered one after the other; None: the repeated modules.
+        saves_parts: whether each process writes its parts of a checkpoint, and rank zero the rest.
 
     Attributes:
         sharded: the sharded parameters, by the id of the module's parameter.
@@ -121,7 +123,9 @@ class FullySharded(DistributedDataParallel):
     parted = True
     name = "fsdp"
 
-    def __init__(self, reshard: bool = False, offload: bool = False, blocks: str | None = None) -> None:
+    def __init__(
+        self, reshard: bool = False, offload: bool = False, blocks: str | None = None, saves_parts: bool = False
+    ) -> None:
         super().__init__()
         self.passes_communicate = reshard
         self.sharded: dict[int, ShardedParameter] = {}
@@ -142,6 +146,9 @@ class FullySharded(DistributedDataParallel):
         self._sent_to_owners: list[tuple[ShardedParameter, Any, tuple[int, int]]] = []
         self._memory_is_logged = False
         self._saves = False  # whether the module's state is being gathered
+        self._saves_parts = saves_parts
+        # of the checkpoint that is being put together: this process's parts, by the id of their stand-in; None: of none
+        self._parts: dict[int, tuple[Tensor, Part]] | None = None
         self._addresses: dict[str, int] = {}  # of the gathered weights, by name
 
     # --- the cut ---
@@ -169,6 +176,11 @@ class FullySharded(DistributedDataParallel):
             UserError: there is such a callback.
         """
         super().setup_environment()
+        if self._saves_parts and getattr(self.checkpoint_io, "has_copies", False):
+            raise UserError(
+                "strategy.checkpoint=sharded needs a folder that all machines see: give outputs= (default_root_dir=) "
+                "on a shared file system, or strategy.checkpoint=whole"
+            )
         for callback in self.lightning_module.trainer.callbacks:
             if isinstance(callback, WeightAveraging) and self.sharded:
                 raise UserError("strategy=fsdp: a second trainer.fit can't average weights: make another Trainer")
@@ -638,13 +650,16 @@ class FullySharded(DistributedDataParallel):
     # --- checkpoints ---
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other."""
+        """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other.
+
+        While a checkpoint is saved in parts, it gathers nothing, and the weights are stand-ins; see `saved_parts`.
+        """
         self._saves = True
         try:
             state = super().lightning_module_state_dict()
         finally:
             self._saves = False
-        wholes = {id(each): self._whole_on_cpu(each, each.local) for each in self.sharded.values()}
+        wholes = {id(each): self._to_save(each, each.local) for each in self.sharded.values()}
         return state | {name: wholes[id(each)] for name, each in self._by_name.items() if name in state}
 
     def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
@@ -661,8 +676,76 @@ class FullySharded(DistributedDataParallel):
         whole = self.gathered(parameter, part)
         return part if whole is None else whole.cpu()
 
+    def _to_save(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
+        """Return what a checkpoint has of a tensor: the whole of it, or a stand-in if each process writes its part."""
+        if self._parts is None:
+            return self._whole_on_cpu(parameter, part)
+        part = parameter.in_tensor_order(part.detach())
+        return self._stand_in(Part(part, parameter.offsets, tuple(parameter.shape)))
+
+    def _stand_in(self, part: Part) -> Tensor:
+        assert self._parts is not None
+        value = stand_in(part.shape, part.tensor.dtype)
+        self._parts[id(value)] = (value, part)
+        return value
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Return a context in which a checkpoint is put together and saved. Every process enters it."""
+        self._parts = {} if self._saves_parts and self.sharded else None
+        try:
+            yield
+        finally:
+            self._parts = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, or each process's part of it."""
+        if self._parts is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        state = checkpoint["state_dict"]
+        for name, parameter in self._by_name.items():  # an average, which each process has whole
+            if _has_shape(value := state.get(name), parameter.shape) and not value.is_meta:
+                part = parameter.parts(value)[self.global_rank]
+                state[name] = self._stand_in(Part(part.contiguous(), parameter.offsets, tuple(parameter.shape)))
+        found = {path: self._parts[id(value)] for path, *_, value in tensors_in(checkpoint) if id(value) in self._parts}
+        io: Any = self.checkpoint_io
+        io.save_parts(checkpoint, {path: part for path, (_, part) in found.items()}, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint. What is saved in parts is read later, when it is known which parts are needed."""
+        io: Any = self.checkpoint_io
+        checkpoint: dict[str, Any] = io.load_parts(checkpoint_path)
+        return checkpoint
+
+    @torch.no_grad()
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's weights: those that are saved in parts one after the other."""
+        saved = checkpoint.get(INDEX)
+        if not isinstance(saved, SavedParts):
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        module = self.lightning_module
+        state = dict(checkpoint["state_dict"])
+        mine = {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
+        late = {
+            name: each for name, each in state.items() if saved.has(each) and _has_shape(mine.get(name), each.shape)
+        }
+        state |= {name: mine[name] for name in late}  # so that all other names are checked
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+        for name, value in late.items():
+            if (parameter := self._by_name.get(name)) is None:
+                mine[name].copy_(saved.read(value))
+            else:
+                parameter.local.copy_(self._read_part(saved, value, parameter))
+
+    def _read_part(self, saved: SavedParts, value: Tensor, parameter: ShardedParameter) -> Tensor:
+        """Return this process's part of a tensor that is saved in parts, of this or another number of processes."""
+        part = saved.read(value, parameter.offsets, parameter.shape_of_part(self.global_rank))
+        return parameter.in_memory_order(part)
+
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, on rank zero with whole tensors."""
+        """Return an optimizer's state, on rank zero with whole tensors; see `lightning_module_state_dict`."""
         state = super().optimizer_state(optimizer)
         of_owners: dict[int, Any] = {}
         states: dict[int, Any] = dict(state["state"])
@@ -670,41 +753,61 @@ class FullySharded(DistributedDataParallel):
             entry = states.get(number)
             if parameter.owner is not None:
                 if parameter.owner == self.global_rank and entry is not None:
-                    of_owners[number] = {name: _on_cpu(value) for name, value in entry.items()}
+                    of_owners[number] = {
+                        name: self._of_owner(parameter, value) if isinstance(value, Tensor) else value
+                        for name, value in entry.items()
+                    }
+                    states[number] = of_owners[number]
             elif entry is not None:
                 shape = parameter.local.shape
                 states[number] = {
-                    name: self._whole_on_cpu(parameter, value) if _has_shape(value, shape) else value
+                    name: self._to_save(parameter, value) if _has_shape(value, shape) else value
                     for name, value in entry.items()
                 }
         if any(parameter.owner is not None for _, parameter in self._numbered(optimizer)):
             gathered: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
             dist.gather_object(of_owners, gathered)
-            for each in gathered or []:
+            for each in (gathered or [])[1:]:  # of the other processes
                 states |= each
         return {**state, "state": dict(sorted(states.items()))}
 
+    def _of_owner(self, parameter: ShardedParameter, value: Tensor) -> Tensor:
+        """Return what a checkpoint has of an owner's tensor: a copy in the host's memory, or a stand-in."""
+        if self._parts is None or not _has_shape(value, parameter.shape):
+            return value.detach().cpu()
+        return self._stand_in(Part(value.detach().contiguous(), (0,) * value.dim(), tuple(value.shape)))
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, each with this process's parts of the states."""
+        saved = checkpoint.get(INDEX)
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
         super().load_optimizer_state_dict(
-            {**checkpoint, "optimizer_states": [self._cut_optimizer_state(*pair) for pair in pairs]}
+            {**checkpoint, "optimizer_states": [self._cut_optimizer_state(*pair, saved) for pair in pairs]}
         )
 
-    def _cut_optimizer_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-        states = dict(state["state"])
-        for number, parameter in self._numbered(optimizer):
-            if number not in states:
-                continue
-            if parameter.owner is None:
-                states[number] = {
-                    name: parameter.parts(value)[self.global_rank].clone(memory_format=torch.contiguous_format)
-                    if _has_shape(value, parameter.shape)
-                    else value
-                    for name, value in states[number].items()
-                }
-            elif parameter.owner != self.global_rank:
-                del states[number]
+    def _cut_optimizer_state(self, optimizer: Any, state: Mapping[str, Any], saved: Any) -> dict[str, Any]:
+        """Return what this process's optimizer needs of a state.
+
+        Args:
+            optimizer: it has this process's parameters.
+            state: the state, with whole tensors, or with stand-ins.
+            saved: reads what the stand-ins stand for; None: there are none.
+        """
+
+        def cut(value: Any, parameter: ShardedParameter | None) -> Any:
+            is_part = parameter is not None and parameter.owner is None and _has_shape(value, parameter.shape)
+            if isinstance(saved, SavedParts) and saved.has(value):
+                part = self._read_part(saved, value, parameter) if is_part and parameter else saved.read(value)
+            else:
+                part = parameter.parts(value)[self.global_rank] if is_part and parameter else value
+            return part.clone(memory_format=torch.contiguous_format) if is_part else part
+
+        parameters = dict(self._numbered(optimizer))
+        states = {}
+        for number, entry in state["state"].items():
+            parameter = parameters.get(number)
+            if parameter is None or parameter.owner in (None, self.global_rank):
+                states[number] = {name: cut(value, parameter) for name, value in entry.items()}
         return {**state, "state": states}
 
     def _numbered(self, optimizer: Any) -> list[tuple[int, ShardedParameter]]:
@@ -766,15 +869,6 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 def norm_of(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, by the kernel with which torch clips gradients."""
     return torch._foreach_norm([tensor])[0] if tensor.is_cuda else torch.linalg.vector_norm(tensor)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, at most 100 characters."""
-    return (str(error).strip().splitlines() or [""])[0][:100]
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _has_shape(value: Any, shape: Sequence[int]) -> bool:

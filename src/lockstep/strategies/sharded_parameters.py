@@ -96,6 +96,18 @@ class ShardedParameter:
         ordered = torch.empty_strided(shape, self.strides, dtype=part.dtype, device=part.device).copy_(part)
         return ordered.as_strided((part.numel(),), (1,)).view(shape)
 
+    def in_tensor_order(self, part: Tensor) -> Tensor:
+        """Return a part with its elements in the order of a contiguous tensor; see `in_memory_order`."""
+        if self.dim or not part.numel():
+            return part
+        return part.contiguous().as_strided(part.shape, self.strides).contiguous()
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this process's part begins in the whole parameter, along each dimension."""
+        first = min(self.shape[self.dim], self.rank * -(-self.shape[self.dim] // self.world_size))
+        return tuple(first if dim == self.dim else 0 for dim in range(len(self.shape)))
+
     def as_parameter(self, part: Tensor) -> DTensor:
         """Return the distributed tensor of which `part` is this process's part."""
         like = self.tensor

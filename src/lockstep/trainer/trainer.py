@@ -135,6 +135,7 @@ class Trainer(StepTrainer):
         check_values(seed, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
+        self._reads_parts = kind.sharded
         self.seed, self.batch_size = seed, batch_size
         hide_harmless_warnings()
         self._join()
@@ -229,7 +230,7 @@ class Trainer(StepTrainer):
         path = self._checkpoint_path("fit", ckpt_path)
         record = self._record(data)
         if path is not None:
-            content = checkpoint_io.load(path, broadcast=True)
+            content = checkpoint_io.load(path, broadcast=True, whole=not self._reads_parts)
             self._check_fits(path, content, model, record["trainer"])
             self._check_length(path, content["global_step"], data.order.steps_per_epoch)
             self._checkpoint_io.expect(content)

@@ -34,6 +34,8 @@ class Ledger(Extra):
                     extra.setting,
                     "a checkpoint has only one device's optimizer state, so no part can be repeated",
                 )
+        if config.strategy.checkpoint != "whole":
+            yield f"strategy.checkpoint={config.strategy.checkpoint}", "no device has the whole checkpoint to hash"
         if config.strategy.compression == "powersgd":
             yield (
                 "strategy.compression=powersgd",
