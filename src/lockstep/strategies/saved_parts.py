@@ -59,7 +59,9 @@ class SavedPart(NamedTuple):
     length: int
     checksum: int
 
-    transform_descriptors = None  # torch's reader asks for it: the bytes are not encoded
+    @property
+    def transform_descriptors(self) -> None:
+        """Return None, since the bytes are not encoded; torch's reader asks for it."""
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,138 @@
+"""`strategy=fsdp`: a fault while a checkpoint is gathered, written or read leaves one to continue from."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_runs import train
+
+import lockstep
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.errors import WorkerFailed
+from lockstep.strategies import FSDP, distributed_checkpoint, saved_parts
+from lockstep.strategies.fsdp import FullySharded
+
+# autograd decides at the first backward pass of a process whether forks may compute gradients too
+torch.ones(1, requires_grad=True).sum().backward()
+
+STEPS = 6
+# the function that is called at each moment, its owner and its name
+MOMENTS: dict[str, tuple[Any, str]] = {
+    "gathering": (FullySharded, "_to_save"),
+    "writing parts": (distributed_checkpoint._PartsToSave, "resolve_data"),
+    "writing the file": (checkpoint_io, "save"),
+    "removing the earlier parts": (checkpoint_io, "remove_unused_parts"),
+    "reading": (saved_parts.SavedParts, "read"),
+}
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise RuntimeError("a planted error")
+
+
+def fill_the_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+def disturbed(
+    folder: Path, strategy: Any, moment: str, rank: int, call: int, strike: Callable[[], None], **options: Any
+) -> str:
+    """Train and save after each step. On one rank, call `strike` in a certain call of the function of a moment."""
+    torch.set_num_threads(1)
+    owner, name = MOMENTS[moment]
+    method, calls = getattr(owner, name), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            strike()
+        return method(*args, **kwargs)
+
+    if torch.distributed.get_rank() == rank:
+        setattr(owner, name, counted)
+    return train(folder, strategy, "vit", "adamw", checkpoint_every=1, **options)
+
+
+def on(devices: int, function: Any, *args: Any) -> Any:
+    return lockstep.launch(function, *args, devices=devices, accelerator="cpu", hang_timeout=60)
+
+
+def undisturbed(folder: Path) -> str:
+    torch.set_num_threads(1)
+    return train(folder, "auto", "vit", "adamw")
+
+
+def step_of(folder: Path) -> int:
+    return checkpoint_io.step_of(folder / "checkpoints" / "last.ckpt")
+
+
+WHOLE, SHARDED = "whole", "sharded"
+KILLS = [
+    (WHOLE, "gathering", 0, 40),
+    (WHOLE, "gathering", 1, 40),
+    (SHARDED, "gathering", 1, 40),
+    (SHARDED, "writing parts", 0, 40),
+    (SHARDED, "writing parts", 1, 40),
+    (SHARDED, "writing the file", 0, 3),
+    (SHARDED, "removing the earlier parts", 0, 3),
+]
+FEW = (KILLS[1], KILLS[4])
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("checkpoint", "moment", "rank", "call"),
+    [pytest.param(*each, marks=() if each in FEW else pytest.mark.nightly) for each in KILLS],
+)
+def test_a_rank_that_is_killed_costs_no_more_than_a_step(
+    tmp_path: Path, checkpoint: Any, moment: str, rank: int, call: int
+) -> None:
+    strategy = FSDP(checkpoint=checkpoint)
+    with pytest.raises(WorkerFailed, match=f"rank {rank} .*SIGKILL") as error:
+        on(2, disturbed, tmp_path, strategy, moment, rank, call, kill)
+    assert "\n" not in str(error.value)
+    assert 1 <= step_of(tmp_path) < STEPS
+    assert on(2, partial(train, ckpt_path="last"), tmp_path, strategy, "vit", "adamw") == undisturbed(tmp_path / "one")
+    assert len([*(tmp_path / "checkpoints").glob("parts-*")]) == (checkpoint == SHARDED)
+    assert [each.name for each in (tmp_path / "checkpoints").glob(".*")] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("processes")
+def test_a_rank_that_is_killed_while_it_reads_changes_nothing(tmp_path: Path) -> None:
+    strategy = FSDP(checkpoint=SHARDED)
+    on(2, partial(train, max_epochs=1), tmp_path, strategy, "vit", "adamw")
+    with pytest.raises(WorkerFailed, match=r"rank 1 .*SIGKILL"):
+        on(3, partial(disturbed, ckpt_path="last"), tmp_path, strategy, "reading", 1, 5, kill)
+    assert on(3, partial(train, ckpt_path="last"), tmp_path, strategy, "vit", "adamw") == undisturbed(tmp_path / "one")
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("checkpoint", "moment", "rank", "call", "strike", "message"),
+    [
+        (WHOLE, "gathering", 1, 40, fail, "a planted error"),
+        (SHARDED, "writing parts", 1, 40, fill_the_disk, r"rank 1 can't write its parts \(File too large\)"),
+        pytest.param(SHARDED, "writing parts", 0, 40, fail, "a planted error", marks=pytest.mark.nightly),
+    ],
+)
+def test_an_error_ends_the_run_and_the_earlier_checkpoint_stays(
+    tmp_path: Path, checkpoint: Any, moment: str, rank: int, call: int, strike: Callable[[], None], message: str
+) -> None:
+    with pytest.raises((WorkerFailed, OSError, RuntimeError), match=message):
+        on(2, disturbed, tmp_path, FSDP(checkpoint=checkpoint), moment, rank, call, strike)
+    assert 1 <= step_of(tmp_path) < STEPS
+    last = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt")
+    assert last["global_step"] == step_of(tmp_path)
+    assert len([*(tmp_path / "checkpoints").glob("parts-*")]) == (checkpoint == SHARDED)
