@@ -65,7 +65,7 @@ def test_a_project_may_have_any_name(tmp_path: Path, text: str, has: bool) -> No
     }
 
 
-@pytest.mark.parametrize("number", [formats.FORMAT + 1, 0, True, "2", None, 1.0])
+@pytest.mark.parametrize("number", [formats.WITH_PARTS + 1, 0, True, "2", None, 1.0])
 def test_a_format_that_is_unknown_is_refused(number: Any, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     content = {"state_dict": {}, "pytorch-lightning_version": "2.6.6", "lockstep": {"format": number}}

@@ -3,6 +3,8 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from conftest import ROOT, Program
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.step.memory import out_of_memory, out_of_memory_advice
+from lockstep.programs import fit_memory
+from lockstep.step.memory import optimizer_memory_advice, out_of_memory, out_of_memory_advice
 
 TASK = (
     "data=synthetic", "data.samples=300", "data.image_size=48", "data.num_classes=3", "batch_size=256", "max_epochs=1",
@@ -61,7 +64,44 @@ def test_what_an_error_reports_of_memory() -> None:
     assert str(out_of_memory_advice(error.value, 11, finest)).endswith(
         "2 pieces of 1 sample with strategy=ddp: use a smaller batch_size, since 2 can't be cut finer"
     )
+    assert str(out_of_memory_advice(error.value, 11, finest, "strategy=fsdp")).endswith(
+        "since 2 can't be cut finer, or strategy=fsdp"
+    )
+    assert optimizer_memory_advice(error.value, 11, layout, "strategy=fsdp") == (
+        "step 12: out of memory in the optimizer with strategy=ddp: use an optimizer with less state, since pieces do "
+        "not change it, or strategy=fsdp"
+    )
+    assert optimizer_memory_advice(RuntimeError("shapes cannot be multiplied"), 11, layout) is None
     assert out_of_memory_advice(RuntimeError("shapes cannot be multiplied"), 11, layout) is None
     refusal = UserError("step 12")
     refusal.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert out_of_memory(refusal)
+
+
+def test_what_the_messages_propose_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finer pieces; then a part of the weights on each device; then gathered weights that are freed, which fits."""
+    tried: list[tuple[list[str], int]] = []
+    lacking = "error: step 1: out of memory in 2 pieces of 1 sample with strategy=ddp"
+    proposals = [
+        "pieces=6 (accumulate_grad_batches=3) takes less",
+        "use a smaller batch_size, since 6 can't be cut finer, or strategy=fsdp",
+        "use an optimizer with less state, since pieces do not change it, or strategy.reshard=true",
+        "pieces=6 (accumulate_grad_batches=3) takes less",
+    ]
+
+    def attempt(overrides: list[str], micro_batches: int) -> Any:
+        tried.append((overrides, micro_batches))
+        left = proposals[len(tried) - 1 :]
+        return SimpleNamespace(returncode=bool(left), stderr=f"a log\n{lacking}: {left[0]}\n" if left else "")
+
+    monkeypatch.setattr(fit_memory, "attempt", attempt)
+    assert fit_memory.main(["model=resnet18", "strategy=ddp", "devices=2"]) == 0
+    assert capsys.readouterr().out == "strategy=fsdp strategy.reshard=true accumulate_grad_batches=3\n"
+    rest, sharded = ["model=resnet18", "devices=2"], ["strategy=fsdp", "strategy.reshard=true"]
+    first = ["model=resnet18", "strategy=ddp", "devices=2"]
+    assert tried == [(first, 1), (first, 3), ([*rest, sharded[0]], 1), (rest + sharded, 1), (rest + sharded, 3)]
+    proposals.append("use a smaller batch_size, since 6 can't be cut finer")
+    tried.clear()
+    assert fit_memory.main(["model=resnet18"]) == 1

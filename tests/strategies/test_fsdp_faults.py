@@ -14,7 +14,7 @@ from sharded_runs import train
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.errors import WorkerFailed
+from lockstep.errors import UserError, WorkerFailed
 from lockstep.strategies import FSDP, distributed_checkpoint, saved_parts
 from lockstep.strategies.fsdp import FullySharded
 
@@ -24,6 +24,8 @@ torch.ones(1, requires_grad=True).sum().backward()
 STEPS = 6
 # the function that is called at each moment, its owner and its name
 MOMENTS: dict[str, tuple[Any, str]] = {
+    "a pass": (FullySharded, "training_step"),
+    "the optimizer": (torch.optim.AdamW, "step"),
     "gathering": (FullySharded, "_to_save"),
     "writing parts": (distributed_checkpoint._PartsToSave, "resolve_data"),
     "writing the file": (checkpoint_io, "save"),
@@ -38,6 +40,13 @@ def kill() -> None:
 
 def fail() -> None:
     raise RuntimeError("a planted error")
+
+
+def lack_memory() -> None:
+    status = Path("/proc/self/status").read_text()
+    size = int(status.partition("VmSize:")[2].split()[0]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
+    torch.empty(1 << 28)
 
 
 def fill_the_disk() -> None:
@@ -79,6 +88,8 @@ def step_of(folder: Path) -> int:
 
 WHOLE, SHARDED = "whole", "sharded"
 KILLS = [
+    (WHOLE, "a pass", 0, 15),
+    (SHARDED, "a pass", 1, 15),
     (WHOLE, "gathering", 0, 40),
     (WHOLE, "gathering", 1, 40),
     (SHARDED, "gathering", 1, 40),
@@ -87,7 +98,7 @@ KILLS = [
     (SHARDED, "writing the file", 0, 3),
     (SHARDED, "removing the earlier parts", 0, 3),
 ]
-FEW = (KILLS[1], KILLS[4])
+FEW = (KILLS[3], KILLS[6])
 
 
 @pytest.mark.usefixtures("processes")
@@ -122,6 +133,19 @@ def test_a_rank_that_is_killed_while_it_reads_changes_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("checkpoint", "moment", "rank", "call", "strike", "message"),
     [
+        (
+            WHOLE,
+            "a pass",
+            1,
+            15,
+            lack_memory,
+            r"^step [2-6]: out of memory in 6 pieces of 2 samples with strategy=fsdp: ",
+        ),
+        pytest.param(
+            *(WHOLE, "the optimizer", 0, 3, lack_memory),
+            r"^step 3: out of memory in the optimizer with strategy=fsdp: .*, or strategy.reshard=true$",
+            marks=pytest.mark.nightly,
+        ),
         (WHOLE, "gathering", 1, 40, fail, "a planted error"),
         (SHARDED, "writing parts", 1, 40, fill_the_disk, r"rank 1 can't write its parts \(File too large\)"),
         pytest.param(SHARDED, "writing parts", 0, 40, fail, "a planted error", marks=pytest.mark.nightly),
@@ -130,7 +154,7 @@ def test_a_rank_that_is_killed_while_it_reads_changes_nothing(tmp_path: Path) ->
 def test_an_error_ends_the_run_and_the_earlier_checkpoint_stays(
     tmp_path: Path, checkpoint: Any, moment: str, rank: int, call: int, strike: Callable[[], None], message: str
 ) -> None:
-    with pytest.raises((WorkerFailed, OSError, RuntimeError), match=message):
+    with pytest.raises((WorkerFailed, OSError, RuntimeError, UserError), match=message):
         on(2, disturbed, tmp_path, FSDP(checkpoint=checkpoint), moment, rank, call, strike)
     assert 1 <= step_of(tmp_path) < STEPS
     last = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt")

@@ -4,7 +4,9 @@
 
 The arguments are the run's overrides. For each number of micro-batches a new process runs `src/train.py` for two
 optimizer steps, one batch of validation and one of the test, in a temporary folder. The program prints the value to
-use. If two does not divide batch_size, the next number is the one that the run's own message proposes.
+use. If two does not divide batch_size, the next number is the one that the run's own message proposes. If not even
+single samples fit on several devices, it tries the layout that the message proposes, with a part of the weights on each
+device, and prints this setting too: `strategy=fsdp`, then `strategy.reshard=true`.
 Exit codes: 0 found, 1 not even single samples fit; if `src/train.py` fails for another reason, its exit code.
 """
 
@@ -19,6 +21,7 @@ from lockstep.project import project
 SHORT = ("max_steps=2", "++debug.trainer.limit_val_batches=1", "++debug.trainer.limit_test_batches=1")
 LACKING = re.compile(r"out of memory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)
 NEXT = re.compile(r"\(accumulate_grad_batches=(\d+)\) takes less")
+OTHER = re.compile(r", or (strategy\S*)=(\S+)$")
 
 
 def attempt(overrides: list[str], micro_batches: int) -> subprocess.CompletedProcess[str]:
@@ -36,17 +39,24 @@ def main(overrides: list[str]) -> int:
         return 0
     exit_on_signal.restore()
     micro_batches = 1
+    layout: dict[str, str] = {}  # the value of each key that the run's messages have proposed
     while True:
-        run = attempt(overrides, micro_batches)
+        changed = [f"{key}={value}" for key, value in layout.items()]
+        unchanged = [each for each in overrides if each.partition("=")[0] not in layout]
+        run = attempt([*unchanged, *changed], micro_batches)
         if run.returncode == 0:
-            print(f"accumulate_grad_batches={micro_batches}")
+            print(*changed, f"accumulate_grad_batches={micro_batches}")
             return 0
         if not LACKING.search(run.stderr):
             sys.stderr.write(run.stderr)
             return run.returncode
         reason = next(line for line in run.stderr.splitlines() if LACKING.search(line))
-        print(f"accumulate_grad_batches={micro_batches} does not fit: {reason}", file=sys.stderr)
-        if "can't be cut finer" in run.stderr:
+        print(*changed, f"accumulate_grad_batches={micro_batches} does not fit: {reason}", file=sys.stderr)
+        if other := OTHER.search(reason):
+            micro_batches = 1
+            layout[other[1]] = other[2]
+            continue
+        if "can't be cut finer" in reason or "pieces do not change it" in reason:
             return 1
         finer = NEXT.search(run.stderr)
         micro_batches = int(finer[1]) if finer else 2 * micro_batches

@@ -35,6 +35,7 @@ from lockstep.step.lightning_quirks import (
     call_of_strategy,
     with_quick_hooks,
 )
+from lockstep.step.memory import optimizer_memory_advice
 from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
 
 
@@ -167,6 +168,7 @@ class StepLoop(StepEpochLoop):
 
         Raises:
             UserError: the module's `optimizer_step` did not call the closure.
+            StepRefused: the passes or the optimizer ran out of memory.
         """
         progress = self.automatic_optimization.optim_progress.optimizer.step
         outputs: Outputs = {}
@@ -179,7 +181,13 @@ class StepLoop(StepEpochLoop):
             return outputs["loss"]
 
         progress.increment_ready()
-        self.run_optimizer(closure)
+        try:
+            self.run_optimizer(closure)
+        except (RuntimeError, MemoryError) as error:  # of the optimizer: `passes.run` handles its own
+            advised = optimizer_memory_advice(error, step.number, step.data.layout, step.strategy.less_memory)
+            if not advised:
+                raise
+            raise StepRefused(advised) from error
         progress.increment_completed()
         if not outputs:
             kind = type(self.trainer.lightning_module).__name__

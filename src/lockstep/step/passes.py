@@ -133,7 +133,7 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            advised = out_of_memory_advice(error, step.number, step.data.layout)
+            advised = out_of_memory_advice(error, step.number, step.data.layout, step.strategy.less_memory)
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise StepRefused(advised) from error
             raise

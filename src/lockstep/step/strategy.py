@@ -51,6 +51,7 @@ class PieceStrategy(Strategy):
             without gradients. This call gets the network's output and returns the loss.
         parted: whether each process has only a part of the step's gradient.
         passes_communicate: whether a pass needs the other processes.
+        less_memory: a setting with which the weights take less memory; empty: there is none.
         hooks: the hooks of the trainer's steps.
         substitute: an object with the module's parameters that computes in its place; None: the module computes.
         lightning_module: the module that is trained; Lightning's property, with another type.
@@ -61,6 +62,7 @@ class PieceStrategy(Strategy):
     has_last_stage = True
     parted = False
     passes_communicate = False
+    less_memory = ""
     hooks: Sequence["StepHook"] = ()
     substitute: Any = None
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused

@@ -40,6 +40,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     """
 
     name = "ddp"
+    less_memory = "strategy=fsdp"
 
     def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
         super().__init__()

@@ -128,6 +128,7 @@ class FullySharded(DistributedDataParallel):
     ) -> None:
         super().__init__()
         self.passes_communicate = reshard
+        self.less_memory = "" if reshard else "strategy.reshard=true"
         self.sharded: dict[int, ShardedParameter] = {}
         self.counts = True
         self.receive: Any = None
