@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_while_it_reads_changes_nothing(tmp_path: Path) ->
         ),
         pytest.param(
             *(WHOLE, "the optimizer", 0, 3, lack_memory),
-            r"^step 3: out of memory in the optimizer with strategy=fsdp: .*, or strategy.reshard=true$",
+            r"(?m)^step 3: out of memory in the optimizer with strategy=fsdp: .*, or strategy.reshard=true$",
             marks=pytest.mark.nightly,
         ),
         (WHOLE, "gathering", 1, 40, fail, "a planted error"),

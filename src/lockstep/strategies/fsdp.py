@@ -40,6 +40,7 @@ from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, stand_in, tensors_in
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.strategies.torch_quirks import (
+    computes_with_parts,
     forget_unfinished_passes,
     gather_around_outermost_call,
     parameters_of_unit,
@@ -472,7 +473,7 @@ class FullySharded(DistributedDataParallel):
         try:
             return super().training_step(*args, **kwargs)
         except RuntimeError as error:
-            if "DTensor" not in str(error):
+            if not computes_with_parts(error):
                 raise
             raise UserError(
                 "strategy=fsdp: training_step uses weights of a block without a call of the block, so they are not "

@@ -115,3 +115,12 @@ def forget_unfinished_passes(units: Iterable[Any]) -> None:
         state._state_ctx.iter_forward_root = None
         if (group := state._fsdp_param_group) is not None:
             group._training_state = TrainingState.IDLE
+
+
+def computes_with_parts(error: RuntimeError) -> bool:
+    """Check whether torch has refused an operation because a tensor is a part, which has to be gathered first.
+
+    torch raises it in C++, as an error of no class of its own, for a DTensor beside a tensor and for operations that
+    DTensors lack. A look at the arguments of each operation would take time in each pass.
+    """
+    return "DTensor" in str(error)
