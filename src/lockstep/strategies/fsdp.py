@@ -710,9 +710,9 @@ class FullySharded(DistributedDataParallel):
             if _has_shape(value := state.get(name), parameter.shape) and not value.is_meta:
                 part = parameter.parts(value)[self.global_rank]
                 state[name] = self._stand_in(Part(part.contiguous(), parameter.offsets, tuple(parameter.shape)))
-        found = {path: self._parts[id(value)] for path, *_, value in tensors_in(checkpoint) if id(value) in self._parts}
+        places = {path: id(value) for path, *_, value in tensors_in(checkpoint) if id(value) in self._parts}
         io: Any = self.checkpoint_io
-        io.save_parts(checkpoint, {path: part for path, (_, part) in found.items()}, filepath)
+        io.save_parts(checkpoint, {path: self._parts[each][1] for path, each in places.items()}, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint. What is saved in parts is read later, when it is known which parts are needed."""
