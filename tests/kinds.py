@@ -12,7 +12,9 @@ Whoever starts a process asks for the fixture `processes`, by way of `run_train`
 `servers`. A unit that does either fails.
 """
 
+import copy
 import gc
+import importlib.metadata
 import logging
 import multiprocessing.util
 import os
@@ -23,10 +25,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
@@ -86,6 +90,27 @@ def pytest_collection_finish() -> None:
     os.environ.pop(VARIABLE, None)  # programs that tests import set it for their own processes
     gc.collect()
     gc.freeze()  # what has been imported stays: it need not be searched for garbage again and again
+
+
+# --- what takes long, and is the same each time, is done once ---
+
+
+def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return `yaml.load` with a memory: Hydra parses the same pages for each config that it composes."""
+    contents: dict[tuple[str, str], Any] = {}
+
+    def loads(stream: Any, Loader: Any) -> Any:  # noqa: N803 # the name of PyYAML
+        text = stream if isinstance(stream, str | bytes) else stream.read()
+        key = str(text), Loader.__name__
+        if key not in contents:
+            contents[key] = load(text, Loader)
+        return copy.deepcopy(contents[key])
+
+    return loads
+
+
+yaml.load = _loads_once(yaml.load)
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
 
 
 # --- no unit starts a process or a server ---

@@ -41,7 +41,9 @@ def test_a_unit_that_starts_a_process_or_a_server_fails(start: Callable[[], obje
     kinds._refused = []
 
 
-@pytest.mark.parametrize(("fixtures", "fails"), [((), True), (("ranks",), True), (("processes",), False), (("servers",), False)])
+@pytest.mark.parametrize(
+    ("fixtures", "fails"), [((), True), (("ranks",), True), (("processes",), False), (("servers",), False)]
+)
 def test_a_unit_that_hides_the_refusal_fails_too(fixtures: tuple[str, ...], fails: bool) -> None:
     item: Any = SimpleNamespace(path=Path(__file__), fixturenames=fixtures)
     before = kinds._refused
