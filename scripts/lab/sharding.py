@@ -7,16 +7,18 @@ The network is a transformer of 86 million parameters by default, on random samp
 processes of this machine (gloo). Lockstep's strategy, with exact=true and without, and torch's `fully_shard` of the
 same blocks in a plain loop train in turns, each time in new processes. Times are those of rank zero: the median step
 after the first of each turn, and the median of the rounds; ratios are to the plain loop of the same round. The peak is
-what the process had at most (RSS) above what it had before the network was made.
+what the process had at most (RSS) above what it had before the network was made. The last column is the hash of the
+trained weights: one hash with exact=true, on any number of devices.
 """
 
 import argparse
 import functools
+import hashlib
 import logging
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
@@ -48,6 +51,7 @@ class Turn(NamedTuple):
     sent: int
     peak: int
     memory: dict[str, int]
+    sha256: str  # of the trained weights
 
 
 class Net(nn.Module):
@@ -89,6 +93,7 @@ class Times(pl.Callback):
         self.cpu_seconds: list[float] = []
         self.bytes: list[int] = []
         self.memory: dict[str, int] = {}
+        self.sha256 = ""
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.before = self.counts.total()
@@ -152,7 +157,10 @@ def lockstep_side(args: argparse.Namespace, devices: int, exact: bool, reshard: 
             callbacks=[times],
         )
         loader = DataLoader(samples(args.steps * args.pieces, args.width), batch_size=args.pieces)
-        trainer.fit(Module(Net(args.width, args.layers)), loader)
+        module = Module(Net(args.width, args.layers))
+        trainer.fit(module, loader)
+    states = trainer.strategy.lightning_module_state_dict()
+    times.sha256 = sha256({name.removeprefix("net."): weight for name, weight in states.items()})
     return times
 
 
@@ -184,7 +192,16 @@ def plain_side(args: argparse.Namespace, devices: int, reshard: bool) -> Times:
                     layer.reshard()
             optimizer.step()
             times.on_train_batch_end(None)
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in net.state_dict().items()}
+    times.sha256 = sha256(whole)
     return times
+
+
+def sha256(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def sides(devices: int) -> list[tuple[str, bool, bool, bool]]:
@@ -205,7 +222,9 @@ def measured(args: argparse.Namespace, devices: int, plain: bool, exact: bool, r
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times = plain_side(args, devices, reshard) if plain else lockstep_side(args, devices, exact, reshard)
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return Turn(median(times.seconds[1:]), median(times.cpu_seconds[1:]), times.bytes[-1], peak, times.memory)
+    return Turn(
+        median(times.seconds[1:]), median(times.cpu_seconds[1:]), times.bytes[-1], peak, times.memory, times.sha256
+    )
 
 
 def main() -> None:
@@ -217,6 +236,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if uneven := [str(devices) for devices in args.devices if args.pieces % devices]:
+        parser.error(f"--pieces {args.pieces} is no multiple of {', '.join(uneven)}, which the plain loop needs")
     count = sum(p.numel() for p in Net(args.width, args.layers).parameters())
     print(f"{count:,} parameters, {args.pieces} pieces of one sample; seconds and bytes of a step (ratio to plain)")
     for devices in args.devices:
@@ -239,7 +260,8 @@ def main() -> None:
                 f"devices={devices}  {name:24} {median(t.seconds for t in mine):6.2f} s ({wall:.2f})"
                 f"  {median(t.cpu_seconds for t in mine):6.2f} CPU s ({cpu:.2f})  {mine[-1].sent / 2**20:6.0f} MiB sent"
                 f"  peak {max(t.peak for t in mine) / count:5.1f} bytes a parameter"
-                + (f", keeps {sum(memory.values()) / count:.2f} ({parts})" if memory else ""),
+                + (f", keeps {sum(memory.values()) / count:.2f} ({parts})" if memory else "")
+                + f"  {mine[-1].sha256[:8]}",
                 flush=True,
             )
 
