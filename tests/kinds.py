@@ -97,13 +97,15 @@ def pytest_collection_finish() -> None:
 
 def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return `yaml.load` with a memory: Hydra parses the same pages for each config that it composes."""
-    contents: dict[tuple[str, str], Any] = {}
+    contents: dict[tuple[Any, str], Any] = {}
 
     def loads(stream: Any, Loader: Any) -> Any:  # noqa: N803 # the name of PyYAML
-        text = stream if isinstance(stream, str | bytes) else stream.read()
-        key = str(text), Loader.__name__
+        if not hasattr(stream, "seek"):
+            return load(stream, Loader)
+        key = stream.read(), Loader.__name__
         if key not in contents:
-            contents[key] = load(text, Loader)
+            stream.seek(0)  # an error names the file
+            contents[key] = load(stream, Loader)
         return copy.deepcopy(contents[key])
 
     return loads
