@@ -2,16 +2,19 @@
 
 | kind     | what its tests do                                                       | how it is recognised        |
 |----------|-------------------------------------------------------------------------|-----------------------------|
-| `unit`   | neither a process nor a process group                                   | none of the below           |
+| `unit`   | neither a process nor a process group nor a server                      | none of the below           |
 | `ranks`  | several ranks as threads of this process                                | the fixture `ranks`         |
-| `run`    | start processes, or compute for seconds in this one                     | `processes`, or `whole_run` |
+| `run`    | start processes or servers, or compute for seconds in this process      | see `FIXTURES`              |
 | `engine` | start ranks as torchrun, SLURM, MPI or Ray do                           | the folder `tests/engines/` |
 | `lab`    | measure                                                                 | the folder `tests/lab/`     |
 
-Whoever starts a process asks for the fixture `processes`, by way of `run_train` say. A unit that starts one fails.
+Whoever starts a process asks for the fixture `processes`, by way of `run_train` say, and whoever listens on a port for
+`servers`. A unit that does either fails.
 """
 
+import copy
 import gc
+import importlib.metadata
 import logging
 import multiprocessing.util
 import os
@@ -22,10 +25,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
@@ -33,16 +38,17 @@ from lockstep.project import VARIABLE, project
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = {"engines": "engine", "lab": "lab"}
-FIXTURES = {"processes": "run", "whole_run": "run", "ranks": "ranks"}
+FIXTURES = {"processes": "run", "servers": "run", "whole_run": "run", "ranks": "ranks"}
 QUICK = ("unit", "ranks")
 STARTS = {
     *("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn"),
     "lockstep.start",  # of ours, for what raises none of these: see `forks.Fork` and below
 }
+LISTENS = "socket.bind"
 
 
-class ProcessInUnit(AssertionError):
-    """A test of kind unit or ranks starts a process."""
+class NotQuick(AssertionError):
+    """A test of kind unit or ranks starts a process or a server."""
 
 
 def kind_of(item: pytest.Item) -> str:
@@ -86,15 +92,39 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what has been imported stays: it need not be searched for garbage again and again
 
 
-# --- no unit starts a process ---
+# --- what takes long, and is the same each time, is done once ---
 
-_refused: list[str] | None = None  # what the unit that runs now tried to start; None: processes are allowed
+
+def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return `yaml.load` with a memory: Hydra parses the same pages for each config that it composes."""
+    contents: dict[tuple[Any, str], Any] = {}
+
+    def loads(stream: Any, Loader: Any) -> Any:  # noqa: N803 # the name of PyYAML
+        if not hasattr(stream, "seek"):
+            return load(stream, Loader)
+        key = stream.read(), Loader.__name__
+        if key not in contents:
+            stream.seek(0)  # an error names the file
+            contents[key] = load(stream, Loader)
+        return copy.deepcopy(contents[key])
+
+    return loads
+
+
+yaml.load = _loads_once(yaml.load)
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
+
+
+# --- no unit starts a process or a server ---
+
+_refused: list[str] | None = None  # why the unit that runs now must fail; None: it is no unit
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if _refused is not None and event in STARTS:
-        _refused.append(f"{event} {arguments[:2]!r}"[:200])
-        raise ProcessInUnit(f"this test starts a process ({_refused[-1]}): it must use the fixture `processes`")
+    if _refused is not None and (event in STARTS or event == LISTENS):
+        what, fixture = ("listens on a port", "servers") if event == LISTENS else ("starts a process", "processes")
+        _refused.append(f"this test {what} ({event} {arguments[:2]!r:.200}): it must use the fixture `{fixture}`")
+        raise NotQuick(_refused[-1])
 
 
 def _spawn(*arguments: Any) -> int:
@@ -109,27 +139,27 @@ multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment] # it ra
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of kind unit or ranks whose fixtures start a process."""
+    """Fail a test of kind unit or ranks whose fixtures start a process or a server."""
     with no_process(item):
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test of kind unit or ranks that starts a process."""
+    """Fail a test of kind unit or ranks that starts a process or a server."""
     with no_process(item):
         yield
 
 
 @contextmanager
 def no_process(item: pytest.Item) -> Iterator[None]:
-    """Refuse processes, if the kind of a test is unit or ranks. It fails though it may have caught the exception."""
+    """Refuse both, if the kind of a test is unit or ranks. It fails though it may have caught the exception."""
     global _refused
     _refused = [] if kind_of(item) in QUICK else None  # `_audit` appends
     try:
         yield
         if _refused:
-            raise ProcessInUnit(f"this test starts a process ({_refused[0]}): it must use the fixture `processes`")
+            raise NotQuick(_refused[0])
     finally:
         _refused = None
 
@@ -137,6 +167,11 @@ def no_process(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def processes() -> None:
     """Make a test one of kind `run`: it may start processes."""
+
+
+@pytest.fixture(scope="session")
+def servers() -> None:
+    """Make a test one of kind `run`: it may listen on a port."""
 
 
 @pytest.fixture(scope="session")

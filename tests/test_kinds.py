@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
 import warnings
@@ -27,24 +28,28 @@ STARTS = {
     "multiprocessing fork": lambda: multiprocessing.get_context("fork").Process(target=print).start(),
     "multiprocessing spawn": lambda: multiprocessing.get_context("spawn").Process(target=print).start(),
     "a fork of the server": lambda: Program(Path("outputs")).start(),
+    "a server": lambda: socket.create_server(("127.0.0.1", 0)),
 }
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_a_unit_that_starts_a_process_fails(start: Callable[[], object]) -> None:
-    with pytest.raises(kinds.ProcessInUnit, match="must use the fixture `processes`"):
+def test_a_unit_that_starts_a_process_or_a_server_fails(start: Callable[[], object]) -> None:
+    fixture = "servers" if start is STARTS["a server"] else "processes"
+    with pytest.raises(kinds.NotQuick, match=f"must use the fixture `{fixture}`"):
         start()
     assert len(kinds._refused or ()) == 1, "this test would fail, had it caught the exception"
     kinds._refused = []
 
 
-@pytest.mark.parametrize(("fixtures", "fails"), [((), True), (("ranks",), True), (("processes",), False)])
+@pytest.mark.parametrize(
+    ("fixtures", "fails"), [((), True), (("ranks",), True), (("processes",), False), (("servers",), False)]
+)
 def test_a_unit_that_hides_the_refusal_fails_too(fixtures: tuple[str, ...], fails: bool) -> None:
     item: Any = SimpleNamespace(path=Path(__file__), fixturenames=fixtures)
     before = kinds._refused
     try:
-        refused = pytest.raises(kinds.ProcessInUnit) if fails else nullcontext()
-        with refused, kinds.no_process(item), suppress(kinds.ProcessInUnit):
+        refused = pytest.raises(kinds.NotQuick) if fails else nullcontext()
+        with refused, kinds.no_process(item), suppress(kinds.NotQuick):
             sys.audit("lockstep.start")
     finally:
         kinds._refused = before

@@ -4,20 +4,24 @@
     python scripts/lab/sharding.py --devices 2 --width 256 --layers 4 --rounds 4
 
 The network is a transformer of 86 million parameters by default, on random samples, trained by AdamW. The ranks are
-processes of this machine (gloo). Both sides train in turns in the same processes: Lockstep's strategy with exact=true
-and without, and torch's `fully_shard` of the same blocks in a plain loop. Times are those of rank zero: the median step
-after the first of each round, and the median of the rounds. Ratios are to the plain loop of the same round.
+processes of this machine (gloo). Lockstep's strategy, with exact=true and without, and torch's `fully_shard` of the
+same blocks in a plain loop train in turns, each time in new processes. Times are those of rank zero: the median step
+after the first of each turn, and the median of the rounds; ratios are to the plain loop of the same round. The peak is
+what the process had at most (RSS) above what it had before the network was made. The last column is the hash of the
+trained weights: one hash with exact=true, on any number of devices.
 """
 
 import argparse
 import functools
+import hashlib
 import logging
+import resource
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
@@ -36,6 +41,17 @@ SENT = (
     *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_reduce", "gather", "scatter"),
 )
+
+
+class Turn(NamedTuple):
+    """What rank zero of one side measured in its turn."""
+
+    seconds: float
+    cpu_seconds: float
+    sent: int
+    peak: int
+    memory: dict[str, int]
+    sha256: str  # of the trained weights
 
 
 class Net(nn.Module):
@@ -77,6 +93,7 @@ class Times(pl.Callback):
         self.cpu_seconds: list[float] = []
         self.bytes: list[int] = []
         self.memory: dict[str, int] = {}
+        self.sha256 = ""
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.before = self.counts.total()
@@ -140,7 +157,10 @@ def lockstep_side(args: argparse.Namespace, devices: int, exact: bool, reshard: 
             callbacks=[times],
         )
         loader = DataLoader(samples(args.steps * args.pieces, args.width), batch_size=args.pieces)
-        trainer.fit(Module(Net(args.width, args.layers)), loader)
+        module = Module(Net(args.width, args.layers))
+        trainer.fit(module, loader)
+    states = trainer.strategy.lightning_module_state_dict()
+    times.sha256 = sha256({name.removeprefix("net."): weight for name, weight in states.items()})
     return times
 
 
@@ -172,40 +192,39 @@ def plain_side(args: argparse.Namespace, devices: int, reshard: bool) -> Times:
                     layer.reshard()
             optimizer.step()
             times.on_train_batch_end(None)
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in net.state_dict().items()}
+    times.sha256 = sha256(whole)
     return times
 
 
-def measure(args: argparse.Namespace, devices: int) -> list[tuple[Any, ...]]:
-    """Train all sides in turns. Return a row for each.
+def sha256(weights: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
-    It has the name, the seconds of a step and their ratio to the plain loop's, the same of CPU seconds, bytes, memory.
-    """
+
+def sides(devices: int) -> list[tuple[str, bool, bool, bool]]:
+    """Return what is compared: a name, whether it is plain, exact, and resharded. Each follows its plain loop."""
+    if devices == 1:
+        return [("plain loop", True, False, False), ("lockstep", False, False, False), ("exact", False, True, False)]
+    return [
+        (f"{name}, reshard={str(reshard).lower()}", plain, exact, reshard)
+        for reshard in (False, True)
+        for name, plain, exact in (("plain", True, False), ("lockstep", False, False), ("exact", False, True))
+    ]
+
+
+def measured(args: argparse.Namespace, devices: int, plain: bool, exact: bool, reshard: bool) -> Turn:
+    """Train one side in this process."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    seconds: dict[str, list[tuple[float, float]]] = {}
-    last: dict[str, Times] = {}
-    sides: dict[str, Any] = {}
-    for reshard in (False, True)[: 2 if devices > 1 else 1]:
-        end = f", reshard={str(reshard).lower()}" * (devices > 1)
-        sides[f"plain fully_shard{end}" if devices > 1 else "plain loop"] = functools.partial(
-            plain_side, args, devices, reshard
-        )
-        for exact in (False, True):
-            name = f"lockstep{', exact' * exact}{end}"
-            sides[name] = functools.partial(lockstep_side, args, devices, exact, reshard)
-    for _ in range(args.rounds):
-        for name, side in sides.items():
-            times = last[name] = side()
-            seconds.setdefault(name, []).append((median(times.seconds[1:]), median(times.cpu_seconds[1:])))
-    rows = []
-    for name in sides:
-        plain = name if name.startswith("plain") else next(reversed([x for x, *_ in rows if x.startswith("plain")]))
-        columns = []
-        for which in (0, 1):
-            mine, theirs = ([turn[which] for turn in seconds[x]] for x in (name, plain))
-            columns += [median(mine), median(a / b for a, b in zip(mine, theirs, strict=True))]
-        rows.append((name, *columns, last[name].bytes[-1], last[name].memory))
-    return rows
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = plain_side(args, devices, reshard) if plain else lockstep_side(args, devices, exact, reshard)
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return Turn(
+        median(times.seconds[1:]), median(times.cpu_seconds[1:]), times.bytes[-1], peak, times.memory, times.sha256
+    )
 
 
 def main() -> None:
@@ -215,23 +234,35 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--pieces", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if uneven := [str(devices) for devices in args.devices if args.pieces % devices]:
+        parser.error(f"--pieces {args.pieces} is no multiple of {', '.join(uneven)}, which the plain loop needs")
     count = sum(p.numel() for p in Net(args.width, args.layers).parameters())
-    print(f"{count:,} parameters, {args.pieces} pieces of one sample")
+    print(f"{count:,} parameters, {args.pieces} pieces of one sample; seconds and bytes of a step (ratio to plain)")
     for devices in args.devices:
-        rows = (
-            measure(args, 1)
-            if devices == 1
-            else lockstep.launch(measure, args, devices, devices=devices, accelerator="cpu", hang_timeout=600)
-        )
-        for name, seconds, ratio, cpu_seconds, cpu_ratio, sent, memory in rows:
-            per_parameter = sum(memory.values()) / count
+        turns: dict[str, list[Turn]] = {}
+        for _ in range(args.rounds):
+            for name, *side in sides(devices):
+                turn = lockstep.launch(
+                    measured, args, devices, *side, devices=devices, accelerator="cpu", hang_timeout=600
+                )
+                turns.setdefault(name, []).append(turn)
+        for name, plain, *_ in sides(devices):
+            if plain:
+                theirs = turns[name]
+            mine = turns[name]
+            wall = median(a.seconds / b.seconds for a, b in zip(mine, theirs, strict=True))
+            cpu = median(a.cpu_seconds / b.cpu_seconds for a, b in zip(mine, theirs, strict=True))
+            memory = mine[-1].memory
             parts = ", ".join(f"{kind} {size / count:.2f}" for kind, size in memory.items())
             print(
-                f"devices={devices}  {name:40}  {seconds:6.2f} s ({ratio:.2f})"
-                f"  {cpu_seconds:6.2f} CPU s ({cpu_ratio:.2f})  {sent / 2**20:8.0f} MiB a step"
-                + (f"  keeps {per_parameter:.2f} bytes a parameter ({parts})" if memory else "")
+                f"devices={devices}  {name:24} {median(t.seconds for t in mine):6.2f} s ({wall:.2f})"
+                f"  {median(t.cpu_seconds for t in mine):6.2f} CPU s ({cpu:.2f})  {mine[-1].sent / 2**20:6.0f} MiB sent"
+                f"  peak {max(t.peak for t in mine) / count:5.1f} bytes a parameter"
+                + (f", keeps {sum(memory.values()) / count:.2f} ({parts})" if memory else "")
+                + f"  {mine[-1].sha256[:8]}",
+                flush=True,
             )
 
 

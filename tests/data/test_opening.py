@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import composed
 from PIL import Image
 from small_data import arrays, config, refusal_of
 
 from lockstep.arithmetic.order import hash64
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
-from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data import Source, Spec
 from lockstep.data.build import hold_out, open_data
@@ -49,7 +49,7 @@ def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.Monke
     actual = open_data({"_target_": "mine.stripes"}, "nowhere")
     assert (len(actual.train), len(actual.val), actual.test) == (18, 2, None)
     with pytest.raises(UserError, match="data=digits: its Source has no test set"):
-        evaluate(check(dict(compose("data=digits"))), actual, tmp_path)
+        evaluate(check(composed("data=digits")), actual, tmp_path)
 
 
 def test_what_numpy_stores_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) -> None:

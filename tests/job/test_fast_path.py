@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Program
+from conftest import ROOT, Program, composed
 from user_runs import train
 
-from lockstep.commands.api import compose
 from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.job import worker_setup
@@ -82,7 +81,7 @@ def test_a_worker_chooses_tf32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(worker_setup.tempfile, "tempdir", None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for choice in ("auto", "false"):
-        worker_setup.set_up_worker(check(dict(compose(f"speed.tf32={choice}", "threads=1"))), tmp_path)
+        worker_setup.set_up_worker(check(composed(f"speed.tf32={choice}", "threads=1")), tmp_path)
     assert chosen == ["auto", False]
 
 
@@ -155,4 +154,4 @@ def test_one_thread_computes_bf16_with_amx(
     monkeypatch.setattr(machine.computes_bf16, "__defaults__", (str(tmp_path / "cpuinfo"),))
     monkeypatch.setattr(machine.has_amx, "__defaults__", (str(tmp_path / "cpuinfo"),))
     monkeypatch.setattr(config, "cores_per_worker", lambda workers: cores)
-    assert check(dict(compose("accelerator=cpu", *overrides))).worker_threads == threads
+    assert check(composed("accelerator=cpu", *overrides)).worker_threads == threads

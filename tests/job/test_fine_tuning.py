@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import site_pages
 import torch
-from conftest import NORMS, Program, Run, checkpoint_of, summary_of, torchrun_environments
+from conftest import NORMS, Program, Run, checkpoint_of, composed, summary_of, torchrun_environments
 from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
-from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -140,7 +139,7 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
 
 def offered(*overrides: str) -> Any:
     """Return a module of fast_cnn, as a run makes it."""
-    config = check(dict(compose("model=fast_cnn", "data=synthetic", "data.samples=90", "max_epochs=2", *overrides)))
+    config = check(composed("model=fast_cnn", "data=synthetic", "data.samples=90", "max_epochs=2", *overrides))
     return make_module(config, open_data(config.data, config.data_dir))
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from conftest import composed
 
-from lockstep.commands.api import compose
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
 from lockstep.job.ignored_arguments import argument_notes, refuse_loader_keys
@@ -25,7 +25,7 @@ class CustomLr(pl.LightningModule):
 
 
 def config(data: dict[str, Any], model: dict[str, Any] | None = None, *overridden: str) -> Config:
-    made = check(dict(compose("batch_size=64", "max_epochs=2")), overridden=overridden)
+    made = check(composed("batch_size=64", "max_epochs=2"), overridden=overridden)
     data = {"_target_": f"{__name__}.Images", **data}
     return replace(made, data=data, model={"_target_": "project.models.MnistCNN"} if model is None else model)
 

@@ -9,10 +9,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import STRATEGIES, Program, Run
+from conftest import STRATEGIES, Program, Run, composed
 from torch import nn
 
-from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.config.instantiate import locate
 from lockstep.config.pages import group_file, options
@@ -91,7 +90,7 @@ def test_a_comparison_that_sees_nothing_reports_it(run_parity: Program) -> None:
 
 def test_the_layout_requested_is_compared_and_not_a_plain_one_in_its_place() -> None:
     overrides = ("strategy=ddp", "devices=2", "accumulate_grad_batches=2", "strategy.compression=bf16")
-    raw = dict(compose("accelerator=cpu", *overrides))
+    raw = composed("accelerator=cpu", *overrides)
     actual = list(layouts(check(raw), raw))
     twos = [one["strategy"] for one in actual if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
     assert [strategy.get("compression") for strategy in twos] == ["bf16", "none"]  # the other one has uneven shares

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import composed
 from small_models import fast_cnn, mnist_cnn, resnet9, resnet18
 from torch import nn
 
 import project.models
-from lockstep.commands.api import compose
 from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.job.build import make_module
@@ -117,7 +117,7 @@ def test_pretrained_weights_are_not_requested_where_a_checkpoint_brings_them(mon
 
     monkeypatch.setattr("project.models.resnet18.downloaded", downloaded)
     options = ("data=synthetic", "data.samples=20", "data.channels=3", "model=resnet18", "model.pretrained=true")
-    config = check(dict(compose(*options)))
+    config = check(composed(*options))
     splits = open_data(config.data, config.data_dir)
     for brings in (replace(config, checkpoint="best.ckpt"), replace(config, resume="last.ckpt")):
         make_module(brings, splits)
@@ -139,7 +139,7 @@ class SameOptionName(ImageClassifier):
 
 def test_an_option_keeps_its_value_where_a_checkpoint_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a module knows which of its options load weights."""
-    config = check(dict(compose("data=synthetic", "data.samples=20")))
+    config = check(composed("data=synthetic", "data.samples=20"))
     splits = open_data(config.data, config.data_dir)
     model = {"_target_": f"{__name__}.SameOptionName", "name": "own", "weights": "balanced"}
     config = replace(config, model=model, resume="last.ckpt")

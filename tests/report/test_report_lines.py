@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Program
+from conftest import Program, composed
 from small_models import fast_cnn
 from torch import nn
 
-from lockstep.commands.api import compose
 from lockstep.config import check as config_check
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
@@ -150,7 +149,7 @@ def test_classes_are_counted_where_that_is_short() -> None:
 
 def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
     overrides = ("lr_scaling=linear", "batch_size=128", "max_steps=3", "max_epochs=2", "name=x")
-    config = check(dict(compose(*overrides)))
+    config = check(composed(*overrides))
     module, splits = fast_cnn(freeze=["net.logits.*"]), made([0, 1] * 640, ("0", "1"))
     lines = start_lines(config, splits, module, (), Path("outputs"), "lr 0.04")
     frozen = sum(parameter.numel() for name, parameter in module.named_parameters() if "logits" in name)
@@ -167,7 +166,7 @@ def test_compilation_and_graphs_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     texts = {
         text.rpartition(", ")[0]: overrides
         for overrides in ((), ("compile=true",), ("compile=true", "speed.cuda_graphs=true"))
-        if (text := speed_text(nn.Linear(1, 1), check(dict(compose(*overrides)))))
+        if (text := speed_text(nn.Linear(1, 1), check(composed(*overrides))))
     }
     assert list(texts) == ["", "compiled", "compiled, CUDA graphs"]
 
@@ -188,7 +187,7 @@ def test_a_run_on_a_gpu_states_which_products_are_rounded_to_tf32(
     monkeypatch.setattr(machine, "gpu_count", lambda: 1)
     for module in (config_check, report_lines):
         monkeypatch.setattr(module, "computes_bf16", lambda accelerator: accelerator == "gpu")
-    config = check(dict(compose(*overrides)))
+    config = check(composed(*overrides))
     lines = start_lines(config, made([0, 1] * 640, ("0", "1")), fast_cnn(), (), Path("outputs"), "lr 0.04")
     assert f" | {pattern} | " in " ".join(lines)
     monkeypatch.setattr(report_lines, "computes_bf16", lambda accelerator: False)  # an older GPU

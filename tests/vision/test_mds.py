@@ -49,6 +49,7 @@ def read(part: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("servers")
 def test_images_and_labels_are_those_that_were_written(tmp_path: Path, form: str) -> None:
     folder = copied(form, tmp_path)
     web = WebServer(folder)
@@ -77,6 +78,7 @@ def as_parquet(root: Path) -> Path:
     return root
 
 
+@pytest.mark.usefixtures("servers")
 def test_all_formats_have_the_same_samples_in_the_same_places(tmp_path: Path) -> None:
     (tmp_path / "parquet").mkdir()
     places = [as_tar(tmp_path / "tar"), as_parquet(tmp_path / "parquet"), copied("raw", tmp_path)]
@@ -158,6 +160,7 @@ def test_a_small_file_with_a_huge_content_is_refused_early(
     assert most < 32 << 20
 
 
+@pytest.mark.usefixtures("servers")
 def test_an_index_json_that_names_other_things_is_refused(tmp_path: Path) -> None:
     folder = copied("raw", tmp_path)
     file = folder / "train" / "index.json"

@@ -31,6 +31,7 @@ from lockstep.vision.data import server as servers
 from lockstep.vision.data import shard_cache
 from lockstep.vision.data.remote import Remote
 
+pytestmark = pytest.mark.usefixtures("servers")
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp", reason="the driver of http")
 NAMES = "/{train,test}-{00000..00002}.tar"
