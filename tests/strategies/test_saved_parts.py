@@ -19,7 +19,7 @@ from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError, step_of
 from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import UserError
 from lockstep.files import link_file
-from lockstep.strategies.saved_parts import INDEX, PREFIX, Part, SavedParts, stand_in
+from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, new_folder_name, stand_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANKS = 3
@@ -61,7 +61,7 @@ def save(ranks: Ranks, folder: Path, *steps: int, best: int | None = None, numbe
 
 
 def folders(file: Path) -> list[Path]:
-    return sorted(file.parent.glob(f"{PREFIX}*"))
+    return sorted(file.parent.glob("parts-*"))
 
 
 def test_parts_are_read_whole_and_in_regions(ranks: Ranks, tmp_path: Path) -> None:
@@ -108,9 +108,12 @@ def test_a_folder_goes_with_the_last_file_that_names_it(ranks: Ranks, tmp_path: 
 
 def test_a_folder_that_a_killed_rank_has_left_is_removed(ranks: Ranks, tmp_path: Path) -> None:
     file = save(ranks, tmp_path, 1)
-    shutil.copytree(folders(file)[0], abandoned := file.parent / f"{PREFIX}abandoned")
+    shutil.copytree(folders(file)[0], abandoned := file.parent / new_folder_name())
+    (mine := file.parent / "parts-of-mine").mkdir()
     save(ranks, tmp_path, 2)
     assert not abandoned.exists()
+    assert mine.exists()
+    mine.rmdir()
     assert step_of(file) == 2
 
 
@@ -204,7 +207,10 @@ def forged(index: dict[str, Any], change: Callable[[dict[str, Any]], Any], value
 
 
 def test_a_forged_index_is_refused(tmp_path: Path) -> None:
-    index: dict[str, Any] = {"folder": f"{PREFIX}1", "tensors": {"w": [[[0, 0], [7, 5], "__0_0.distcp", 0, 1000, 1]]}}
+    index: dict[str, Any] = {
+        "folder": new_folder_name(),
+        "tensors": {"w": [[[0, 0], [7, 5], "__0_0.distcp", 0, 1000, 1]]},
+    }
     value = stand_in(W.shape, W.dtype)
     SavedParts(tmp_path / "x.ckpt", forged(index, lambda index: None, value))  # the control
     changes: list[Callable[[dict[str, Any]], Any]] = [

@@ -9,7 +9,6 @@ Tensors of which each process has a part may be in a folder beside the file, see
 import io
 import os
 import shutil
-import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +30,7 @@ from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
-from lockstep.strategies.saved_parts import INDEX, PREFIX, Part, SavedParts
+from lockstep.strategies.saved_parts import FOLDER, INDEX, Part, SavedParts, new_folder_name
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 # After this time a write of parts fails. Disks may be slow, and a process that is lost is noticed at once.
@@ -182,7 +181,8 @@ def fill(content: Any, path: Path | str, broadcast: bool = False) -> None:
 
 def remove_unused_parts(folder: Path) -> None:
     """Remove the folders of parts that no checkpoint file in a folder names, as a killed process may leave them."""
-    if not (unused := {each.name for each in folder.glob(f"{PREFIX}*") if each.is_dir() and not each.is_symlink()}):
+    folders = [each for each in folder.iterdir() if FOLDER.fullmatch(each.name) and not each.is_symlink()]
+    if not (unused := {each.name for each in folders if each.is_dir()}):
         return
     for file in folder.iterdir():
         if file.is_file() and zipfile.is_zipfile(file):
@@ -387,7 +387,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.wait()
         if self._group_of_parts is None:
             self._group_of_parts = dist.new_group(timeout=WRITE_TIMEOUT, backend="gloo")
-        folder = Path(path).with_name(broadcast_from_rank_zero(f"{PREFIX}{uuid.uuid4().hex}"))
+        folder = Path(path).with_name(broadcast_from_rank_zero(new_folder_name()))
         content = self._copied(checkpoint) if dist.get_rank() == 0 else None
         tensors, wait = copied_to_cpu({name: part.tensor for name, part in parts.items()})
         copies = {name: part._replace(tensor=tensors[name]) for name, part in parts.items()}

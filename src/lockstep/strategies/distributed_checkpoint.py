@@ -98,8 +98,9 @@ def write_parts(folder: Path, parts: Mapping[str, Part], group: Any) -> dict[str
         OSError: a process can't write its parts. All processes raise it.
     """
     parts = {name: part for name, part in parts.items() if part.tensor.numel()}
+    writer = _Writer(folder, per_thread_copy_ahead=0)  # the parts are in the host's memory: torch must start no GPU
     try:
-        metadata = dcp.save({}, storage_writer=_Writer(folder), planner=_PartsToSave(parts), process_group=group)
+        metadata = dcp.save({}, storage_writer=writer, planner=_PartsToSave(parts), process_group=group)
     except CheckpointException as error:
         reasons = {rank: reason for rank, (reason, _) in error.failures.items()}
         raise _failure(folder, reasons) from None

@@ -7,6 +7,8 @@ folder, and says where in it each part is, with its checksum.
 
 import io
 import os
+import re
+import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ from lockstep.errors import UserError
 from lockstep.text import first_line
 
 INDEX = "lockstep_parts"  # the key of the index in a checkpoint file
-PREFIX = "parts-"  # of the folders' names
+FOLDER = re.compile(r"parts-[0-9a-f]{32}")  # the folders' names
 WRONG = "its index of parts is not as this version writes it"
 
 
@@ -64,6 +66,11 @@ class SavedPart(NamedTuple):
         """Return None, since the bytes are not encoded; torch's reader asks for it."""
 
 
+def new_folder_name() -> str:
+    """Return a name that no other folder of parts has."""
+    return f"parts-{uuid.uuid4().hex}"
+
+
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor without data."""
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -97,7 +104,7 @@ class SavedParts:
             name = index["folder"]
             self._parts = {key: [SavedPart(*each) for each in parts] for key, parts in index["tensors"].items()}
             stand_ins = {path: value for path, _, _, value in tensors_in(content) if value.is_meta}
-            fits = _is_name(name) and name.startswith(PREFIX) and stand_ins.keys() == self._parts.keys()
+            fits = FOLDER.fullmatch(name) is not None and stand_ins.keys() == self._parts.keys()
             fits = fits and all(_fits(value, self._parts[path]) for path, value in stand_ins.items())
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             fits = False
