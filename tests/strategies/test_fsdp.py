@@ -1,9 +1,11 @@
 """`strategy=fsdp`: each process keeps a part of the weights, and the result has the bits of one device."""
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ import lockstep
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
-from lockstep.strategies.fsdp import needs_whole_tensors
+from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.fsdp import FullySharded, needs_whole_tensors
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 
@@ -378,6 +381,19 @@ def test_parts_are_joined_to_the_whole_tensor(whole: Tensor) -> None:
     assert torch.equal(
         across.joined([each.reshape(-1) for each in across.parts(whole.new_ones(2, 6))]), torch.ones(2, 6)
     )
+
+
+@pytest.mark.parametrize(("saves_parts", "has_copies"), [(True, True), (True, False), (False, True)])
+def test_machines_that_do_not_see_the_folder_can_not_save_parts(
+    monkeypatch: pytest.MonkeyPatch, saves_parts: bool, has_copies: bool
+) -> None:
+    monkeypatch.setattr(DistributedDataParallel, "setup_environment", lambda self: None)
+    strategy = FullySharded(saves_parts=saves_parts)
+    strategy.checkpoint_io = cast(Any, SimpleNamespace(has_copies=has_copies))
+    strategy._lightning_module = cast(Any, SimpleNamespace(trainer=SimpleNamespace(callbacks=[])))
+    refused = pytest.raises(UserError, match="strategy.checkpoint=sharded needs a folder that all machines see: give")
+    with refused if saves_parts and has_copies else nullcontext():
+        strategy.setup_environment()
 
 
 def test_one_device_is_not_sharded() -> None:

@@ -86,7 +86,8 @@ def step_of(folder: Path) -> int:
     return checkpoint_io.step_of(folder / "checkpoints" / "last.ckpt")
 
 
-WHOLE, SHARDED = "whole", "sharded"
+WHOLE: Any = "whole"
+SHARDED: Any = "sharded"
 KILLS = [
     (WHOLE, "a pass", 0, 15),
     (SHARDED, "a pass", 1, 15),
