@@ -391,7 +391,7 @@ def test_machines_that_do_not_see_the_folder_can_not_save_parts(
     strategy = FullySharded(saves_parts=saves_parts)
     strategy.checkpoint_io = cast(Any, SimpleNamespace(has_copies=has_copies))
     strategy._lightning_module = cast(Any, SimpleNamespace(trainer=SimpleNamespace(callbacks=[])))
-    refused = pytest.raises(UserError, match="strategy.checkpoint=sharded needs a folder that all machines see: give")
+    refused = pytest.raises(UserError, match=r"strategy.checkpoint=sharded needs a folder that all machines see: give")
     with refused if saves_parts and has_copies else nullcontext():
         strategy.setup_environment()
 
