@@ -243,7 +243,7 @@ def refused(folder: Path, net: type[nn.Module], kind: type[Classifier] = Classif
         (Skips, {}, "a pass has not used the block of net.blocks."),
         (ViT, {"kind": CallsInAHook}, "forward of the module is called outside of a step and an evaluation"),
         (ViT, {"kind": Replaces}, "net.blocks.0.mlp.0.weight was replaced within trainer.strategy.whole_weights()"),
-        (ViT, {"kind": AsksForItsState}, "state_dict() of the module would have parts of the weights"),
+        (ViT, {"kind": AsksForItsState}, "state_dict() of a module would have parts of the weights"),
     ],
 )
 def test_what_can_not_be_right_is_refused(

@@ -149,10 +149,12 @@ class StepPrecision(Precision):
         """Call `on_before_optimizer_step`; clip the gradient if there is a limit, or if the module clips by itself."""
         trainer = model.trainer
         call_hook(trainer, "on_before_optimizer_step", optimizer)
+        trainer.strategy.take_assigned_gradients()
         methods = ("configure_gradient_clipping", "clip_gradients")
         if trainer.gradient_clip_val or any(overrides_method(model, name, pl.LightningModule) for name in methods):
             limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
             self._clip_gradients(model, optimizer, limit, gradient_clip_algorithm=algorithm)
+            trainer.strategy.take_assigned_gradients()
 
 
 def with_quick_hooks(precision: Precision) -> Precision:

@@ -137,6 +137,12 @@ class PieceStrategy(Strategy):
         """Return the parameters that have the same values on all processes."""
         return list(self.lightning_module.parameters())
 
+    def take_assigned_gradients(self) -> None:
+        """Give the optimizer what hooks have assigned to the gradients of the module's parameters.
+
+        Here it has these parameters.
+        """
+
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Return the norm of the gradient of all `parameters`. With stages, every process calls this."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

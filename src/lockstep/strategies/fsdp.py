@@ -15,9 +15,11 @@ one device. One that needs whole tensors gets each tensor on one process, its ow
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -58,6 +60,41 @@ BY_ELEMENT = {
 }
 # Those that compute each parameter from the whole of it, and from no other parameter.
 BY_TENSOR = {torch.optim.Adafactor, getattr(torch.optim, "Muon", torch.optim.Adafactor)}
+
+
+class Given(NamedTuple):
+    """A gradient that an optimizer has got for its next step.
+
+    Attributes:
+        parameter: the parameter.
+        gradient: that of the module's parameter, of which the optimizer has a view or, on its owner, a whole copy.
+        versions: of the gradient and of the weights; see `_versions`.
+    """
+
+    parameter: ShardedParameter
+    gradient: Any
+    versions: tuple[int, ...]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the owner has whole copies of the gradient and of the weights."""
+        return self.parameter.owner is not None and self.gradient is not None
+
+
+class PartsPrecision(ClipsByStrategy):
+    """Methods for `proxy`, around those of the precision plugin."""
+
+    strategy: Any
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, in which blocks may be called again."""
+        with self.strategy.backward_pass():
+            super().backward(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip the gradients of an optimizer's parameters, after it has got what hooks have assigned to them."""
+        self.strategy.take_assigned_gradients()
+        super().clip_gradients(*args, **kwargs)  # type: ignore[misc]  # likewise
 
 
 class ReduceScatter:
@@ -144,8 +181,10 @@ class FullySharded(DistributedDataParallel):
         self._step_batch: StepBatch | None = None
         self._depth = 0  # of contexts in which all weights are gathered
         self._evaluation = ExitStack()
-        # of this step: what owners got, its gradient here, and the gradient's version counter
-        self._sent_to_owners: list[tuple[ShardedParameter, Any, tuple[int, int]]] = []
+        self._in_backward = False  # whether a backward pass runs
+        self._given: list[Given] = []  # of this step
+        # the module's parameters before they were cut, by id; what was made before may have them
+        self._before: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
         self._memory_is_logged = False
         self._saves = False  # whether the module's state is being gathered
         self._saves_parts = saves_parts
@@ -202,8 +241,8 @@ class FullySharded(DistributedDataParallel):
         if not self.sharded:
             self._shard(self.lightning_module)
         self._to_device()
-        if not isinstance(self.precision_plugin, ClipsByStrategy):
-            self.precision_plugin = proxy(self.precision_plugin, ClipsByStrategy)
+        if not isinstance(self.precision_plugin, PartsPrecision):
+            self.precision_plugin = proxy(self.precision_plugin, PartsPrecision)
             vars(self.precision_plugin)["strategy"] = self  # Lightning's class does not declare it
 
     def _to_device(self) -> None:
@@ -234,7 +273,7 @@ class FullySharded(DistributedDataParallel):
         if not dims and self.is_global_zero:
             LOG.warning(f"strategy=fsdp: no trained parameter has more than {SMALL:,} elements, so all stay whole")
         strides = {id(p): p.stride() for p in module.parameters()}
-        names = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+        before = dict(module.named_parameters(remove_duplicate=False))
         for parameter in module.parameters():
             if id(parameter) in dims and not parameter.is_contiguous():  # `fully_shard` takes no other
                 parameter.data = parameter.data.as_strided((parameter.numel(),), (1,)).view(parameter.shape)
@@ -248,16 +287,19 @@ class FullySharded(DistributedDataParallel):
         blocks = find_blocks(module, set(dims), self._pattern)
         for block in blocks:
             fully_shard(block, reshard_after_forward=self._reshard, **options)
+            name = next(name for name, each in module.named_modules() if each is block)
+            block.register_forward_pre_hook(partial(self._check_may_gather, name), prepend=True)  # before torch's
         fully_shard(module, reshard_after_forward=False, **options)
         gather_around_outermost_call(module, STEP_METHODS, self._check_may_gather)
         for parameter in self._replicated:
             parameter.data = parameter.data.to(self.root_device)
         for name, tensor in module.named_parameters():
             if isinstance(tensor, DTensor):
-                key = names[name]
-                self.sharded[id(tensor)] = ShardedParameter(
+                key = id(before[name])
+                self.sharded[id(tensor)] = parameter = ShardedParameter(
                     name, tensor, strides[key], dims[key], self.world_size, self.global_rank
                 )
+                self._before[key] = before[name], parameter
         tensors = module.named_parameters(remove_duplicate=False)
         self._by_name = {name: self.sharded[id(tensor)] for name, tensor in tensors if id(tensor) in self.sharded}
         self._units = [*blocks, module]
@@ -274,8 +316,15 @@ class FullySharded(DistributedDataParallel):
             # it passes to the message.
             unit.set_gradient_divide_factor(1.0 if self.exact else float(self.world_size))
         self._keep_gathered(not self._reshard, not self._reshard)
+        for first, parameter in self._before.values():  # other uses of them would go on with the first weights
+            first.data = first.new_full((), math.nan).expand(first.shape)
+            first.register_hook(partial(_refuse_gradient, parameter.name))
         module.register_load_state_dict_pre_hook(self._cut_state)
-        module.register_state_dict_pre_hook(self._check_may_save)
+        module.register_load_state_dict_post_hook(self._after_load)
+        # Those of torch, which free gathered weights, follow: it registers them in the first forward pass.
+        for layer in module.modules():
+            if layer is module or any(id(each) in self.sharded for each in layer.parameters(recurse=False)):
+                layer.register_state_dict_pre_hook(self._check_may_save)
         if self.is_global_zero:
             elements = sum(parameter.tensor.numel() for parameter in self.sharded.values())
             whole = sum(parameter.numel() for parameter in self._replicated)
@@ -284,37 +333,42 @@ class FullySharded(DistributedDataParallel):
                 f"{len(blocks)} blocks"
             )
 
-    def _check_may_gather(self, method: str) -> None:
-        """Check that all processes call a method of the module now.
+    def _check_may_gather(self, called: str, *args: Any) -> None:
+        """Check that all processes call a method or a block of the module now.
 
         Raises:
             UserError: it is called outside of a step's passes, and the weights are not whole.
         """
-        if self.sharded and not self._inside and not self._depth:
+        if self.sharded and not (self._inside or self._in_backward or self._depth):
             raise UserError(
-                f"strategy=fsdp: {method} of the module is called outside of a step and an evaluation, where the "
+                f"strategy=fsdp: {called} of the module is called outside of a step and an evaluation, where the "
                 "weights are in parts: call it on all ranks within trainer.strategy.whole_weights()"
             )
 
     def _check_may_save(self, *args: Any) -> None:
-        """Check that nobody asks for the module's state while its weights are whole: `fully_shard` would cut them.
+        """Check that nobody asks for the state of a module while its weights are whole: `fully_shard` would cut them.
 
         Raises:
             UserError: somebody does.
         """
         if self._depth and not self._saves:
             raise UserError(
-                "strategy=fsdp: state_dict() of the module would have parts of the weights: call "
+                "strategy=fsdp: state_dict() of a module would have parts of the weights: call "
                 "trainer.strategy.lightning_module_state_dict() on all ranks"
             )
 
     def _cut_state(self, module: nn.Module, state: dict[str, Any], *args: Any) -> None:
         """Before a `load_state_dict`, replace whole weights by this process's parts."""
+        if self._depth:
+            self._write_back()
         for name, parameter in self._by_name.items():
             value = state.get(name)
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
                 part = parameter.parts(value)[self.global_rank].to(parameter.local.device).contiguous()
                 state[name] = parameter.as_parameter(part)
+
+    def _after_load(self, *args: Any) -> None:
+        self._gather_again()
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that each process has whole."""
@@ -342,18 +396,19 @@ class FullySharded(DistributedDataParallel):
     def whole_weights(self) -> Iterator[None]:
         """Return a context in which the module has all its weights, so that a pass needs no other process.
 
-        What changes in them is written to the parts. Every process enters and leaves it, and changes the same.
+        What changes in them is written to the parts, and to owners' copies. Every process enters and leaves it, and
+        changes the same.
         """
         if not self.sharded:
             yield
             return
         if not self._depth:
+            for given in self._given:
+                if given.is_copy:  # which the optimizer may have changed
+                    self._check_weights(given)
+                    self._send_parts(given.parameter)
             self._keep_gathered(True, True)
-            # Later passes differentiate the gathered weights, so they must be no inference tensors.
-            with torch.inference_mode(False), torch.no_grad():
-                for unit in self._units:
-                    unit.unshard()
-            self._addresses = {name: each.data_ptr() for name, each in self._gathered_weights().items()}
+            self._gather()
         self._depth += 1
         try:
             yield
@@ -364,6 +419,22 @@ class FullySharded(DistributedDataParallel):
                 forget_unfinished_passes(self._units)
                 self._free_gathered()
                 self._keep_gathered(not self._reshard, not self._reshard)
+        if not self._depth:
+            self._given = [self._with_new_weights(given) if given.is_copy else given for given in self._given]
+
+    def _gather(self) -> None:
+        """Gather all weights."""
+        # Later passes differentiate the gathered weights, so they must be no inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self._units:
+                unit.unshard()
+        self._addresses = {name: each.data_ptr() for name, each in self._gathered_weights().items()}
+
+    def _gather_again(self) -> None:
+        """Within `whole_weights`, gather all weights of the parts. Every process calls this."""
+        if self._depth:
+            self._free_gathered()
+            self._gather()
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -431,6 +502,7 @@ class FullySharded(DistributedDataParallel):
             UserError: a sharded parameter was frozen.
         """
         self._step_batch = step_batch
+        self._send_from_owners()  # an optimizer may run the passes again, with weights that it has changed
         frozen = [each.name for each in self.sharded.values() if not each.tensor.requires_grad]
         if frozen:
             raise UserError(
@@ -451,6 +523,15 @@ class FullySharded(DistributedDataParallel):
                 message.calls = 0
             self._pass_without_effect(self._step_batch)
         self._free_gathered()
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Return the context of a backward pass."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def _check_calls(self) -> None:
         """Check that a pass has used each block, since other processes would pair another block with it.
@@ -494,7 +575,8 @@ class FullySharded(DistributedDataParallel):
                 micro_batch = self._any_micro_batch(step)
                 with self.micro_batch(micro_batch, 0):
                     loss, _ = outputs_of(passes.forward(step.prepared(micro_batch)))
-                loss.backward()
+                with self.backward_pass():
+                    loss.backward()
             self._check_calls()
         finally:
             self.counts = True
@@ -515,7 +597,9 @@ class FullySharded(DistributedDataParallel):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and give them this process's parts."""
         super().setup_optimizers(trainer)
-        self._of_optimizer = {}
+        self._of_optimizer, self._given = {}, []
+        for parameter in self.sharded.values():
+            parameter.owner = parameter.of_optimizer = None
         for optimizer in self.optimizers:
             self._give_parts(optimizer)
 
@@ -523,8 +607,9 @@ class FullySharded(DistributedDataParallel):
         """Replace an optimizer's sharded parameters by parts of them, or by whole tensors on their owners.
 
         Raises:
-            UserError: it is not known what the optimizer needs.
+            UserError: it is not known what the optimizer needs, or it has tensors that the module lacks.
         """
+        mine = set(map(id, self.lightning_module.parameters()))
         on_cpu = self.root_device.type == "cpu" or self._offload
         # Fused optimizers on a CPU give other bits where a vector of the processor's size ends.
         fused = on_cpu and any(group.get("fused") for group in optimizer.param_groups)
@@ -532,12 +617,18 @@ class FullySharded(DistributedDataParallel):
         loads = [0] * self.world_size
         for group in optimizer.param_groups:
             for position, tensor in enumerate(group["params"]):
-                parameter = self.sharded.get(id(tensor))
+                _, parameter = self._before.get(id(tensor), (None, self.sharded.get(id(tensor))))
                 if parameter is None:
+                    if self.sharded and id(tensor) not in mine:
+                        raise UserError(
+                            f"strategy=fsdp: {type(optimizer).__name__} has a tensor of shape {list(tensor.shape)} "
+                            "that is no parameter of the module: make the optimizer in configure_optimizers, of "
+                            "self.parameters()"
+                        )
                     continue
                 if by_tensor:
                     parameter.owner = loads.index(min(loads))
-                    loads[parameter.owner] += tensor.numel()
+                    loads[parameter.owner] += parameter.shape.numel()
                     part = parameter.local.new_empty(0)
                 else:
                     parameter.owner, part = None, parameter.local
@@ -560,44 +651,99 @@ class FullySharded(DistributedDataParallel):
 
     def give_gradients(self) -> None:
         """Give the optimizer the gradients of the sharded parameters. Every process calls this."""
-        self._sent_to_owners = []
+        self._given = []
         for parameter in self._of_optimizer.values():
             gradient = parameter.tensor.grad
-            if parameter.owner is None or gradient is None:
-                parameter.of_optimizer.grad = None if gradient is None else gradient.to_local()
-                continue
-            whole = self.gathered(parameter, gradient.to_local(), parameter.owner)
-            weights = self.gathered(parameter, parameter.local, parameter.owner)
-            self._sent_to_owners.append((parameter, gradient, _versions(gradient)))
-            if whole is not None and weights is not None:
-                parameter.of_optimizer.data = weights
+            given = Given(parameter, gradient, _versions(parameter))
+            if given.is_copy:
+                whole = self.gathered(parameter, gradient.to_local(), parameter.owner or 0)
+                given = self._with_new_weights(given)
+            else:
+                whole = None if gradient is None else gradient.to_local()
+            if parameter.owner in (None, self.global_rank):
                 parameter.of_optimizer.grad = whole
+            self._given.append(given)
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Take a step. Owners of whole parameters then send each process its part.
+    @torch.no_grad()
+    def _with_new_weights(self, given: Given) -> Given:
+        """Give the owner of a parameter its weights. Every process calls this."""
+        parameter = given.parameter
+        weights = self.gathered(parameter, parameter.local, parameter.owner or 0)
+        if weights is not None:
+            of_optimizer = parameter.of_optimizer
+            if of_optimizer.shape == weights.shape:
+                of_optimizer.copy_(weights)
+            else:
+                of_optimizer.data = weights
+        return given._replace(versions=_versions(parameter))
+
+    def take_assigned_gradients(self) -> None:
+        """Give the optimizer what hooks have assigned to the gradients of the module's parameters.
 
         Raises:
-            UserError: a hook has changed gradients that the owners had already.
+            UserError: it can't be given.
         """
+        for number, given in enumerate(self._given):
+            parameter, gradient = given.parameter, given.parameter.tensor.grad
+            name, of_optimizer = parameter.name, parameter.of_optimizer
+            self._check_weights(given)
+            if gradient is given.gradient and not (given.is_copy and _versions(parameter) != given.versions):
+                continue
+            if gradient is not None:
+                if parameter.owner is not None:
+                    raise self._changed("gradient", parameter, "change gradients of optimizer.param_groups")
+                if not isinstance(gradient, DTensor) or gradient.placements != parameter.tensor.placements:
+                    raise UserError(
+                        f"strategy=fsdp: a hook has set the gradient of {name} to a tensor that is not cut as {name} "
+                        "is: compute it from the gradient, element by element"
+                    )
+                if _address(of_optimizer.grad) != _address(self.local_part(given.gradient)):
+                    raise UserError(
+                        f"strategy=fsdp: hooks have set the gradient of {name} both in the module and in "
+                        "optimizer.param_groups: set one of them"
+                    )
+            of_optimizer.grad = None if gradient is None else gradient.to_local()
+            self._given[number] = given._replace(gradient=gradient) if parameter.owner is None else given
+
+    def _check_weights(self, given: Given) -> None:
+        """Check that nobody has changed the weights of which an owner has a copy.
+
+        Raises:
+            UserError: a hook has.
+        """
+        if given.is_copy and _versions(given.parameter)[2:] != given.versions[2:]:
+            raise self._changed("weights", given.parameter, "do so within trainer.strategy.whole_weights()")
+
+    def _changed(self, what: str, parameter: ShardedParameter, right: str) -> UserError:
+        copied = f"{parameter.name}, of which {type(self.optimizers[0]).__name__} has a whole copy"
+        return UserError(f"strategy=fsdp: a hook has changed the {what} of {copied}: {right}")
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Take a step. Owners of whole parameters then send each process its part."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._free_gathered()  # a hook may have gathered the weights of before the step
-        sent, self._sent_to_owners = self._sent_to_owners, []
-        for parameter, gradient, version in sent:
-            now = parameter.tensor.grad
-            if now is not None and (now is not gradient or _versions(now) != version):
-                raise UserError(
-                    f"strategy=fsdp: a hook has changed the gradient of {parameter.name}, of which "
-                    f"{type(optimizer).__name__} has a whole copy: change gradients of optimizer.param_groups"
-                )
-            self._send_parts(parameter)
+        self._send_from_owners()
         if not self._memory_is_logged:
             self._memory_is_logged = True
             self._log_memory(optimizer)
         return output
 
+    def _send_from_owners(self) -> None:
+        """Send the weights that owners have to all processes, and free the owners'."""
+        sent, self._given = self._given, []
+        for given in sent:
+            if not given.is_copy:
+                continue
+            parameter = given.parameter
+            self._check_weights(given)
+            self._send_parts(parameter)
+            if parameter.of_optimizer.numel():
+                parameter.of_optimizer.data = parameter.local.new_empty(0)
+                parameter.of_optimizer.grad = None
+
     @torch.no_grad()
     def _send_parts(self, parameter: ShardedParameter) -> None:
-        """Send the weights of a parameter from its owner to all processes, and free the owner's."""
+        """Send the weights of a parameter from its owner to all processes."""
         part = torch.empty(parameter.part_size, dtype=parameter.tensor.dtype, device=self.root_device)
         parts = None
         if self.global_rank == parameter.owner:
@@ -606,9 +752,6 @@ class FullySharded(DistributedDataParallel):
         dist.scatter(part, parts, src=parameter.owner)
         local = parameter.local
         local.copy_(part[: local.numel()].view(local.shape))
-        if parameter.of_optimizer.numel():
-            parameter.of_optimizer.data = local.new_empty(0)
-            parameter.of_optimizer.grad = None
 
     def gathered(self, parameter: ShardedParameter, part: Tensor, rank: int = 0) -> Tensor | None:
         """Return a whole tensor of the parts of all processes, on `rank`; None elsewhere. Every process calls it."""
@@ -621,18 +764,28 @@ class FullySharded(DistributedDataParallel):
         """Return the norm of the gradient of all `parameters`, of the module or of an optimizer.
 
         Every process calls this. If the run is exact, one process computes each tensor's norm from the whole tensor.
+        It is the norm of the gradients that the optimizer has got, as hooks have changed them.
         """
+        self.take_assigned_gradients()
+        copied = {id(given.parameter) for given in self._given if given.is_copy}
         # One column for each parameter: its gradient's norm, and 1 if it has a gradient.
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         squares = torch.zeros(len(parameters), dtype=torch.bool, device=self.root_device)
         for number, tensor in enumerate(parameters):
             parameter = self._of_optimizer.get(id(tensor)) or self.sharded.get(id(tensor))
-            gradient = tensor.grad if parameter is None else parameter.tensor.grad
+            if parameter is None:
+                gradient = tensor.grad
+            elif id(parameter) in copied or (parameter.owner is None and parameter.of_optimizer is not None):
+                gradient = parameter.of_optimizer.grad
+            else:
+                gradient = parameter.tensor.grad
             if gradient is None:
                 continue
             part = self.local_part(gradient)
             if parameter is None:
                 takes_part, value = self.global_rank == 0, part
+            elif id(parameter) in copied:  # only its owner has a gradient
+                takes_part, value = True, part
             elif self.exact:
                 rank = number % self.world_size if parameter.owner is None else parameter.owner
                 whole = self.gathered(parameter, part, rank)
@@ -656,11 +809,14 @@ class FullySharded(DistributedDataParallel):
 
         While a checkpoint is saved in parts, it gathers nothing, and the weights are stand-ins; see `saved_parts`.
         """
+        if self._depth:
+            self._write_back()
         self._saves = True
         try:
             state = super().lightning_module_state_dict()
         finally:
             self._saves = False
+        self._gather_again()  # `fully_shard` has freed what the evaluation still needs
         wholes = {id(each): self._to_save(each, each.local) for each in self.sharded.values()}
         return state | {name: wholes[id(each)] for name, each in self._by_name.items() if name in state}
 
@@ -740,6 +896,7 @@ class FullySharded(DistributedDataParallel):
                 mine[name].copy_(saved.read(value))
             else:
                 parameter.local.copy_(self._read_part(saved, value, parameter))
+        self._gather_again()
 
     def _read_part(self, saved: SavedParts, value: Tensor, parameter: ShardedParameter) -> Tensor:
         """Return this process's part of a tensor that is saved in parts, of this or another number of processes."""
@@ -877,9 +1034,27 @@ def _has_shape(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and list(value.shape) == list(shape)
 
 
-def _versions(gradient: Any) -> tuple[int, int]:
-    """Return the version counters of a distributed tensor and of its local part; a change raises one of them."""
-    return gradient._version, gradient.to_local()._version
+def _versions(parameter: ShardedParameter) -> tuple[int, ...]:
+    """Return version counters of a parameter's gradient and of its weights, two of each; a change raises one of them.
+
+    A distributed tensor has one, and its local part another.
+    """
+    tensors = (parameter.tensor.grad, parameter.tensor)
+    return tuple(
+        count
+        for each in tensors
+        for count in ((0, 0) if each is None else (each._version, each.detach().to_local()._version))
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise UserError(
+        f"strategy=fsdp: training_step uses {name} by a reference from before it was cut: use it by the module's name"
+    )
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
