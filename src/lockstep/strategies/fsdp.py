@@ -183,6 +183,7 @@ class FullySharded(DistributedDataParallel):
         self._evaluation = ExitStack()
         self._in_backward = False  # whether a backward pass runs
         self._given: list[Given] = []  # of this step
+        self._sums = torch.zeros(0)  # of the gradients and weights of which owners have copies
         # the module's parameters before they were cut, by id; what was made before may have them
         self._before: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
         self._memory_is_logged = False
@@ -421,6 +422,7 @@ class FullySharded(DistributedDataParallel):
                 self._keep_gathered(not self._reshard, not self._reshard)
         if not self._depth:
             self._given = [self._with_new_weights(given) if given.is_copy else given for given in self._given]
+            self._sums = self._sums_of_copied()
 
     def _gather(self) -> None:
         """Gather all weights."""
@@ -663,6 +665,7 @@ class FullySharded(DistributedDataParallel):
             if parameter.owner in (None, self.global_rank):
                 parameter.of_optimizer.grad = whole
             self._given.append(given)
+        self._sums = self._sums_of_copied()
 
     @torch.no_grad()
     def _with_new_weights(self, given: Given) -> Given:
@@ -691,7 +694,7 @@ class FullySharded(DistributedDataParallel):
                 continue
             if gradient is not None:
                 if parameter.owner is not None:
-                    raise self._changed("gradient", parameter, "change gradients of optimizer.param_groups")
+                    raise self._changed("gradient", parameter)
                 if not isinstance(gradient, DTensor) or gradient.placements != parameter.tensor.placements:
                     raise UserError(
                         f"strategy=fsdp: a hook has set the gradient of {name} to a tensor that is not cut as {name} "
@@ -712,15 +715,42 @@ class FullySharded(DistributedDataParallel):
             UserError: a hook has.
         """
         if given.is_copy and _versions(given.parameter)[2:] != given.versions[2:]:
-            raise self._changed("weights", given.parameter, "do so within trainer.strategy.whole_weights()")
+            raise self._changed("weights", given.parameter)
 
-    def _changed(self, what: str, parameter: ShardedParameter, right: str) -> UserError:
+    def _sums_of_copied(self) -> Tensor:
+        """Return the sums of this process's parts of the gradients and weights of which owners have copies."""
+        copied = [given for given in self._given if given.is_copy]
+        parts = [part.detach() for each in copied for part in (each.gradient.to_local(), each.parameter.local)]
+        return torch.stack([part.sum(dtype=torch.float64) for part in parts]) if parts else torch.zeros(0)
+
+    def _check_sums(self) -> None:
+        """Check what `take_assigned_gradients` does not see: changes by way of `.data`.
+
+        Raises:
+            UserError: a hook has changed a gradient or weights of which an owner has a copy.
+        """
+        sums = self._sums_of_copied()
+        if torch.equal(sums.nan_to_num(), self._sums.nan_to_num()):
+            return
+        number = int((sums.nan_to_num() != self._sums.nan_to_num()).nonzero()[0])
+        given = [given for given in self._given if given.is_copy][number // 2]
+        raise self._changed("weights" if number % 2 else "gradient", given.parameter)
+
+    def _changed(self, what: str, parameter: ShardedParameter) -> UserError:
+        right = "change gradients of optimizer.param_groups"
+        if what == "weights":
+            right = "do so within trainer.strategy.whole_weights()"
         copied = f"{parameter.name}, of which {type(self.optimizers[0]).__name__} has a whole copy"
         return UserError(f"strategy=fsdp: a hook has changed the {what} of {copied}: {right}")
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Take a step. Owners of whole parameters then send each process its part."""
+        """Take a step. Owners of whole parameters then send each process its part.
+
+        Raises:
+            UserError: a hook has changed what owners have copies of.
+        """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._check_sums()
         self._free_gathered()  # a hook may have gathered the weights of before the step
         self._send_from_owners()
         if not self._memory_is_logged:

@@ -1,0 +1,273 @@
+"""`strategy=fsdp`: what hooks do with weights and gradients has the effect that it has on one device, or is refused."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_runs import Classifier, train
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.strategies import FSDP
+
+# autograd decides at the first backward pass of a process whether forks may compute gradients too
+torch.ones(1, requires_grad=True).sum().backward()
+
+BLOCK, LARGE = "net.blocks.1.", "net.blocks.0.mlp.0.weight"
+
+
+class AssignsGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad = None if name.startswith(BLOCK) else parameter.grad * 0.5
+
+
+class DropsGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if name.startswith(BLOCK):
+                parameter.grad = None
+
+
+class AssignsWhileItClips(Classifier):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 2
+
+
+class ChangesThoseOfTheOptimizer(Classifier):
+    assigns = False
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if self.assigns:
+                    parameter.grad = parameter.grad * 0.5
+                else:
+                    parameter.grad.mul_(0.5)
+
+
+class AssignsThoseOfTheOptimizer(ChangesThoseOfTheOptimizer):
+    assigns = True
+
+
+class MakesItsOptimizerFirst(Classifier):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.optimizer = super().configure_optimizers()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class SavesWithinAChange(Classifier):
+    def on_train_epoch_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights(), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(1.5)
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "within.ckpt")
+            self.get_parameter(LARGE).mul_(1.5)
+
+
+class SavesInAnEvaluation(Classifier):
+    """Rank zero alone computes after the state was gathered, and after it was loaded."""
+
+    def on_validation_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        images = torch.ones(1, 1, 12, 12)
+        before = self(images)
+        state = strategy.broadcast({n: v.clone() for n, v in strategy.lightning_module_state_dict().items()})
+        if self.trainer.is_global_zero:
+            assert torch.equal(self(images), before)
+        with torch.no_grad():
+            self.get_parameter(LARGE).mul_(2)
+        self.load_state_dict(state)
+        if self.trainer.is_global_zero:
+            assert torch.equal(self(images), before)
+
+
+class ChangesWeightsBeforeTheStep(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights(), torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+
+class Ascends(torch.optim.SGD):
+    """Computes the gradient of weights that it has moved, and calls its closure twice for it."""
+
+    works_on = "tensors"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        before = [each.clone() for each in parameters]
+        for each in parameters:
+            if each.grad is not None:
+                each.add_(each.grad)
+        loss = closure()
+        for each, value in zip(parameters, before, strict=True):
+            each.copy_(value)
+        super().step()
+        return loss
+
+
+class AscendsFirst(Classifier):
+    def configure_optimizers(self) -> Any:
+        return Ascends(self.parameters(), lr=0.1)
+
+
+SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
+    "assigned": (AssignsGradients, "adamw", {"gradient_clip_val": 0.1}),
+    "dropped": (DropsGradients, "muon", {"gradient_clip_val": 0.1}),
+    "while it clips": (AssignsWhileItClips, "sgd", {"gradient_clip_val": 0.1}),
+    "values": (AssignsWhileItClips, "sgd", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "of owners": (ChangesThoseOfTheOptimizer, "muon", {"gradient_clip_val": 0.1}),
+    "assigned to the optimizer's": (AssignsThoseOfTheOptimizer, "adamw", {"gradient_clip_val": 0.1}),
+    "assigned to owners'": (AssignsThoseOfTheOptimizer, "muon", {"gradient_clip_val": 0.1}),
+    "an early optimizer": (MakesItsOptimizerFirst, "adamw", {}),
+    "saved within": (SavesWithinAChange, "sgd", {}),
+    "in an evaluation": (SavesInAnEvaluation, "sgd", {}),
+    "weights before the step": (ChangesWeightsBeforeTheStep, "muon", {}),
+    "passes twice": (AscendsFirst, "", {}),
+}
+
+
+def results(folder: Path, strategy: Any, names: tuple[str, ...] = tuple(SAME)) -> dict[str, str]:
+    """Train each case. Return the SHA-256 of the weights, and of those that are in the file that a hook has saved."""
+    torch.set_num_threads(1)
+    hashes = {}
+    for name in names:
+        kind, optimizer, options = SAME[name]
+        hashes[name] = train(folder / name, strategy, "vit", optimizer, kind=kind, max_epochs=1, **options)
+        if (saved := folder / name / "within.ckpt").exists():
+            hashes[f"{name}, in the file"] = lockstep.weights_sha256(torch.load(saved, weights_only=True)["state_dict"])
+    return hashes
+
+
+def on_two(function: Callable[..., Any], *args: Any) -> Any:
+    return lockstep.launch(function, *args, devices=2, accelerator="cpu", hang_timeout=60)
+
+
+@pytest.mark.usefixtures("processes")
+def test_what_hooks_do_has_the_same_effect_as_on_one_device(tmp_path: Path) -> None:
+    one = results(tmp_path / "one", "auto")
+    assert on_two(results, tmp_path / "two", FSDP()) == one
+    assert len({*one.values()}) == len(one) - 1  # two of them halve the same gradients
+
+
+# --- what is refused ---
+
+
+class AssignsCopies(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+
+class AssignsBoth(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in [*self.parameters(), *optimizer.param_groups[0]["params"]]:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+
+
+class ChangesParts(Classifier):
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.9)
+
+
+class ChangesTheirData(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+
+
+class ChangesGradientsData(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(0.9)
+
+
+class Penalizes(Classifier):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.weights = [each for each in self.parameters() if each.ndim == 2]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + sum(each.square().mean() for each in self.weights)
+
+
+class TrainsSomethingElse(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(7, 5))])
+
+
+class AsksForAStateInside(Classifier):
+    def on_validation_end(self) -> None:
+        self.net.state_dict()
+
+
+REFUSED: dict[type[Classifier], tuple[str, str]] = {
+    AssignsCopies: ("muon", "a hook has changed the gradient of net.blocks.0.attention.in_proj_weight, of which Muon"),
+    AssignsBoth: ("sgd", "have set the gradient of net.blocks.0.attention.in_proj_weight both in the module and in"),
+    ChangesParts: ("muon", "a hook has changed the weights of net.blocks.0.attention.in_proj_weight, of which Muon"),
+    ChangesTheirData: ("muon", "a hook has changed the weights of net.blocks.0.attention.in_proj_weight, of which"),
+    ChangesGradientsData: ("muon", "a hook has changed the gradient of net.blocks.0.attention.in_proj_weight, of"),
+    Penalizes: ("sgd", "training_step uses net.blocks."),
+    TrainsSomethingElse: ("sgd", "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the"),
+    AsksForAStateInside: ("sgd", "state_dict() of a module would have parts of the weights: call"),
+}
+
+
+def messages(folder: Path) -> dict[str, str]:
+    """Train what is refused. Return the texts of the errors."""
+    torch.set_num_threads(1)
+    texts = {}
+    for kind, (optimizer, _) in REFUSED.items():
+        try:
+            texts[kind.__name__] = train(folder, FSDP(), "vit", optimizer, kind=kind)
+        except UserError as error:
+            texts[kind.__name__] = str(error)
+    return texts
+
+
+@pytest.mark.usefixtures("processes")
+def test_what_can_have_no_effect_is_refused(tmp_path: Path) -> None:
+    texts = on_two(messages, tmp_path)
+    wrong = {
+        kind.__name__: texts[kind.__name__] for kind, (_, text) in REFUSED.items() if text not in texts[kind.__name__]
+    }
+    assert wrong == {}
+
+
+class CallsASubmodule(Classifier):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.net(torch.zeros(1, 1, 12, 12))
+
+
+@pytest.mark.usefixtures("processes")
+def test_one_rank_that_calls_a_block_outside_of_a_step_is_refused(tmp_path: Path) -> None:
+    """It would wait for the others."""
+    with pytest.raises(UserError, match=r"net.blocks.0 of the module is called outside of a step and an evaluation"):
+        on_two(partial(train, kind=CallsASubmodule), tmp_path, FSDP(), "vit", "sgd")
