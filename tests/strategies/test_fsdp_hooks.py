@@ -42,7 +42,7 @@ class AssignsWhileItClips(Classifier):
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
         for parameter in self.parameters():
             if parameter.grad is not None:
-                parameter.grad = parameter.grad * 2
+                parameter.grad = parameter.grad * 3
 
 
 class ChangesThoseOfTheOptimizer(Classifier):
