@@ -10,12 +10,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from sharded_runs import CASES, Classifier, ViT, samples, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.arithmetic.exact_sum import SMALL
+from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
 from lockstep.strategies.ddp import DistributedDataParallel
@@ -400,3 +402,38 @@ def test_one_device_is_not_sharded() -> None:
     assert FSDP().layout_name(1) == "single"
     assert FSDP().layout_name(2) == "fsdp"
     assert os.environ.get("RANK") is None
+
+
+def saved_by_callbacks(folder: Path) -> str:
+    """Fit with a ModelCheckpoint that keeps two files, save once more, and test the best one."""
+    torch.set_num_threads(1)
+    keeps = ModelCheckpoint(folder / "mine", "{step}", monitor="val_loss", save_top_k=2)
+    trainer = lockstep.Trainer(
+        strategy=FSDP(checkpoint="sharded"),
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=4,
+        callbacks=[keeps],
+    )
+    module = Classifier("vit", "adamw")
+    trainer.fit(module, DataLoader(samples(), batch_size=12), DataLoader(samples(5), batch_size=1))
+    trainer.save_checkpoint(folder / "after" / "end.ckpt")
+    trainer.test(module, DataLoader(samples(5), batch_size=1), ckpt_path=keeps.best_model_path)
+    strategy: Any = trainer.strategy
+    return lockstep.weights_sha256(strategy.lightning_module_state_dict())
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("processes")
+def test_checkpoints_of_users_are_saved_in_parts_too(tmp_path: Path) -> None:
+    tested = on(2, saved_by_callbacks, tmp_path)
+    mine = sorted((tmp_path / "mine").glob("*.ckpt"))
+    assert len(mine) == len([*(tmp_path / "mine").glob("parts-*")]) == 2
+    states = [checkpoint_io.load(file)["state_dict"] for file in (*mine, tmp_path / "after" / "end.ckpt")]
+    hashes_of_files = [lockstep.weights_sha256(state) for state in states]
+    assert tested in hashes_of_files[:2]
+    last = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt")["state_dict"]
+    assert hashes_of_files[2] == lockstep.weights_sha256(last)
