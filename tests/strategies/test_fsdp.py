@@ -22,6 +22,7 @@ from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.fsdp import FullySharded, needs_whole_tensors
+from lockstep.strategies.saved_parts import SavedParts, tensors_in
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 
@@ -135,6 +136,35 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path, case
         folders = [*(tmp_path / "run" / case / "checkpoints").glob("parts-*")]
         assert len(folders) == (getattr(strategy, "checkpoint", "whole") == "sharded")
     assert last == whole
+
+
+def reads_of_a_resume(folder: Path) -> dict[str, int]:
+    """Continue from parts. Return how many elements rank zero reads of each tensor."""
+    torch.set_num_threads(1)
+    read, elements = SavedParts.read, {}
+
+    def counted(saved: SavedParts, value: Tensor, *region: Any) -> Tensor:
+        result = read(saved, value, *region)
+        elements[saved._names[id(value)]] = result.numel()
+        return result
+
+    SavedParts.read = counted  # type: ignore[method-assign]
+    train(folder, FSDP(checkpoint="sharded"), "vit", "adamw", ckpt_path="last")
+    return elements
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_rank_reads_its_part_of_the_state(tmp_path: Path) -> None:
+    """No rank has more of the optimizer's state than its part and one tensor."""
+    on(2, partial(train, max_epochs=1), tmp_path, FSDP(checkpoint="sharded"), "vit", "adamw")
+    elements = on(3, reads_of_a_resume, tmp_path)
+    file = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt", tensors=False)
+    whole = {path: value.numel() for path, *_, value in tensors_in(file) if value.is_meta}
+    assert elements.keys() == whole.keys()
+    of_optimizer = [path for path in whole if path.startswith("optimizer_states")]
+    assert len(of_optimizer) == 12  # two of each of three weights of two blocks
+    for path in of_optimizer:
+        assert elements[path] == pytest.approx(whole[path] / 3, rel=0.02), path
 
 
 # --- what is refused ---
@@ -337,6 +367,10 @@ def test_the_repeated_modules_are_the_blocks() -> None:
     large = {id(p) for p in net.parameters() if p.numel() > SMALL}
     assert find_blocks(net, large, None) == list(net.blocks)
     assert find_blocks(net, large, "blocks.*.mlp") == [block.mlp for block in net.blocks]
+    assert find_blocks(net, large, "*") == list(net.blocks), "the outermost ones that are called"
+    for wrong in ("", "blocks", "blocks.*.norm1", "net.blocks.*"):
+        with pytest.raises(UserError, match=r"strategy.blocks=.*: no module of this name has large weights of its own"):
+            find_blocks(net, large, wrong)
     tied = net.blocks[1].mlp[0].weight = net.blocks[0].mlp[0].weight
     large = {id(p) for p in net.parameters() if p.numel() > SMALL}
     blocks = find_blocks(net, large, None)
