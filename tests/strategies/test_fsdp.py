@@ -148,7 +148,7 @@ def reads_of_a_resume(folder: Path) -> dict[str, int]:
         elements[saved._names[id(value)]] = result.numel()
         return result
 
-    SavedParts.read = counted  # type: ignore[method-assign]
+    SavedParts.read = counted  # type: ignore[assignment, method-assign]
     train(folder, FSDP(checkpoint="sharded"), "vit", "adamw", ckpt_path="last")
     return elements
 

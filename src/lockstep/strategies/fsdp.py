@@ -730,12 +730,10 @@ class FullySharded(DistributedDataParallel):
         module = self.lightning_module
         state = dict(checkpoint["state_dict"])
         mine = {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
-        late = {
-            name: each for name, each in state.items() if saved.has(each) and _has_shape(mine.get(name), each.shape)
-        }
-        state |= {name: mine[name] for name in late}  # so that all other names are checked
+        cut = {name: each for name, each in state.items() if saved.has(each) and _has_shape(mine.get(name), each.shape)}
+        state |= {name: mine[name] for name in cut}  # so that all other names are checked
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
-        for name, value in late.items():
+        for name, value in cut.items():
             if (parameter := self._by_name.get(name)) is None:
                 mine[name].copy_(saved.read(value))
             else:
