@@ -127,6 +127,7 @@ SIDES: dict[str, tuple[int, Any]] = {
         pytest.param("vit ema", "parts 2", "parts 3", marks=pytest.mark.nightly),
         pytest.param("vit ema", "parts 3", "one", marks=pytest.mark.nightly),
         pytest.param("tied", "parts 2", "parts 3", marks=pytest.mark.nightly),
+        pytest.param("vit fused on a CPU", "parts 2", "parts 3", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path, case: str, before: str, after: str) -> None:

@@ -824,15 +824,13 @@ class FullySharded(DistributedDataParallel):
         """
 
         def cut(value: Any, parameter: ShardedParameter | None) -> Any:
-            is_part = parameter is not None and parameter.owner is None and _has_shape(value, parameter.shape)
-            if isinstance(saved, SavedParts) and saved.has(value):
-                part = self._read_part(saved, value, parameter) if is_part and parameter else saved.read(value)
-            else:
-                part = parameter.parts(value)[self.global_rank] if is_part and parameter else value
-            if parameter is not None and parameter.owner is not None and _has_shape(value, parameter.shape):
-                # fused optimizers pair elements in the order of the memory
-                return with_strides(part, parameter.strides)
-            return part.clone(memory_format=torch.contiguous_format) if is_part else part
+            reads = isinstance(saved, SavedParts) and saved.has(value)
+            if parameter is None or not _has_shape(value, parameter.shape):
+                return saved.read(value) if reads else value
+            if parameter.owner is not None:  # fused optimizers pair elements in the order of the memory
+                return with_strides(saved.read(value) if reads else value, parameter.strides)
+            part = self._read_part(saved, value, parameter) if reads else parameter.parts(value)[self.global_rank]
+            return part.clone(memory_format=torch.contiguous_format)
 
         parameters = dict(self._numbered(optimizer))
         states = {}
