@@ -5,7 +5,7 @@
 | `unit`   | neither a process nor a process group nor a server                      | none of the below           |
 | `ranks`  | several ranks as threads of this process                                | the fixture `ranks`         |
 | `run`    | start processes or servers, or compute for seconds in this process      | see `FIXTURES`              |
-| `engine` | start ranks as torchrun, SLURM, MPI or Ray do                           | the folder `tests/engines/` |
+| `engine` | start ranks as torchrun, SLURM, MPI or Ray do                           | `tests/engines/`, `engine`  |
 | `lab`    | measure                                                                 | the folder `tests/lab/`     |
 
 Whoever starts a process asks for the fixture `processes`, by way of `run_train` say, and whoever listens on a port for
@@ -38,7 +38,7 @@ from lockstep.project import VARIABLE, project
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = {"engines": "engine", "lab": "lab"}
-FIXTURES = {"processes": "run", "servers": "run", "whole_run": "run", "ranks": "ranks"}
+FIXTURES = {"engine": "engine", "processes": "run", "servers": "run", "whole_run": "run", "ranks": "ranks"}
 QUICK = ("unit", "ranks")
 STARTS = {
     *("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn"),
@@ -162,6 +162,11 @@ def no_process(item: pytest.Item) -> Iterator[None]:
             raise NotQuick(_refused[0])
     finally:
         _refused = None
+
+
+@pytest.fixture(scope="session")
+def engine() -> None:
+    """Make a test one of kind `engine`."""
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,8 @@ def test_a_unit_that_hides_the_refusal_fails_too(fixtures: tuple[str, ...], fail
         ("step/test_loop.py", ["ranks", "tmp_path"], "ranks"),
         ("step/test_loop.py", ["tmp_path", "processes"], "run"),
         ("step/test_loop.py", ["ranks", "processes"], "run"),
+        ("step/test_loop.py", ["servers"], "run"),
+        ("launch/test_slurm.py", ["processes", "engine"], "engine"),
         ("engines/test_mpi.py", [], "engine"),
         ("lab/test_advise.py", ["processes"], "lab"),
     ],

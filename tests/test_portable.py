@@ -138,9 +138,12 @@ def test_products_and_square_roots_are_those_of_torch_to_rounding(monkeypatch: p
     assert done.stdout == "True True\n", done.stderr
 
 
+LAYOUTS = ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")
+
+
 @recorded
 @here
-@pytest.mark.parametrize("layout", [(), ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")], ids=str)
+@pytest.mark.parametrize("layout", [(), *(pytest.param(each, marks=pytest.mark.nightly) for each in LAYOUTS)], ids=str)
 def test_golden_has_the_recorded_weights(run_train: Program, layout: tuple[str, ...]) -> None:
     run = run_train(*GOLDEN, *layout)
     assert f"weights_sha256 is the recorded one: {SHA256}" in run.stdout + run.stderr
@@ -163,6 +166,7 @@ def test_golden_resnet18_has_the_recorded_weights(run_train: Program) -> None:
     run_train("experiment=golden_resnet18", "logger=none")
 
 
+@pytest.mark.nightly
 @recorded
 @here
 def test_a_killed_and_resumed_run_has_the_recorded_weights(run_train: Program) -> None:

@@ -27,6 +27,7 @@ def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: P
     assert max(losses) - min(losses) < 1e-10 * losses[0]
 
 
+@pytest.mark.nightly
 def test_what_is_unfrozen_in_mid_run_is_trained_the_same(project: Path, tmp_path: Path) -> None:
     plain = train(project, tmp_path / "plain", "Unfrozen", "pieces=1")
     frozen = train(project, tmp_path / "frozen", "Unfrozen", "pieces=1", "max_epochs=1")
@@ -44,6 +45,7 @@ def test_a_parameter_that_a_step_leaves_out_is_not_decayed(project: Path, tmp_pa
         assert apart(run, plain) < 1e-10, run.summary["layout"]
 
 
+@pytest.mark.nightly
 def test_what_a_module_does_to_batches_is_the_same(project: Path, tmp_path: Path) -> None:
     task = ("exact=true", "max_epochs=1")
     mixed = jobs(project, tmp_path / "mixed", "Mixes", *task, *BOTH)
@@ -54,6 +56,7 @@ def test_what_a_module_does_to_batches_is_the_same(project: Path, tmp_path: Path
     assert plain.summary["metrics"]["test/loss"] != blind.summary["metrics"]["test/loss"]
 
 
+@pytest.mark.nightly
 def test_a_loss_that_goes_past_forward_is_trained_on(project: Path, tmp_path: Path) -> None:
     """Also one that calls `forward` more than once, or never: dp runs the whole `training_step` on each device."""
     kinds = "Penalty,mine.LitDigits,mine.Past,mine.Views"

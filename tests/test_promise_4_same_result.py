@@ -67,6 +67,7 @@ def test_one_sha256_with_uneven_shares(layouts: Run, run_train: Program) -> None
     assert {*actual} == {*shas(layouts)}
 
 
+@pytest.mark.nightly
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     changes = ("model=resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
     task = [key for key in TASK if key != DROPOUT]
@@ -84,6 +85,7 @@ def test_one_sha256_with_batchnorm_and_a_last_step_of_one_sample(run_train: Prog
 # --- to the noise of summation order ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_every_layout_takes_the_same_steps_and_without_dropout_pieces_are_rounding(run_train: Program) -> None:
     """The controls: the bits, which exact=true makes the same, differ; and with dropout another number of pieces."""
     run = run_train(*TASK, *PLAIN, "strategy=ddp,dp", "devices=1,3", "-m")

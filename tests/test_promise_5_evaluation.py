@@ -90,6 +90,7 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
     assert metrics["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tmp_path: Path) -> None:
     """Also of ranks with unequal parts, or with none; what no reduction makes right is named on the console, once."""
     best = ("callbacks.checkpoint.monitor=val/plain", "callbacks.checkpoint.mode=max")

@@ -144,7 +144,7 @@ def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> st
     return str(run.summary["weights_sha256"])
 
 
-@pytest.mark.usefixtures("processes")
+@pytest.mark.usefixtures("engine")
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
     program = Program(tmp_path / "outputs", launcher=TORCHRUN)
     process = program.start(*SAVES_OFTEN, "devices=2")
@@ -160,6 +160,7 @@ def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: s
     assert run.summary["weights_sha256"] == undisturbed
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_sweep_of_torchruns_workers(run_train: Program) -> None:
     environments = torchrun_environments()
     port = int(environments[0]["MASTER_PORT"])
@@ -176,6 +177,7 @@ def test_a_sweep_of_torchruns_workers(run_train: Program) -> None:
     assert store.num_keys() > 0
 
 
+@pytest.mark.usefixtures("engine")
 def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> None:
     options = (*TINY, "strategy=ddp", "devices=2", "data.augment={crop:99}")
     runs = [

@@ -125,7 +125,8 @@ def read_by_litdata(local: Path) -> int:
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
 
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # no argument leads there, and this server has no certificate
+    # no argument of theirs leads there, and the server has no certificate
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
     options = {"endpoint_url": os.environ["S3_ENDPOINT_URL"]}
     dataset = StreamingDataset("s3://chunks/", cache_dir=str(local), shuffle=True, storage_options=options)
     loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, multiprocessing_context="fork")

@@ -99,11 +99,13 @@ class SweepFolder(History):
         self.check(f"{JOBS} runs in {self.folder} |" in output, f"wrong count: {output}")
 
 
+@pytest.mark.nightly
 def test_a_disturbed_sweep_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     seen = tried(SweepFolder, tmp_path, budget(2, 40, steps=3))
     assert seen["completed"] >= seen["histories"], seen
 
 
+@pytest.mark.nightly
 def test_a_job_that_goes_on_wrongly_is_detected(tmp_path: Path) -> None:
     """The control: the first step of a job that resumes is taken back."""
 

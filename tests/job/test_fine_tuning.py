@@ -50,6 +50,7 @@ def tuned(place: Path, name: str, *overrides: str, without: str = "", ok: bool =
     return Program(place / name)(*remaining, *overrides, cwd=place, ok=ok)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: Path) -> None:
     runs = {name: tuned(place, name, *layout) for name, layout in LAYOUTS.items()}

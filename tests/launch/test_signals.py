@@ -41,7 +41,7 @@ def on_a_terminal(terminal: int, *overrides: str, ignored: bool = False) -> "sub
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("ignored", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_closed_terminal(tmp_path: Path, ignored: bool) -> None:
     """The terminal takes no more output either: the bar of the workers goes nowhere."""
     ours, theirs = pty.openpty()

@@ -56,6 +56,7 @@ def terminated(program: Program, cluster: Path, *overrides: str, restarts: int =
     return checkpoint.parent.parent
 
 
+@pytest.mark.usefixtures("engine")
 def test_a_job_that_must_end_queues_itself_again_and_goes_on(run_train: Program, cluster: Path, tmp_path: Path) -> None:
     folder = terminated(run_train, cluster, *LONG)  # each time the same command, as the job script has it
     assert (cluster / "asked").read_text() == "requeue 77\n"
@@ -71,6 +72,7 @@ def test_a_job_that_must_end_queues_itself_again_and_goes_on(run_train: Program,
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("engine")
 def test_a_sweep_goes_on_too(run_train: Program, cluster: Path) -> None:
     sweep = (*LONG, "-m", "seed=1,1")  # the first is told to end, the second is not
     terminated(run_train, cluster, *sweep)
@@ -124,6 +126,7 @@ def test_a_task_may_have_a_gpu_and_cores_for_itself(
     assert not environment_module.environment().dedicated_gpu
 
 
+@pytest.mark.usefixtures("engine")
 def test_what_a_job_was_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:
     """Its last checkpoint, not the older one that it was given at first."""
     folder = run_train(*JOB, "max_epochs=1").folder
@@ -137,6 +140,7 @@ def test_what_a_job_was_to_resume_it_goes_on_with(run_train: Program, cluster: P
     assert f"resumes after step {later}\n" in run.stderr
 
 
+@pytest.mark.usefixtures("engine")
 def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> None:
     job = (*JOB, "data.samples=89", "scheduler=constant", "strategy=ddp", "devices=2")  # 71 of them trained on
     undisturbed = Program(tmp_path / "undisturbed")(*job, "max_epochs=2")

@@ -10,16 +10,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from sharded_runs import CASES, Classifier, ViT, samples, train
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.arithmetic.exact_sum import SMALL
+from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.fsdp import FullySharded, needs_whole_tensors
+from lockstep.strategies.saved_parts import SavedParts, tensors_in
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 
@@ -124,6 +127,7 @@ SIDES: dict[str, tuple[int, Any]] = {
         pytest.param("vit ema", "parts 2", "parts 3", marks=pytest.mark.nightly),
         pytest.param("vit ema", "parts 3", "one", marks=pytest.mark.nightly),
         pytest.param("tied", "parts 2", "parts 3", marks=pytest.mark.nightly),
+        pytest.param("vit fused on a CPU", "parts 2", "parts 3", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path, case: str, before: str, after: str) -> None:
@@ -133,6 +137,35 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path, case
         folders = [*(tmp_path / "run" / case / "checkpoints").glob("parts-*")]
         assert len(folders) == (getattr(strategy, "checkpoint", "whole") == "sharded")
     assert last == whole
+
+
+def reads_of_a_resume(folder: Path) -> dict[str, int]:
+    """Continue from parts. Return how many elements rank zero reads of each tensor."""
+    torch.set_num_threads(1)
+    read, elements = SavedParts.read, {}
+
+    def counted(saved: SavedParts, value: Tensor, *region: Any) -> Tensor:
+        result = read(saved, value, *region)
+        elements[saved._names[id(value)]] = result.numel()
+        return result
+
+    SavedParts.read = counted  # type: ignore[assignment, method-assign]
+    train(folder, FSDP(checkpoint="sharded"), "vit", "adamw", ckpt_path="last")
+    return elements
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_rank_reads_its_part_of_the_state(tmp_path: Path) -> None:
+    """No rank has more of the optimizer's state than its part and one tensor."""
+    on(2, partial(train, max_epochs=1), tmp_path, FSDP(checkpoint="sharded"), "vit", "adamw")
+    elements = on(3, reads_of_a_resume, tmp_path)
+    file = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt", tensors=False)
+    whole = {path: value.numel() for path, *_, value in tensors_in(file) if value.is_meta}
+    assert elements.keys() == whole.keys()
+    of_optimizer = [path for path in whole if path.startswith("optimizer_states")]
+    assert len(of_optimizer) == 12  # two of each of three weights of two blocks
+    for path in of_optimizer:
+        assert elements[path] == pytest.approx(whole[path] / 3, rel=0.02), path
 
 
 # --- what is refused ---
@@ -335,6 +368,10 @@ def test_the_repeated_modules_are_the_blocks() -> None:
     large = {id(p) for p in net.parameters() if p.numel() > SMALL}
     assert find_blocks(net, large, None) == list(net.blocks)
     assert find_blocks(net, large, "blocks.*.mlp") == [block.mlp for block in net.blocks]
+    assert find_blocks(net, large, "*") == list(net.blocks), "the outermost ones that are called"
+    for wrong in ("", "blocks", "blocks.*.norm1", "net.blocks.*"):
+        with pytest.raises(UserError, match=r"strategy.blocks=.*: no module of this name has large weights of its own"):
+            find_blocks(net, large, wrong)
     tied = net.blocks[1].mlp[0].weight = net.blocks[0].mlp[0].weight
     large = {id(p) for p in net.parameters() if p.numel() > SMALL}
     blocks = find_blocks(net, large, None)
@@ -400,3 +437,38 @@ def test_one_device_is_not_sharded() -> None:
     assert FSDP().layout_name(1) == "single"
     assert FSDP().layout_name(2) == "fsdp"
     assert os.environ.get("RANK") is None
+
+
+def saved_by_callbacks(folder: Path) -> str:
+    """Fit with a ModelCheckpoint that keeps two files, save once more, and test the best one."""
+    torch.set_num_threads(1)
+    keeps = ModelCheckpoint(folder / "mine", "{step}", monitor="val_loss", save_top_k=2)
+    trainer = lockstep.Trainer(
+        strategy=FSDP(checkpoint="sharded"),
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=4,
+        callbacks=[keeps],
+    )
+    module = Classifier("vit", "adamw")
+    trainer.fit(module, DataLoader(samples(), batch_size=12), DataLoader(samples(5), batch_size=1))
+    trainer.save_checkpoint(folder / "after" / "end.ckpt")
+    trainer.test(module, DataLoader(samples(5), batch_size=1), ckpt_path=keeps.best_model_path)
+    strategy: Any = trainer.strategy
+    return lockstep.weights_sha256(strategy.lightning_module_state_dict())
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("processes")
+def test_checkpoints_of_users_are_saved_in_parts_too(tmp_path: Path) -> None:
+    tested = on(2, saved_by_callbacks, tmp_path)
+    mine = sorted((tmp_path / "mine").glob("*.ckpt"))
+    assert len(mine) == len([*(tmp_path / "mine").glob("parts-*")]) == 2
+    states = [checkpoint_io.load(file)["state_dict"] for file in (*mine, tmp_path / "after" / "end.ckpt")]
+    hashes_of_files = [lockstep.weights_sha256(state) for state in states]
+    assert tested in hashes_of_files[:2]
+    last = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt")["state_dict"]
+    assert hashes_of_files[2] == lockstep.weights_sha256(last)

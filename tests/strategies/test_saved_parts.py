@@ -229,8 +229,9 @@ def test_a_forged_index_is_refused(tmp_path: Path) -> None:
         lambda index: index["tensors"]["w"][0].__setitem__(2, "../../secret"),
         lambda index: index["tensors"]["w"][0].__setitem__(4, 100),  # fewer bytes than the elements have
     ]
-    for change in changes:
-        content = forged(index, change, value)
+    endless: dict[str, Any] = forged(index, lambda index: None, value)
+    endless["itself"] = endless
+    for content in (endless, *(forged(index, change, value) for change in changes)):
         with pytest.raises(UserError, match="its index of parts is not as this version writes it"):
             SavedParts(tmp_path / "x.ckpt", content)
 

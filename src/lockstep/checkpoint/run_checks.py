@@ -156,6 +156,8 @@ class ParameterNameCheck(pl.Callback):
         """Record the callback or module whose hook registers a parameter."""
         if parameter is None or id(parameter) in self._hooks:
             return
+        if not issubclass(type(parameter), nn.Parameter):  # a part, which `fully_shard` puts back after each pass
+            return
         frame, hook = inspect.currentframe(), ""
         while frame is not None:
             owner = frame.f_locals.get("self")

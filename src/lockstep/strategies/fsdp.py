@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +40,7 @@ from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, stand_in, tensors_in
-from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
+from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks, with_strides
 from lockstep.strategies.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
@@ -192,6 +192,7 @@ class FullySharded(DistributedDataParallel):
         # of the checkpoint that is being put together: this process's parts, by the id of their stand-in; None: of none
         self._parts: dict[int, tuple[Tensor, Part]] | None = None
         self._addresses: dict[str, int] = {}  # of the gathered weights, by name
+        self._example: Any = None  # what `example_input_array` of the module was
 
     # --- the cut ---
 
@@ -205,11 +206,27 @@ class FullySharded(DistributedDataParallel):
             raise UserError("strategy=fsdp: another module than that of trainer.fit: make a Trainer for it")
         if trainer.state.fn == TrainerFn.FITTING or not self.sharded:
             super().setup(trainer)
+            self._set_example_aside()
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._to_device()
         self.setup_precision_plugin()
+
+    def _set_example_aside(self) -> None:
+        """Keep Lightning's summary from passing `example_input_array` through a sharded module."""
+        module = self.lightning_module
+        summed_up = any(isinstance(each, ModelSummary) for each in module.trainer.callbacks)
+        if self.sharded and summed_up and module.example_input_array is not None:
+            self._example, module.example_input_array = module.example_input_array, None
+            LOG.info("fsdp: the summary has no sizes of outputs, since the module's weights are in parts")
+
+    def teardown(self) -> None:
+        """End the run."""
+        if self._example is not None:
+            self.lightning_module.example_input_array = self._example
+            self._example = None
+        super().teardown()
 
     def setup_environment(self) -> None:
         """Set up the process group, and refuse callbacks that read weights as if they were whole.
@@ -223,12 +240,20 @@ class FullySharded(DistributedDataParallel):
                 "strategy.checkpoint=sharded needs a folder that all machines see: give outputs= (default_root_dir=) "
                 "on a shared file system, or strategy.checkpoint=whole"
             )
-        for callback in self.lightning_module.trainer.callbacks:
-            if isinstance(callback, WeightAveraging) and self.sharded:
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging) and self.sharded and trainer.state.fn == TrainerFn.FITTING:
                 raise UserError("strategy=fsdp: a second trainer.fit can't average weights: make another Trainer")
+            named = type(callback).__name__
+            notes_names = type(callback).on_train_epoch_start is BaseFinetuning.on_train_epoch_start
+            if isinstance(callback, BaseFinetuning) and notes_names:
+                raise UserError(
+                    f"strategy=fsdp: {named} looks for the optimizer's parameters in the module, where they are in "
+                    "parts: use callbacks=unfreeze, or strategy=ddp"
+                )
             if isinstance(callback, WeightAveraging) and not getattr(callback, "takes_whole_weights", False):
                 raise UserError(
-                    f"strategy=fsdp: {type(callback).__name__} needs the whole weights on each device: use "
+                    f"strategy=fsdp: {named} needs the whole weights on each device: use "
                     "lockstep.callbacks.EMA (callbacks=ema), or strategy=ddp"
                 )
 
@@ -250,7 +275,11 @@ class FullySharded(DistributedDataParallel):
         """Move to the device what `fully_shard` has left where it was: whole parameters, metrics, buffers."""
         if not self._offload:
             self.lightning_module.to(self.root_device)
+        for whole in self._replicated:
+            whole.data = whole.data.to(self.root_device)
         for layer in self.lightning_module.modules():
+            for name, buffer in layer.named_buffers(recurse=False):
+                layer._buffers[name] = buffer.to(self.root_device)
             if isinstance(layer, Metric):
                 layer.to(self.root_device)
         # A module that moves to another device gets new parameters. Lightning moves it to the host after a fit.
@@ -916,12 +945,10 @@ class FullySharded(DistributedDataParallel):
         module = self.lightning_module
         state = dict(checkpoint["state_dict"])
         mine = {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
-        late = {
-            name: each for name, each in state.items() if saved.has(each) and _has_shape(mine.get(name), each.shape)
-        }
-        state |= {name: mine[name] for name in late}  # so that all other names are checked
+        cut = {name: each for name, each in state.items() if saved.has(each) and _has_shape(mine.get(name), each.shape)}
+        state |= {name: mine[name] for name in cut}  # so that all other names are checked
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
-        for name, value in late.items():
+        for name, value in cut.items():
             if (parameter := self._by_name.get(name)) is None:
                 mine[name].copy_(saved.read(value))
             else:
@@ -984,12 +1011,13 @@ class FullySharded(DistributedDataParallel):
         """
 
         def cut(value: Any, parameter: ShardedParameter | None) -> Any:
-            is_part = parameter is not None and parameter.owner is None and _has_shape(value, parameter.shape)
-            if isinstance(saved, SavedParts) and saved.has(value):
-                part = self._read_part(saved, value, parameter) if is_part and parameter else saved.read(value)
-            else:
-                part = parameter.parts(value)[self.global_rank] if is_part and parameter else value
-            return part.clone(memory_format=torch.contiguous_format) if is_part else part
+            reads = isinstance(saved, SavedParts) and saved.has(value)
+            if parameter is None or not _has_shape(value, parameter.shape):
+                return saved.read(value) if reads else value
+            if parameter.owner is not None:  # fused optimizers pair elements in the order of the memory
+                return with_strides(saved.read(value) if reads else value, parameter.strides)
+            part = self._read_part(saved, value, parameter) if reads else parameter.parts(value)[self.global_rank]
+            return part.clone(memory_format=torch.contiguous_format)
 
         parameters = dict(self._numbered(optimizer))
         states = {}

@@ -106,7 +106,7 @@ class SavedParts:
             stand_ins = {path: value for path, _, _, value in tensors_in(content) if value.is_meta}
             fits = FOLDER.fullmatch(name) is not None and stand_ins.keys() == self._parts.keys()
             fits = fits and all(_fits(value, self._parts[path]) for path, value in stand_ins.items())
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError):
             fits = False
         if not fits:
             raise UserError(WRONG)

@@ -70,7 +70,7 @@ class ShardedParameter:
         shapes = [self.shape_of_part(rank) for rank in range(self.world_size)]
         if self.dim:
             return list(whole.split([shape[self.dim] for shape in shapes], self.dim))
-        ordered = _with_strides(whole, self.strides)
+        ordered = with_strides(whole, self.strides)
         flat = ordered.as_strided((whole.numel(),), (1,))
         return [part.view(shape) for part, shape in zip(flat.split(list(map(prod, shapes))), shapes, strict=True)]
 
@@ -159,12 +159,14 @@ def find_blocks(module: nn.Module, sharded: set[int], pattern: str | None) -> li
             for tensor in layer._parameters.values():
                 inside[id(tensor)] = inside.get(id(tensor), 0) + 1
         inside.pop(id(None), None)
+        if type(block).forward is nn.Module.forward:  # a container that is not called, such as ModuleList
+            return False
         return not inside.keys().isdisjoint(sharded) and all(uses[each] == count for each, count in inside.items())
 
     if pattern is not None:
         names = {name: each for name, each in module.named_modules() if name}
         chosen = [names[name] for name in names if fnmatch.fnmatchcase(name, pattern)]
-        calls = [each for each in chosen if can_be_block(each) and not isinstance(each, nn.ModuleList | nn.ModuleDict)]
+        calls = [each for each in chosen if can_be_block(each)]
         if not calls:
             known = join_names([name for name, each in names.items() if can_be_block(each)], 6)
             raise UserError(f"strategy.blocks={pattern}: no module of this name has large weights of its own: {known}")
@@ -183,7 +185,7 @@ def find_blocks(module: nn.Module, sharded: set[int], pattern: str | None) -> li
     return blocks
 
 
-def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return a tensor with these strides, itself if it has them."""
     if tensor.stride() == strides:
         return tensor

@@ -109,7 +109,6 @@ class ShardedSum(ExactSum):
         sums, maxima = super().unpack(all_reduce, divisor)
         if not self.sharded:
             return sums, maxima
-        broken: list[Tensor] = []
         flats = []
         for g, each in self.sharded.items():
             outgrown = None
@@ -118,19 +117,12 @@ class ShardedSum(ExactSum):
                 part = _scattered(self._outgrown_units(g, self.agreed[g], size), self.sizes[g], None)
                 outgrown = part.double().mul_(2.0 ** self.agreed[g])
             flats.append(self._result(g, outgrown, divisor))
-        indices = [self.groups[g][0] for g in self.sharded]
-        for index, flat in zip(indices, flats, strict=True):
-            if index in self.broken:
-                broken.append(flat.fill_(torch.nan))
-            sums[index] = flat
         largest = torch.tensor(_largest(flats, self.in_chunks), dtype=torch.float64, device=self.device)
-        largest.nan_to_num_(0.0, torch.inf)  # of what is broken, which all processes know
         all_reduce(largest, "max")
-        values = [
-            torch.nan if index in self.broken else value * divisor
-            for index, value in zip(indices, largest.tolist(), strict=True)
-        ]
-        return sums, [*maxima, *values]
+        for g, flat in zip(self.sharded, flats, strict=True):
+            index = self.groups[g][0]
+            sums[index] = flat.fill_(torch.nan) if index in self.broken else flat
+        return sums, [*maxima, *(value * divisor for value in largest.tolist())]
 
     def update_grids(self, maxima: Sequence[float]) -> None:
         """Choose the grids of later sums from `maxima`, which `unpack` has returned."""

@@ -116,6 +116,11 @@ class Unfreeze(BaseFinetuning):
                 "callbacks.unfreeze.epoch=%d: begins after step %d, but max_steps=%d ends the run", last, before, steps
             )
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Unfreeze what is due. No state is noted, since `state_dict` returns none."""
+        for optimizer in trainer.optimizers:
+            self.finetune_function(pl_module, trainer.current_epoch, optimizer)
+
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the parameters that are due.
 

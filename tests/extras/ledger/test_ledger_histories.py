@@ -102,6 +102,7 @@ class Ledger(History):
             self.check(same, "another ledger than that of an undisturbed run", run)
 
 
+@pytest.mark.nightly
 def test_a_disturbed_run_has_the_ledger_of_an_undisturbed_one(tmp_path: Path) -> None:
     seen = tried(Ledger, tmp_path, budget(2, 50, steps=2))
     assert seen["completed"] >= seen["histories"], seen

@@ -63,6 +63,7 @@ def test_custom_modules_train_and_log_as_on_one_device(project: Path, tmp_path: 
         assert skipped == [name == "Overflows"] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("processes")
 def test_it_goes_on_where_another_layout_stopped(tmp_path: Path) -> None:
     shown = ("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null")
@@ -185,6 +186,7 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
     assert [len(total.local_groups) for total in (whole, *stages)] == [3, 1, 1, 1]
 
 
+@pytest.mark.nightly
 def test_what_a_step_can_not_do_is_refused(project: Path, tmp_path: Path) -> None:
     message = {
         "Views": "training_step must call forward() once only",
