@@ -9,6 +9,7 @@ import pytest
 import torch
 from sharded_runs import Classifier, train
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import UserError
@@ -132,6 +133,18 @@ class AscendsFirst(Classifier):
         return Ascends(self.parameters(), lr=0.1)
 
 
+class ComputesBlocksAgain(Classifier):
+    """Calls each block once more in its backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        net: Any = self.net
+        x = net.patches(x).flatten(2).transpose(1, 2)
+        for block in net.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        result: Tensor = net.head(x.mean(1))
+        return result
+
+
 SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
     "assigned": (AssignsGradients, "adamw", {"gradient_clip_val": 0.1}),
     "dropped": (DropsGradients, "muon", {"gradient_clip_val": 0.1}),
@@ -144,6 +157,7 @@ SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
     "saved within": (SavesWithinAChange, "sgd", {}),
     "in an evaluation": (SavesInAnEvaluation, "sgd", {}),
     "weights before the step": (ChangesWeightsBeforeTheStep, "muon", {}),
+    "blocks again": (ComputesBlocksAgain, "adagrad", {}),
     "passes twice": (AscendsFirst, "", {}),
 }
 
