@@ -128,9 +128,13 @@ class Ascends(torch.optim.SGD):
         return loss
 
 
+class AscendsByElement(Ascends):
+    works_on = "elements"
+
+
 class AscendsFirst(Classifier):
     def configure_optimizers(self) -> Any:
-        return Ascends(self.parameters(), lr=0.1)
+        return {"tensors": Ascends, "elements": AscendsByElement}[self.kind](self.parameters(), lr=0.1)
 
 
 class ComputesBlocksAgain(Classifier):
@@ -153,12 +157,14 @@ SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
     "of owners": (ChangesThoseOfTheOptimizer, "muon", {"gradient_clip_val": 0.1}),
     "assigned to the optimizer's": (AssignsThoseOfTheOptimizer, "adamw", {"gradient_clip_val": 0.1}),
     "assigned to owners'": (AssignsThoseOfTheOptimizer, "muon", {"gradient_clip_val": 0.1}),
-    "an early optimizer": (MakesItsOptimizerFirst, "adamw", {}),
+    "an early optimizer": (MakesItsOptimizerFirst, "adagrad", {}),
+    "an early one with owners": (MakesItsOptimizerFirst, "muon", {}),
     "saved within": (SavesWithinAChange, "sgd", {}),
     "in an evaluation": (SavesInAnEvaluation, "sgd", {}),
     "weights before the step": (ChangesWeightsBeforeTheStep, "muon", {}),
     "blocks again": (ComputesBlocksAgain, "adagrad", {}),
-    "passes twice": (AscendsFirst, "", {}),
+    "passes twice": (AscendsFirst, "tensors", {}),
+    "passes twice by element": (AscendsFirst, "elements", {"pieces": 4}),
 }
 
 

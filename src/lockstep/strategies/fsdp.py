@@ -68,12 +68,12 @@ class Given(NamedTuple):
     Attributes:
         parameter: the parameter.
         gradient: that of the module's parameter, of which the optimizer has a view or, on its owner, a whole copy.
-        versions: of the gradient and of the weights; see `_versions`.
+        versions: of the gradient and of the weights, if there are copies; see `_versions`.
     """
 
     parameter: ShardedParameter
     gradient: Any
-    versions: tuple[int, ...]
+    versions: tuple[int, ...] = ()
 
     @property
     def is_copy(self) -> bool:
@@ -667,11 +667,16 @@ class FullySharded(DistributedDataParallel):
                 state = optimizer.state.pop(tensor, None)
                 if state is not None and not by_tensor:
                     optimizer.state[parameter.of_optimizer] = {
-                        name: self.local_part(value) if isinstance(value, Tensor) else value
-                        for name, value in state.items()
+                        name: self._part_of(value, parameter) for name, value in state.items()
                     }
                 group["params"][position] = parameter.of_optimizer
                 self._of_optimizer[id(parameter.of_optimizer)] = parameter
+
+    def _part_of(self, value: Any, parameter: ShardedParameter) -> Any:
+        """Return this process's part of an optimizer's state."""
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and _has_shape(value, parameter.shape):
+            return parameter.parts(value)[self.global_rank].clone()
+        return self.local_part(value)
 
     def set_gradient(self, parameter: ShardedParameter, part: Tensor | None) -> None:
         """Set the gradient of a sharded parameter to its part on this process, padded."""
@@ -685,7 +690,7 @@ class FullySharded(DistributedDataParallel):
         self._given = []
         for parameter in self._of_optimizer.values():
             gradient = parameter.tensor.grad
-            given = Given(parameter, gradient, _versions(parameter))
+            given = Given(parameter, gradient)
             if given.is_copy:
                 whole = self.gathered(parameter, gradient.to_local(), parameter.owner or 0)
                 given = self._with_new_weights(given)
