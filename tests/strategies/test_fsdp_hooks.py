@@ -162,7 +162,7 @@ SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
     "saved within": (SavesWithinAChange, "sgd", {}),
     "in an evaluation": (SavesInAnEvaluation, "sgd", {}),
     "weights before the step": (ChangesWeightsBeforeTheStep, "muon", {}),
-    "blocks again": (ComputesBlocksAgain, "adagrad", {}),
+    "blocks again": (ComputesBlocksAgain, "sgd", {"pieces": 4}),
     "passes twice": (AscendsFirst, "tensors", {}),
     "passes twice by element": (AscendsFirst, "elements", {"pieces": 4}),
 }
@@ -228,6 +228,11 @@ class ChangesGradientsData(Classifier):
                 parameter.grad.data.mul_(0.9)
 
 
+class ClipsByItself(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
 class Penalizes(Classifier):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -242,6 +247,11 @@ class TrainsSomethingElse(Classifier):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(7, 5))])
 
 
+class MovesInside(Classifier):
+    def on_validation_end(self) -> None:
+        self.to("cpu")
+
+
 class AsksForAStateInside(Classifier):
     def on_validation_end(self) -> None:
         self.net.state_dict()
@@ -253,8 +263,13 @@ REFUSED: dict[type[Classifier], tuple[str, str]] = {
     ChangesParts: ("muon", "a hook has changed the weights of net.blocks.0.attention.in_proj_weight, of which Muon"),
     ChangesTheirData: ("muon", "a hook has changed the weights of net.blocks.0.attention.in_proj_weight, of which"),
     ChangesGradientsData: ("muon", "a hook has changed the gradient of net.blocks.0.attention.in_proj_weight, of"),
+    ClipsByItself: ("sgd", "ClipsByItself, a callback or the optimizer computes with parts of gradients or weights ("),
     Penalizes: ("sgd", "training_step uses net.blocks."),
     TrainsSomethingElse: ("sgd", "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the"),
+    MovesInside: (
+        "sgd",
+        "net.blocks.0.attention.in_proj_weight was cut within trainer.strategy.whole_weights(), or in",
+    ),
     AsksForAStateInside: ("sgd", "state_dict() of a module would have parts of the weights: call"),
 }
 

@@ -469,8 +469,18 @@ class FullySharded(DistributedDataParallel):
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Copy the gathered weights to this process's parts."""
-        for name, whole in self._gathered_weights().items():
+        """Copy the gathered weights to this process's parts.
+
+        Raises:
+            UserError: they were freed or replaced.
+        """
+        gathered = self._gathered_weights()
+        if freed := self._addresses.keys() - gathered.keys():
+            raise UserError(
+                f"strategy=fsdp: {min(freed)} was cut within trainer.strategy.whole_weights(), or in an evaluation: "
+                "move no module and ask for no state there"
+            )
+        for name, whole in gathered.items():
             if whole.data_ptr() != self._addresses[name]:
                 raise UserError(
                     f"strategy=fsdp: {name} was replaced within trainer.strategy.whole_weights(): change it in place, "
@@ -781,9 +791,18 @@ class FullySharded(DistributedDataParallel):
         """Take a step. Owners of whole parameters then send each process its part.
 
         Raises:
-            UserError: a hook has changed what owners have copies of.
+            UserError: a hook has changed what owners have copies of, or computes with parts and whole tensors together.
         """
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except RuntimeError as error:
+            if not computes_with_parts(error):
+                raise
+            raise UserError(
+                f"strategy=fsdp: {type(self.lightning_module).__name__}, a callback or the optimizer computes with "
+                f"parts of gradients or weights ({first_line(error)}): take a norm by trainer.strategy.gradient_norm, "
+                "clip by gradient_clip_val="
+            ) from error
         self._check_sums()
         self._free_gathered()  # a hook may have gathered the weights of before the step
         self._send_from_owners()
