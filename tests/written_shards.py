@@ -34,6 +34,14 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
+def flip(path: Path) -> None:
+    """Change a byte of a shard's second image, after its header."""
+    content = bytearray(path.read_bytes())
+    with tarfile.open(path) as archive:
+        content[archive.getmembers()[1].offset_data + 60] ^= 1
+    path.write_bytes(content)
+
+
 def distributed(folder: Path, count: int, seed: int = 0) -> list[list[Path]]:
     """Distribute the images of a part to shards, in random order."""
     paths = np.array(sorted(folder.rglob("*.*")))

@@ -46,10 +46,11 @@ TASK = (
 )
 TITLE = """# What a window of shards costs in shuffling
 
-    python scripts/lab/windows.py <folder with train/ and test/ of class folders>
+    python scripts/lab/windows.py images
 
-wrote this page. [data.window](../use/shards-and-hub.md#a-window-of-shards) is compared with a permutation of all images
-in its worst case: the shards are sorted by class, so each has images of one class, or of two.
+wrote this page; `images` has the folders `train` and `test`, with a folder for each class.
+[data.window](../use/shards-and-hub.md#a-window-of-shards) is compared with a permutation of all images in its worst
+case: the shards are sorted by class, so each has images of one class, or of two.
 """
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from conftest import Program
 from small_data import config, write_images
+from store_servers import WebServer
+from written_shards import flip, write_folder, write_shards
 
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -31,10 +33,41 @@ def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
     )
     assert tested("others") == (20, "tested: all 20 images")
     assert tested("others", "val") == (2, "tested: 2 of 20 images, split=val")
-    assert tested("others", by_user=False)[0] == 2  # images were added to those of the training
+    # images were added to those of the training
+    changed = "tested: 2 of 20 images, split=test; the data set has changed since the training"
+    assert tested("others", by_user=False) == (2, changed)
     assert tested("parts")[0] == 12
     with pytest.raises(UserError, match="split=tests: must be train, val, test or all"):
         tested("here", "tests")
+
+
+@pytest.mark.usefixtures("servers")
+def test_a_server_whose_images_were_replaced_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By images of the same names and sizes; those in a folder are known by names and sizes alone."""
+    pytest.importorskip("aiohttp", reason="the driver of http")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_folder(tmp_path / "images", (("any", 20),))
+    web = WebServer(write_shards(folder, tmp_path / "tar", "tar"))
+    url = f"{web.url}/any-{{00000..00002}}.tar"
+
+    def opened() -> Any:
+        return open_data(config("shards", image_size=12, retry_seconds=1), url)
+
+    def tested(by_user: bool) -> tuple[int, str]:
+        actual = choose_test_images(opened(), None, {"data_dir": url if by_user else None}, record)
+        return len(actual.test), actual.about
+
+    trained = opened()
+    record = {"fingerprint": trained.fingerprint, "content": trained.content}
+    assert tested(True) == tested(False) == (6, "tested: 6 of 60 images, split=test")
+    flip(web.folder / "any-00001.tar")
+    assert opened().fingerprint == trained.fingerprint
+    assert tested(True) == (60, "tested: all 60 images")
+    changed = "; the data set has changed since the training"
+    assert tested(False) == (6, f"tested: 6 of 60 images, split=test{changed}")
+    del record["content"]  # an older version does not know it
+    assert tested(True)[0] == 6
+    web.stop()
 
 
 def test_an_evaluation_reports_what_it_tested(run_train: Program, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Whole runs on shards of servers: one hash with the folder's, killed, on other devices, with an empty cache."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -10,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TIMEOUT, Program, Run, checkpoint_of, wait_for
+from conftest import ROOT, TIMEOUT, Program, Run, checkpoint_of, wait_for, workers_of
 from store_servers import WebServer, files_in, s3_server, upload
+from user_runs import recorded_pieces
 from written_mds import SHARDS as MDS
-from written_mds import as_tar
+from written_mds import as_parquet, as_tar
 from written_shards import write_folder, write_shards
 
 pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
@@ -121,44 +124,124 @@ def test_a_url_with_a_secret_is_written_nowhere(tmp_path: Path, processes: None)
         assert not path.is_file() or b"abcsecret" not in path.read_bytes(), path
 
 
-def test_every_format_and_place_trains_the_same_weights(run_train: Program, tmp_path: Path, s3: dict[str, str]) -> None:
-    """MosaicML's shards in a bucket, compressed ones behind a web server on two devices, and tar files on the disk."""
+# --- one hash over all formats and places -----------------------------------------------------------------------------
+
+# The shards of tests/mds_shards: 60 images to train on, seven steps an epoch, the last of six images.
+RECORDED = (*EXACT, "max_epochs=2", "callbacks.pictures=null", "+callbacks.recorded._target_=mine.Records")
+PLACES = ("tar in a bucket", "mds in a bucket", "tar on the disk", "parquet over http", "compressed mds over http")
+
+
+@contextlib.contextmanager
+def placed(place: str, folder: Path, s3: dict[str, str]) -> Iterator[str]:
+    """Write the shards to a place. Yield what is typed for it."""
+    if place.endswith("bucket"):
+        yield f"data_dir={upload(MDS / 'raw' if 'mds' in place else as_tar(folder), s3, place.partition(' ')[0])}"
+    elif place == "tar on the disk":
+        yield f"data_dir={as_tar(folder)}"
+    else:
+        web = WebServer(MDS / "zstd" if "mds" in place else as_parquet(folder))
+        names = ",".join(path.stem for path in sorted(folder.glob("*.parquet")))
+        yield f"data_dir='{web.url}/{{{names}}}.parquet'" if names else f"data_dir={web.url}"
+        web.stop()
+
+
+def on(strategy: str, devices: int) -> tuple[str, str]:
+    return f"strategy={strategy}", f"devices={devices}"
+
+
+def pieces_read(folder: Path) -> set[tuple[int, int, int, tuple[int, ...]]]:
+    """Return epoch, step, piece and samples of the pieces that a run has computed, each once."""
+    return {(row["epoch"], row["step"], row["piece"], tuple(row["ids"])) for row in recorded_pieces(folder)}
+
+
+def check_each_sample_once(folder: Path) -> None:
+    """Check that an epoch of a run has each sample once, however often it was killed."""
+    rows = pieces_read(folder)
+    assert len({row[:3] for row in rows}) == len(rows), "a piece had other samples after a restart"
+    for epoch in {row[0] for row in rows}:
+        assert sorted(sample for row in rows if row[0] == epoch for sample in row[3]) == list(range(60))
+
+
+def test_every_format_and_place_trains_the_same_weights(project: Path, tmp_path: Path, s3: dict[str, str]) -> None:
     pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
+    layouts = (on("auto", 1), on("auto", 1), on("ddp", 3), on("dp", 2), (*on("ddp", 2), "num_workers=1"))
     env = {**s3, **machine(tmp_path, "cache")}
-    options = (*EXACT, "max_epochs=2", "data.image_size=20")
-    bucket = Program(tmp_path / "bucket")(*options, f"data_dir={upload(MDS / 'raw', s3, 'mds')}", env=env)
-    web = WebServer(MDS / "zstd")
-    devices = ("strategy=ddp", "devices=2", "num_workers=1")
-    compressed = Program(tmp_path / "web")(*options, *devices, f"data_dir={web.url}", "logger=csv", env=env)
-    web.stop()
-    tars = Program(tmp_path / "tar")(*options, f"data_dir={as_tar(tmp_path / 'shards')}", env=env)
-    assert digest(bucket) == digest(compressed) == digest(tars)
-    control = run_train(*options, f"data_dir={tmp_path / 'shards'}", "data.window=1", env=env)
-    assert digest(control) != digest(tars)
-    (metrics,) = compressed.folder.rglob("metrics.csv")
+    runs = {}
+    for number, (place, layout) in enumerate(zip(PLACES, layouts, strict=True)):
+        with placed(place, tmp_path / f"shards_{number}", s3) as data_dir:
+            program = Program(tmp_path / f"run_{number}", home=project)
+            runs[place] = program(*RECORDED, *layout, data_dir, "logger=csv", env=env)
+    assert len({digest(run) for run in runs.values()}) == 1, {place: digest(run) for place, run in runs.items()}
+    for run in runs.values():
+        check_each_sample_once(run.folder)
+        assert pieces_read(run.folder) == pieces_read(runs["tar on the disk"].folder)
+    program = Program(tmp_path / "control", home=project)
+    control = program(*RECORDED, f"data_dir={tmp_path / 'shards_2'}", "data.window=1", env=env)
+    assert digest(control) != digest(runs["tar on the disk"])
+    assert pieces_read(control.folder) != pieces_read(runs["tar on the disk"].folder)
+    (metrics,) = runs["compressed mds over http"].folder.rglob("metrics.csv")
     assert "data/cache_hits" in metrics.read_text()
     assert "data/fetched_mb_per_second" in metrics.read_text()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", [("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2"), ("devices=1",)])
-def test_other_layouts_killed_three_times(
-    run_train: Program, shards: Path, s3: dict[str, str], tmp_path: Path, layout: tuple[str, ...]
+def test_fewer_workers_go_on_with_the_shards_of_those_that_are_lost(
+    project: Path, shards: Path, tmp_path: Path
 ) -> None:
-    """The cache is removed after each kill, and the next part of the run has one device, or those of the layout."""
-    expected = run_train(*EXACT, f"data_dir={shards}", "max_steps=24", "num_workers=0")
+    """The cache is removed with the worker, so the others fetch the shards of its pieces."""
+    web = WebServer(Path(shutil.copytree(shards, tmp_path / "web", ignore=shutil.ignore_patterns(".index"))))
+    data_dir = f"data_dir='{web.url}/{{train,val,test}}-{{00000..00003}}.tar'"
+    env = machine(tmp_path, "cache")
+    task = (*RECORDED, "max_epochs=12", data_dir)
+    expected = Program(tmp_path / "expected", home=project)(*task, env=env)
+    program = Program(tmp_path / "elastic", home=project)
+    process = program.start(*task, "checkpoint_every=1", *on("ddp", 3), "elastic=true", env=env)
+    pids = wait_for(lambda: pids if len(pids := workers_of(process)) == 3 else [], process)
+    program.wait_for_checkpoint(process)
+    web.sent.clear()
+    shutil.rmtree(tmp_path / "cache" / "lockstep" / "shards", ignore_errors=True)  # the run may write there meanwhile
+    os.kill(pids[2], signal.SIGKILL)
+    run = program.finish(process)
+    web.stop()
+    assert run.returncode == 0, str(run)
+    assert "continuing with 2 of 3 workers" in run.stderr
+    assert digest(run) == digest(expected)
+    assert {name for name in files_in(web.folder) if name.startswith("train")} <= {*web.sent}
+    assert pieces_read(run.folder) == pieces_read(expected.folder)
+
+
+KILLED = {
+    "tar in a bucket": (on("ddp", 3), on("auto", 1), on("dp", 2), on("ddp", 2)),
+    "mds in a bucket": (on("dp", 3), on("ddp", 2), on("auto", 1), on("ddp", 3)),
+    "tar on the disk": (on("ddp", 2), on("dp", 2), on("ddp", 3), on("auto", 1)),
+    "parquet over http": (on("auto", 1), on("ddp", 3), on("dp", 3), on("ddp", 2)),
+    "compressed mds over http": (on("dp", 2), on("ddp", 3), on("ddp", 2), on("dp", 3)),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", PLACES)
+def test_each_place_killed_three_times_on_other_layouts(
+    project: Path, tmp_path: Path, s3: dict[str, str], place: str
+) -> None:
+    """The cache is removed after each kill. Steps that are computed twice have the same samples in the same pieces."""
+    pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings it")
     env = {**s3, **machine(tmp_path, "cache")}
-    program = Program(tmp_path / "killed")
-    options: tuple[str, ...] = (*EXACT, f"data_dir={upload(shards, s3, 'run')}", "max_steps=24", "checkpoint_every=1")
-    steps = 0
-    for number in range(3):
-        process = program.start(*options, *(layout if number % 2 == 0 else ("strategy=auto", "devices=1")), env=env)
-        folder = program.wait_for_checkpoint(process)
-        before = steps
-        wait_for(lambda: checkpoint_of(folder)["global_step"] >= before + 2, process)  # noqa: B023
-        program.kill(process)
-        steps = checkpoint_of(folder)["global_step"]
-        shutil.rmtree(tmp_path / "cache")
-        options = ("resume=last",)
-    resumed = program("resume=last", *layout, env=env)
-    assert (resumed.summary["steps"], digest(resumed)) == (24, digest(expected))
+    task = (*RECORDED, "max_epochs=6")
+    with placed(place, tmp_path / "shards", s3) as data_dir:
+        expected = Program(tmp_path / "expected", home=project)(*task, f"data_dir={as_tar(tmp_path / 'disk')}", env=env)
+        program = Program(tmp_path / "killed", home=project)
+        options: tuple[str, ...] = (*task, data_dir, "checkpoint_every=1")
+        steps = 0
+        *killed, last = KILLED[place]
+        for layout in killed:
+            process = program.start(*options, *layout, env=env)
+            folder = program.wait_for_checkpoint(process)
+            wait_for(lambda: checkpoint_of(folder)["global_step"] >= steps + 2, process)  # noqa: B023
+            program.kill(process)
+            steps = checkpoint_of(folder)["global_step"]
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # what lies on the disk has none
+            options = ("resume=last",)
+        resumed = program("resume=last", *last, env=env)
+    assert (resumed.summary["steps"], digest(resumed)) == (expected.summary["steps"], digest(expected))
+    check_each_sample_once(resumed.folder)
+    assert pieces_read(resumed.folder) == pieces_read(expected.folder)

@@ -50,6 +50,17 @@ def test_two_runs_and_the_curves_of_one(tmp_path: Path) -> None:
         assert (one.folder / "compare" / name).stat().st_size > 10_000
 
 
+def test_shards_that_were_replaced_are_other_data(tmp_path: Path) -> None:
+    """Of a run that has read a folder nobody knows the bytes, so it differs from none."""
+    one, other, folder = (written(tmp_path / name, status="completed", layout=LAYOUT) for name in ("one", "other", "c"))
+    for run, content in ((one, "a" * 64), (other, "b" * 64), (folder, None)):
+        made = {"config": {"lr": 0.1}, "data_fingerprint": "f" * 64, "data_content": content}
+        (run / "provenance.json").write_text(json.dumps(made))
+    assert rows(compare(one, other).stdout)["shards"] == ("a" * 12, "b" * 12)
+    assert "shards" not in rows(compare(one, folder).stdout)
+    assert "the same in both: config, layout, data" in compare(one, folder).stdout
+
+
 def test_accuracy_against_a_key(tmp_path: Path) -> None:
     layout = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1, "pieces": 1, "batch_size": 8}
     for late, lr, seed in [(0, 0.1, 0), (0, 0.1, 1), (2, 0.1, 0), (2, 0.1, 1), (0, 0.2, 0), (2, 0.2, 0), (2, 0.3, 0)]:

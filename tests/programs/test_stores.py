@@ -121,6 +121,36 @@ def test_webdataset_reads_the_shards(folder: Path, tmp_path: Path) -> None:
     assert len({sample["__key__"] for sample in read}) == 12
 
 
+def test_the_same_shards_as_mds(folder: Path, tmp_path: Path, s3: dict[str, str], monkeypatch: Any) -> None:
+    """They have the images of the tar shards in the same order, in a folder and in a bucket."""
+    monkeypatch.setattr(shards, "MIB", 1 << 13)
+    for kind in ("tar", "mds"):
+        shards.main([str(folder), str(tmp_path / kind), "--megabytes", "2", "--format", kind])
+        shards.main([str(folder), f"s3://images/as_{kind}", "--megabytes", "2", "--format", kind, *KEEP])
+    names = files_in(tmp_path / "mds")
+    assert {"test/index.json", "test/shard.00000.mds", "train/index.json", "train/shard.00004.mds"} <= {*names}
+    assert sum(name.endswith(".mds") for name in names) == len(files_in(tmp_path / "tar"))
+    made = contents(s3, "as_mds")
+    assert [name for name in made if not name.startswith(".")] == names
+    assert all((tmp_path / "mds" / name).read_bytes() == made[name] for name in names)
+    with monkeypatch.context() as patch:  # the index beside the shards is read, and none is made
+        patch.setattr(remote_index.Records, "_made", lambda *arguments: pytest.fail("indexed again"))
+        remote = opened("s3://images/as_mds", window=2)
+    tar = opened(tmp_path / "tar", window=2)
+    assert remote.spec.classes == tar.spec.classes == ("cat", "dog", "eel")
+    for other in (remote, opened(tmp_path / "mds", window=2)):
+        assert same(other.train, tar.train)
+        assert same(other.test, tar.test)
+        assert other.shard_borders.tolist() == tar.shard_borders.tolist()
+    assert not same(opened(folder, "image_folder").train, tar.train)  # the control: in another order
+    before = {name: (tmp_path / "mds" / name).stat().st_mtime_ns for name in names if name.endswith("mds")}
+    shards.main([str(folder), str(tmp_path / "mds"), "--megabytes", "2", "--format", "mds"])
+    assert before == {name: (tmp_path / "mds" / name).stat().st_mtime_ns for name in before}  # they are passed over
+    assert "--megabytes=600000: an MDS shard has less than 4 GiB: must be at most 4000" in refusal_of(
+        shards.main, [str(folder), str(tmp_path / "x"), "--megabytes", "600000", "--format", "mds"]
+    )
+
+
 def test_an_index_goes_on_and_is_beside_the_shards(
     folder: Path,
     tmp_path: Path,

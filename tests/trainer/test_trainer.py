@@ -15,7 +15,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from trainer.small import BATCH, SAMPLES, Data, Net, fit, loader, samples, trainer
 
 import lockstep
@@ -341,3 +348,26 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     plain.save_checkpoint(last)
     refused("no lockstep.Trainer has saved it", Net(), loader())
     assert trainer(tmp_path).test(Net(), loader(shuffle=False), ckpt_path=last, verbose=False)
+
+
+class OnServer(TensorDataset):
+    """Samples whose bytes are known, as those of shards on a server are."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__(*samples().tensors)
+        self.content = content
+
+    def content_sha256(self) -> str:
+        return self.content
+
+
+def test_samples_of_a_server_that_were_replaced_are_others(tmp_path: Path) -> None:
+    def fitted(dataset: Any, epochs: int, last: Path | None = None) -> None:
+        made = trainer(tmp_path / str(epochs), exact=True, max_epochs=epochs)
+        made.fit(Net(), DataLoader(dataset, BATCH, shuffle=True), ckpt_path=last)
+
+    fitted(OnServer("a"), 1)
+    last = tmp_path / "1" / "checkpoints" / "last.ckpt"
+    fitted(OnServer("a"), 2, last)  # the control
+    with pytest.raises(UserError, match=r"exact=True, and content=\w+, but .* was saved with content="):
+        fitted(OnServer("b"), 3, last)

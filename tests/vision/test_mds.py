@@ -48,6 +48,22 @@ def read(part: Any) -> list[list[str]]:
     ]
 
 
+@pytest.mark.parametrize("part", EXPECTED)
+def test_shards_that_are_written_have_the_bytes_of_the_writer_of_mosaicml(part: str, tmp_path: Path) -> None:
+    images = innermost_dataset(getattr(opened(SHARDS / "raw", index_dir=str(tmp_path), **BY_PLACE), part))
+    columns, first, sizes = {"label": "int", "image": "jpeg"}, 0, {}
+    for number, shard in enumerate(EXPECTED[part]):
+        name = f"shard.{number:05}.mds"
+        contents = (images.encoded(first + place).getvalue() for place in range(len(shard)))
+        labels = (np.int64(label).tobytes() for label, _ in shard)
+        samples = [{"image": image, "label": label} for image, label in zip(contents, labels, strict=True)]
+        with open(tmp_path / name, "w+b") as file:
+            mds.write_mds(file, columns, 12_000, len(samples), samples)
+        assert (tmp_path / name).read_bytes() == (SHARDS / "raw" / part / name).read_bytes()
+        first, sizes[name] = first + len(shard), ((tmp_path / name).stat().st_size, len(shard))
+    assert mds.index_of(columns, 12_000, sizes) == (SHARDS / "raw" / part / "index.json").read_bytes()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("servers")
 def test_images_and_labels_are_those_that_were_written(tmp_path: Path, form: str) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,13 +19,15 @@ import torch
 from conftest import composed
 from small_data import config, refusal_of
 from store_servers import WebServer, files_in, s3_server, upload
-from written_shards import write_folder, write_shards, write_tar
+from written_shards import flip, write_folder, write_shards, write_tar
 
+from lockstep.arithmetic.layout import resolve
 from lockstep.arithmetic.streams import ShardNeed
-from lockstep.checkpoint.start import _other_content
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.data.datasets import innermost_dataset
+from lockstep.data.datasets import innermost_dataset, is_other_data
+from lockstep.data.streams import room_note
+from lockstep.report import provenance
 from lockstep.vision.data import server as servers
 from lockstep.vision.data import shard_cache
 from lockstep.vision.data.remote import Remote
@@ -341,6 +342,93 @@ def test_a_limit_removes_what_is_needed_last(web: WebServer, tmp_path: Path) -> 
     assert [cache.path(cache.known(number)).exists() for number in range(3)] == [True, False, True]
 
 
+def fill(folder: Path, count: int, size: int) -> None:
+    """Write shards of other runs into a cache, used one second after the other."""
+    for number in range(count):
+        path = folder / f"{number % 256:02x}" / f"{number % 256:02x}{number:062x}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, size)
+        os.utime(path, (number, number))
+
+
+@pytest.mark.parametrize("spare", [shard_cache.SPARE, 0.0])
+def test_fetches_into_a_full_cache_of_many_shards_do_not_count_them_all(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: float
+) -> None:
+    """Of 60 fetches three count the 1,000 files; the control, without spare room, counts them each time."""
+    part = opened(web.url + NAMES, **EACH, window=1).train
+    cache = cache_of(part)
+    size = int(cache.table.cached_bytes.max())
+    forget(tmp_path)
+    fill(cache.folder, 1000, size)
+    cache.gigabytes = 1000 * size / shard_cache.GIB
+    monkeypatch.setattr(shard_cache, "SPARE", spare)
+    counts: list[int] = []
+    count = shard_cache.ShardCache._cached_files
+
+    def counting(self: Any) -> Any:
+        counts.append(len(files := count(self)))
+        return files
+
+    monkeypatch.setattr(shard_cache.ShardCache, "_cached_files", counting)
+    for _ in range(60):
+        cache.read(0, 0, 9)
+        path = cache.path(cache.known(0))
+        path.rename(path.with_name(f"{time.monotonic_ns():064x}"))  # as another shard
+    assert len(counts) == (3 if spare else 60)
+    left = {path.name for path in cached(tmp_path)}
+    assert len(left) <= 1000
+    assert {f"{number % 256:02x}{number:062x}" for number in range(66, 1000)} <= left  # those used last
+
+
+def test_the_size_of_a_cache_is_counted_again_after_a_while(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else may have written to it, or another user's process that can't make its note."""
+    part = opened(web.url + NAMES, **EACH, window=1).train
+    cache = cache_of(part)
+    sizes = cache.table.cached_bytes
+    forget(tmp_path)
+    cache.gigabytes = 2.5 * int(sizes.max()) / shard_cache.GIB
+    cache.read(0, 0, 9)
+    room = cache.folder / shard_cache.ROOM
+    assert room.read_text().startswith(f"{sizes[0]} ")
+    assert room.stat().st_mode & 0o777 == 0o666
+    fill(cache.folder, 1, 2 * int(sizes.max()))
+    monkeypatch.setattr(shard_cache, "COUNT_AGAIN", 0)
+    cache.read(1, 0, 9)
+    assert len(cached(tmp_path)) == 2  # what was written by somebody else is gone
+    monkeypatch.undo()
+    for damaged in (b"", b"x" * 200, b"-5 9\n", b"9 99999999999999\n"):
+        room.write_bytes(damaged)
+        cache.path(cache.known(1)).unlink()
+        cache.read(1, 0, 9)
+        assert room.read_text().startswith(f"{sizes[:2].sum()} ")
+
+
+def test_a_cache_below_what_the_pieces_of_a_machine_read_is_named_with_the_right_size(web: WebServer) -> None:
+    opened(web.url + NAMES, **EACH)
+    sizes = sorted((web.folder / f"train-{number:05}.tar").stat().st_size / shard_cache.GIB for number in range(3))
+
+    def note(limit: float | None, pieces: int = 2, window: int | None = 1, **on: Any) -> str:
+        data = opened(web.url + NAMES, **EACH, cache_gb=limit, window=window)
+        options = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "ddp", **on}
+        return room_note(data, resolve(batch_size=12, pieces=pieces, **options))
+
+    assert note(1.5 * sizes[-1], pieces=1) == (
+        f"data.cache_gb={1.5 * sizes[-1]:g}: the shards that the pieces of a machine (1) read at a time, and the next "
+        f"ones, take up to {sum(sizes[1:]):.3g} GB: give as much, or shards are fetched again and again"
+    )
+    assert note(2 * sizes[-1], pieces=1) == ""  # the control: enough
+    assert f"that the pieces of a machine (2) read at a time, and the next ones, take up to {sum(sizes):.3g}" in note(
+        2 * sizes[-1], pieces=2
+    )
+    assert note(2 * sizes[-1], num_nodes=2) == ""  # a piece for each machine
+    assert "the pieces of a machine (3) read" in note(2 * sizes[-1], pieces=4, num_nodes=2, shares=(3.0, 1.0))
+    assert note(None) == note(sum(sizes) * 2, window=None) == ""
+
+
 def test_a_list_that_was_removed_is_written_again_and_others_count(web: WebServer) -> None:
     parts = [opened(web.url + NAMES, **EACH, window=1).train for _ in range(2)]
     one, other = map(cache_of, parts)
@@ -482,16 +570,16 @@ def test_a_shard_that_was_replaced_is_indexed_again_by_the_next_run(
     assert second.fingerprint != first.fingerprint
 
 
-def test_an_image_that_was_replaced_by_one_of_its_name_and_size_is_other_content(shards: Path, web: WebServer) -> None:
+def test_an_image_that_was_replaced_by_one_of_its_name_and_size_isis_other_data(shards: Path, web: WebServer) -> None:
     before, local = opened(web.url + NAMES, window=2, **EACH), opened(shards, window=2, **EACH)
     flip(web.folder / "train-00001.tar")
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]))
     after = opened(web.url + NAMES, window=2, **EACH)
     assert after.fingerprint == before.fingerprint == local.fingerprint
     record = {"fingerprint": before.fingerprint, "content": before.content}
-    assert _other_content(record, after)
-    assert not _other_content(record, before)
-    assert not _other_content(record, local)  # a folder's images may be those of a server
+    assert is_other_data(record, after)
+    assert not is_other_data(record, before)
+    assert not is_other_data(record, local)  # a folder's images may be those of a server
 
 
 def test_a_new_run_by_a_pattern_finds_a_shard_that_was_replaced(web: WebServer) -> None:
@@ -532,14 +620,6 @@ def test_another_index_beside_the_shards_is_used(web: WebServer, tmp_path: Path)
 def copy_to(target: Path, source: Any) -> None:
     target.parent.mkdir(exist_ok=True)
     shutil.copy(source, target)
-
-
-def flip(path: Path) -> None:
-    """Change a byte of a shard's second image, after its header."""
-    content = bytearray(path.read_bytes())
-    with tarfile.open(path) as archive:
-        content[archive.getmembers()[1].offset_data + 60] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_full_disk_ends_in_a_line(web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,10 +690,56 @@ def test_limits_that_are_refused(web: WebServer) -> None:
     assert len(opened(web.url + NAMES, **EACH, cache_gb=2 * largest, window=2).train) == 42
 
 
-def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    assert refusal_of(opened, "s3://bucket/images") == "s3://bucket/images: s3:// needs s3fs: pip install s3fs"
+@pytest.mark.parametrize(
+    ("protocol", "package"),
+    [("s3", "s3fs"), ("gs", "gcsfs"), ("az", "adlfs"), ("abfs", "adlfs"), ("hf", "huggingface_hub")],
+)
+def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, protocol: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
+    line = refusal_of(opened, f"{protocol}://bucket/images")
+    assert line == f"{protocol}://bucket/images: {protocol}:// needs {package}: pip install {package}"
+
+
+def test_the_options_of_fsspec_reach_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from variables FSSPEC_GS_TOKEN and the like, and from files of the user."""
+    from fsspec import AbstractFileSystem
+    from fsspec import config as options
+
+    made: list[dict[str, Any]] = []
+
+    class Recorded(AbstractFileSystem):
+        protocol = "gs"
+        cachable = False
+
+        def __init__(self, **chosen: Any) -> None:
+            super().__init__(**chosen)
+            made.append(chosen)
+
+    conf: dict[str, Any] = {}
+    options.set_conf_env(conf, {"FSSPEC_GS_TOKEN": "anon", "FSSPEC_GS_ENDPOINT_URL": "http://127.0.0.1:9"})
+    monkeypatch.setattr(options, "conf", conf)
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "gs", Recorded)
+    assert servers.open_file_system("gs://bucket/images")[1] == "bucket/images"
+    assert made == [{"token": "anon", "endpoint_url": "http://127.0.0.1:9"}]
+
+
+@pytest.mark.parametrize(
+    ("info", "version"),
+    [
+        ({"etag": "CL1=", "md5Hash": "g5re7K7ZRuiasLhEs2zLiw=="}, "839adeecaed946e89ab0b844b36ccb8b"),  # of GCS
+        ({"etag": '"0x2"', "content_settings": {"content_md5": bytearray(range(16))}}, bytes(range(16)).hex()),  # Azure
+        ({"etag": '"0x2"', "content_settings": {"content_md5": None}}, "0x2"),
+        ({"etag": "CL1=", "md5Hash": "no!"}, "CL1="),
+        ({"ETag": '"839adeecaed946e89ab0b844b36ccb8b"'}, "839adeecaed946e89ab0b844b36ccb8b"),  # of S3
+        ({}, ""),
+    ],
+)
+def test_the_version_of_an_object_is_its_md5_where_the_server_states_it(info: dict[str, Any], version: str) -> None:
+    assert servers.stat_of({"size": 5, **info}) == (5, version)
+
+
+def test_a_protocol_that_does_not_exist_is_refused() -> None:
     assert "there is no protocol nowhere: known are" in refusal_of(opened, "nowhere://bucket/images")
 
 
@@ -698,3 +824,23 @@ def test_a_new_index_replaces_damaged_records(web: WebServer, tmp_path: Path, da
     publish("third")
     assert again("d").content != before.content
     assert {*files_in(web.folder / ".index")} > {*names}  # one that reads the description of before finds its files
+
+
+def test_machines_that_read_other_shards_do_not_start(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose images are in a folder may read the same."""
+    monkeypatch.setattr(provenance, "code_sha256", lambda: "code")
+    config = check(composed("data=shards", f"data_dir='{web.url + NAMES}'"))
+    gathered: list[Any] = []
+
+    def gather(fact: Any) -> list[Any]:
+        gathered.append(fact)
+        return [*gathered]
+
+    monkeypatch.setattr(provenance, "gather_objects", gather)
+    before, local = opened(web.url + NAMES, **EACH), opened(web.folder, **EACH)
+    flip(web.folder / "train-00001.tar")
+    for splits in (local, before, before, local):
+        provenance.check_same_on_all_ranks(config, splits)
+    line = refusal_of(provenance.check_same_on_all_ranks, config, opened(web.url + NAMES, **EACH))
+    assert line.startswith("machines differ: the SHA-256 of the data's shards is ")
+    assert "(rank 4), but " in line

@@ -22,7 +22,7 @@ from lockstep.config.instantiate import locate, parameters
 from lockstep.config.schema import ResumableCheckpoint
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
-from lockstep.data.datasets import same_classes
+from lockstep.data.datasets import is_other_data, same_classes
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.files import link_file, write
 from lockstep.launch import slurm
@@ -254,15 +254,9 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         )
     if differ:
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
-    if splits.window is not None and _other_content(recorded, splits):
+    if splits.window is not None and is_other_data(recorded, splits):
         what = f"with data.window={splits.window} a run goes on with the same samples in the same shards"
         raise UserError(f"data: {what}, and {path} was trained on others: give the same shards; {NEW_RUN}")
-
-
-def _other_content(recorded: Mapping[str, Any], splits: Splits) -> bool:
-    """Check whether a data set has other samples than that of a checkpoint, as far as both are known."""
-    before, now = recorded.get("content"), splits.content
-    return bool(recorded["fingerprint"] != splits.fingerprint or (before and now and before != now))
 
 
 @_reads_a_record
@@ -280,7 +274,7 @@ def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any
     changed = differences(before, now)
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
-    if _other_content(recorded, splits):
+    if is_other_data(recorded, splits):
         messages.append("the content of the data set has changed since the checkpoint")
     return messages
 

@@ -4,7 +4,7 @@ import hashlib
 import random
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -303,6 +303,20 @@ def content_of(datasets: Iterable[Any]) -> str | None:
     if None in known:
         return None
     return hashlib.sha256("".join(str(each()) for each in known if each is not None).encode()).hexdigest()
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Check whether two contents differ, see `content_of`. One that is unknown differs from none."""
+    return bool(one and other and one != other)
+
+
+def is_other_data(recorded: Mapping[str, Any], splits: Splits) -> bool:
+    """Check whether a data set has other samples than that of a checkpoint, as far as both are known.
+
+    Args:
+        recorded: the checkpoint's record: `fingerprint`, and `content` unless an older version wrote it.
+    """
+    return recorded.get("fingerprint") != splits.fingerprint or differ(recorded.get("content"), splits.content)
 
 
 def labels_of(dataset: Any) -> Ids:

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
+from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.streams import ShardNeed
-from lockstep.data.datasets import Ids, Source, weights_of
+from lockstep.data.datasets import Ids, Source, Splits, weights_of
 from lockstep.data.transforms import Transformed
 from lockstep.errors import UserError
 
@@ -66,6 +67,21 @@ def fetch_counts(dataset: Any) -> Mapping[str, int] | None:
         dataset = dataset.dataset
     counts: Mapping[str, int] | None = dataset.fetch_counts() if hasattr(dataset, "fetch_counts") else None
     return counts
+
+
+def room_note(splits: Splits, layout: Layout) -> str:
+    """Return a line if a machine has too little room for the shards that its pieces read; an empty text if it has.
+
+    A data set states that by its method `room_note`, which gets the number of pieces of a machine and the window.
+    """
+    train = splits.train
+    while type(train) in (Transformed, Subset):
+        train = train.dataset
+    if splits.window is None or not hasattr(train, "room_note"):
+        return ""
+    counts, devices = layout.counts, layout.devices
+    pieces = max(sum(counts[first : first + devices]) for first in range(0, len(counts), devices))
+    return str(train.room_note(min(pieces, layout.pieces), splits.window))
 
 
 def checked_borders(source: Source, options: Mapping[str, Any]) -> Ids:

@@ -23,7 +23,7 @@ from lockstep.config.schema import OptionalGroup, SpecRecord
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import without_training_settings
-from lockstep.data.datasets import same_classes
+from lockstep.data.datasets import is_other_data, same_classes
 from lockstep.errors import UserError
 from lockstep.job.build import make_callbacks, make_module, make_trainer
 from lockstep.job.job import Job
@@ -81,7 +81,7 @@ def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, 
         content = checkpoint_io.load(path, tensors=False).get("lockstep")
         if not isinstance(content, dict) or not {"config", "spec"} <= content.keys():
             raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
-        record = {name: content.get(name) for name in ("config", "spec", "fingerprint")}
+        record = {name: content.get(name) for name in ("config", "spec", "fingerprint", "content")}
         try:
             json.dumps(record)  # other machines get the record as JSON
         except (TypeError, ValueError, RecursionError) as error:
@@ -191,16 +191,16 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
         splits: the opened data set.
         split: train, val, test or all; None: the default.
         raw: the config that the user has composed.
-        record: the checkpoint's record, with the fingerprint of the data set of the training.
+        record: the checkpoint's record, with fingerprint and content of the data set of the training.
 
     Raises:
         UserError: `split` has another value, or the data set has no such split.
     """
     datasets = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
     user_chose_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
+    other_images = is_other_data(record, splits)
     if split is None:
-        other_images = user_chose_data and splits.fingerprint != record.get("fingerprint")
-        split = "all" if other_images and splits.split_by_opener else "test"
+        split = "all" if user_chose_data and other_images and splits.split_by_opener else "test"
     if split not in (*SPLITS, "all"):
         raise UserError(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
     if split != "all" and split not in datasets:
@@ -209,7 +209,9 @@ def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], recor
     test_set = ConcatDataset(datasets.values()) if split == "all" else datasets[split]
     count, total = len(test_set), sum(map(len, datasets.values()))
     tested_images = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
-    return replace(splits, test=test_set, about=f"tested: {tested_images}")
+    has_changed = record.get("fingerprint") and other_images and not user_chose_data
+    changed = "; the data set has changed since the training" if has_changed else ""
+    return replace(splits, test=test_set, about=f"tested: {tested_images}{changed}")
 
 
 class EvaluationJob(Job):

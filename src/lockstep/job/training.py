@@ -30,6 +30,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.config.run_length import run_length
 from lockstep.data import Splits
+from lockstep.data.streams import room_note
 from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.job import worker_setup
 from lockstep.job.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
@@ -133,7 +134,7 @@ class TrainingJob(Job):
         if config.compile:
             compile_networks(module, bool(config.layout.exact), config.speed.cuda_graphs)
         if trainer.is_global_zero:
-            provenance.write_provenance(config, splits.fingerprint, folder)
+            provenance.write_provenance(config, splits, folder)
         self.run = RunRecord(config, splits, folder, trainer, self.started)
         if self._loaded:
             self.run.metrics.update(self._loaded["lockstep"]["metrics"])  # needed if nothing is left to train
@@ -241,6 +242,7 @@ def fit_and_test(
 def _notes(config: Config, splits: Splits, module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines for the log at a run's start: what differs from an ordinary run."""
     notes = [*argument_notes(config), *resume_messages(config, splits, checkpoint)]
+    notes.append(room_note(splits, config.layout))
     notes += config.strategy.notes(resumes=bool(checkpoint))
     for extra in config.extras.values():
         notes += extra.notes(config, resumes=bool(checkpoint))

@@ -92,13 +92,14 @@ def _git(folder: Path, *command: str) -> bytes:
     return done.stdout
 
 
-def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
+def write_provenance(config: Config, splits: "Splits", folder: Path) -> None:
     """Write `provenance.json` and `git.diff`. Rank zero calls this when a run starts or continues."""
     content = {
         "command": sys.argv,
         "slurm_job": environment().slurm_job,
         "config": config.record,
-        "data_fingerprint": fingerprint,
+        "data_fingerprint": splits.fingerprint,
+        "data_content": splits.content,
         "git": git_info(),
         "untracked": untracked(project().root),
         "versions": versions(),
@@ -164,15 +165,21 @@ def check_same_on_all_ranks(config: Config, splits: Any) -> None:
     facts |= {f"the version of {name}": version for name, version in versions().items()} | {
         key: value for key, value in shared_keys.items() if key not in MACHINE_KEYS
     }
-    by_rank = gather_objects((platform.node(), facts))
-    first_name, first = by_rank[0]
-    for rank, (name, other) in enumerate(by_rank):
+    by_rank = gather_objects((platform.node(), facts, splits.content))
+    first_name, first, _ = by_rank[0]
+    for rank, (name, other, _) in enumerate(by_rank):
         for key in sorted(first.keys() | other.keys()):
             first_value, value = first.get(key, "missing"), other.get(key, "missing")
             if value != first_value:
                 raise UserError(
                     f"machines differ: {key} is {value} on {name} (rank {rank}), but {first_value} on {first_name}"
                 )
+    # Of images in a folder the content is unknown: such a machine may read the same.
+    known = [(rank, name, content) for rank, (name, _, content) in enumerate(by_rank) if content]
+    for rank, name, content in known:
+        if content != known[0][2]:
+            is_here = f"is {content[:12]} on {name} (rank {rank}), but {known[0][2][:12]} on {known[0][1]}"
+            raise UserError(f"machines differ: the SHA-256 of the data's shards {is_here}")
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:

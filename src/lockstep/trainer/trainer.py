@@ -27,7 +27,7 @@ from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable
-from lockstep.data.datasets import fingerprint
+from lockstep.data.datasets import content_of, differ, fingerprint
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
@@ -411,6 +411,7 @@ class Trainer(StepTrainer):
                 "shuffle": data.splits.shuffle,
                 "precision": self.precision,
                 "fingerprint": fingerprint(train),
+                **({"content": content} if (content := content_of([train])) else {}),
             },
         }
 
@@ -424,7 +425,11 @@ class Trainer(StepTrainer):
                 f"{type(module).__name__}.load_from_checkpoint"
             )
         must_stay = tuple(now) if now["exact"] else UNCHANGED
-        changed = [name for name in now if saved.get(name) != now[name]]
+        changed = [
+            name
+            for name in now
+            if (differ(saved.get(name), now[name]) if name == "content" else saved.get(name) != now[name])
+        ]
         for name in changed:
             if name in must_stay:
                 exact = "exact=True, and " if name not in UNCHANGED else ""

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import SAVES_OFTEN, Program, composed, forked, summary_of
+from store_servers import WebServer
+from written_shards import flip, write_folder, write_shards
 
 from lockstep.checkpoint.io import keep_step_checkpoint, save
 from lockstep.checkpoint.paths import step_checkpoints
@@ -275,3 +277,21 @@ def test_a_portable_run_comes_out_again(run_train: Program) -> None:
     code, output = verified(folder, "steps=[12]")
     assert code == 0, output
     assert "steps 1 to 12: the same bits" in output
+
+
+@pytest.mark.usefixtures("processes")
+def test_images_of_a_server_that_were_replaced_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same names and sizes. A folder's would be seen by the bits of the first step that reads them."""
+    pytest.importorskip("aiohttp", reason="the driver of http")
+    web = WebServer(write_shards(write_folder(tmp_path / "images"), tmp_path / "tar", "tar"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = ("data=shards", f"data_dir='{web.url}/{{train,test}}-{{00000..00002}}.tar'", "data.image_size=12")
+    short = ("max_steps=3", "batch_size=8", "threads=1", "accelerator=cpu", "logger=none", "data.val_fraction=0")
+    run = Program(tmp_path / "runs")(*data, *short, "extras=[ledger]", "checkpoint_every=1", "exact=true").folder
+    code, output = verified(run)
+    assert code == 0, output
+    flip(web.folder / "train-00001.tar")
+    code, output = verified(run)
+    assert code == 1, output
+    assert "ledger.jsonl: other data: the SHA-256 of their shards is " in output
+    web.stop()

@@ -12,6 +12,8 @@ from conftest import RANDOM, Program, Run, apart, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import checked, refused_with
+from store_servers import WebServer
+from written_shards import write_folder, write_shards
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.extras.rebalance.assignment import MovingAssignment, with_counts
@@ -82,6 +84,36 @@ def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(uneven: Path, tm
     done = run(uneven, tmp_path, *TASK, *MOVING, *options, early, ok=False)
     assert done.returncode == 1
     assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
+
+
+def test_pieces_move_with_the_shards_that_they_read_on_a_server(uneven: Path, tmp_path: Path) -> None:
+    """Each piece has a stream of its own, which its new rank reads on. The control has other streams."""
+    pytest.importorskip("aiohttp", reason="the driver of http")
+    images = write_folder(tmp_path / "images", (("train", 48), ("val", 6)))
+    web = WebServer(write_shards(images, tmp_path / "tar", "tar", 12))
+    names = "{train,val}-{00000..00011}.tar"
+    data = ("data=shards", f"data_dir='{web.url}/{names}'", "data.window=1", "data.image_size=14")
+    task = (*data, "batch_size=8", "pieces=8", "max_epochs=3", "checkpoint_every=4", "model=mnist_cnn", "exact=true")
+    common = ("accelerator=cpu", "threads=1", "callbacks=none", "logger=none", "model._target_=uneven.Uneven")
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    alone, control = (
+        Program(tmp_path / name, home=uneven)(*task, *common, *change, env=env)
+        for name, change in (("alone", ()), ("control", ("data.window=2",)))
+    )
+    # a limit with which shards are fetched again
+    limit = 4.5 * max(path.stat().st_size for path in web.folder.iterdir()) / (1 << 30)
+    cache = (f"data.cache={tmp_path / 'small'}", f"data.cache_gb={limit}")
+    web.sent.clear()
+    moved = Program(tmp_path / "moved", home=uneven)(
+        *task, *common, *MOVING, "devices=2", BACK_AND_FORTH, *cache, env=env
+    )
+    web.stop()
+    counts = changes(moved.folder)
+    assert any(pieces[1] <= 2 for pieces in counts), moved
+    assert any(pieces[0] < pieces[1] for pieces in counts), moved
+    assert sha(moved) == sha(alone)
+    assert sha(control) != sha(alone)
+    assert sum(web.sent.values()) > 2 * sum(path.stat().st_size for path in web.folder.glob("*.tar"))
 
 
 @pytest.mark.nightly

@@ -24,6 +24,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import locate
 from lockstep.config.schema import CACHE_KEYS
 from lockstep.data import Splits
+from lockstep.data.datasets import differ
 from lockstep.errors import UserError
 from lockstep.extras.ledger import LEDGER_FILE
 from lockstep.report.provenance import code_sha256, git_info, versions
@@ -64,6 +65,8 @@ class LedgerFile:
         # have it where its value has changed.
         self._about: dict[str, Any] = {"config": decisive_config(config), "data": splits.fingerprint}
         self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
+        if splits.content:
+            self._about["content"] = splits.content
         # the ledger line that the resumed checkpoint stores; empty: none
         self._resumed_line: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
         # the first line, if a new ledger begins
@@ -113,7 +116,9 @@ class LedgerFile:
             last_about: dict[str, Any] = next(
                 (about for line in reversed(valid_lines) if (about := parse_line(line).get("about"))), {}
             )
-            self._changed = any(last_about.get(key) != value for key, value in self._about.items() if key != "data_dir")
+            self._changed = any(
+                last_about.get(key) != value for key, value in self._about.items() if key not in ("data_dir", "content")
+            ) or differ(last_about.get("content"), self._about.get("content"))
         else:
             opening = {**self._opening, "before": None, **self._config_keys(False, {}, is_first=True)}
             valid_lines = [text_of(opening)]

@@ -15,6 +15,7 @@ from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.checkpoint.start import differences
 from lockstep.config.value_checks import PositiveInt, as_text, checker, show
+from lockstep.data.datasets import differ
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import (
     LEDGER_FILE,
@@ -166,6 +167,12 @@ def parts_of_lines(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) ->
                     f"{path}: other data: their fingerprint is {part.splits.fingerprint[:12]} in "
                     f"{part.config.data_dir}, and {data} in the ledger from step {line['since']} on"
                 )
+            if differ(part.about.get("content"), part.splits.content):
+                content = printable(part.about.get("content"))[:12]
+                raise Different(
+                    f"{path}: other data: the SHA-256 of their shards is {str(part.splits.content)[:12]} in "
+                    f"{part.config.data_dir}, and {content} in the ledger from step {line['since']} on"
+                )
             if parts:
                 print(f"note: after step {line['since']} the run changed: {changes(parts[-1], part)}")
         elif not parts:
@@ -185,7 +192,7 @@ def changes(old_part: Part, new_part: Part) -> str:
         old, new = old_part.about.get(name), new_part.about.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
             changed += differences(old, new)
-        elif old != new:
+        elif differ(old, new) if name == "content" else old != new:
             changed.append(f"another {name}")
     return printable(join_names(changed))
 

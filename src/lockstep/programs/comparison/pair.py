@@ -20,6 +20,7 @@ from lockstep.programs.common.showing import markdown
 ABSENT = "-"
 NO_RUN = "it has neither summary.json nor .hydra/config.yaml"
 OUTCOME = ("status", "error", "steps", "epochs", "samples_seen", "restarts", "metrics", "throughput", "weights_sha256")
+DATA = {"fingerprint": "data_fingerprint", "shards": "data_content"}  # facts -> keys of provenance.json
 
 Facts = dict[str, dict[str, Any]]  # section -> dotted key -> value
 
@@ -45,7 +46,7 @@ def facts(folder: Path) -> Facts:
         "versions": made.get("versions") or summary.get("versions"),
         "machine": made.get("machine"),
         "layout": summary.get("layout"),
-        "data": {"fingerprint": made["data_fingerprint"]} if "data_fingerprint" in made else None,
+        "data": {name: made[key] for name, key in DATA.items() if made.get(key)},
         "outcome": {key: summary.get(key) for key in OUTCOME if key in summary},
     }
     return {name: dict(flat(section or {})) for name, section in sections.items()}
@@ -68,6 +69,8 @@ def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 def differing_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the values of both runs for each key in which they differ."""
     pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in {**one, **other}}
+    if ABSENT in pairs.get("shards", ()):  # one run has read a folder, of which nobody knows the bytes
+        del pairs["shards"]
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

@@ -23,6 +23,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.config.instantiate import check_targets_named
 from lockstep.data import Splits
+from lockstep.data.datasets import differ
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.programs.common.training import open_without_test
 from lockstep.programs.comparison.pair import Facts, differing_values, facts, read, show
@@ -132,6 +133,11 @@ class Recorded:
             raise UserError(
                 f"{self.folder}: its data is no longer in {self.config.data_dir}: the fingerprint is "
                 f"{data.fingerprint[:12]} now, and was {str(recorded)[:12]}"
+            )
+        if differ(content := self.facts["data"].get("shards"), data.content):
+            raise UserError(
+                f"{self.folder}: its shards are no longer in {self.config.data_dir}: their SHA-256 is "
+                f"{str(data.content)[:12]} now, and was {str(content)[:12]}"
             )
         return data
 

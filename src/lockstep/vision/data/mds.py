@@ -1,4 +1,4 @@
-"""Read where the images of a shard of MosaicML's format MDS lie.
+"""Read where the images of a shard of MosaicML's format MDS lie, and write such shards.
 
 A shard begins with the number of its samples and where each begins, and a description of its columns in JSON. A sample
 begins with the sizes of its columns that have no fixed size. Nothing is unpickled: only the columns of the images and
@@ -7,7 +7,7 @@ labels are read, and their encodings must be those of an image file, a text or a
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -157,6 +157,77 @@ def decompressed(path: Path | str, source: Path) -> Any:
             return memoryview(content)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
+
+
+def size_of(encoding: str) -> int | None:
+    """Return the bytes of a value; None: not all have the same."""
+    return np.dtype(NUMBERS[encoding]).itemsize if encoding in NUMBERS else None
+
+
+def description_of(columns: Mapping[str, str], size_limit: int) -> dict[str, Any]:
+    """Return the description of a shard, as MosaicML's writer puts it into the shard and into index.json.
+
+    Args:
+        columns: the encoding of each column, by name.
+        size_limit: bytes.
+    """
+    names = sorted(columns)
+    return {
+        "version": 2,
+        "format": "mds",
+        "compression": None,
+        "hashes": [],
+        "size_limit": size_limit,
+        "column_names": names,
+        "column_encodings": [columns[name] for name in names],
+        "column_sizes": [size_of(columns[name]) for name in names],
+    }
+
+
+def write_mds(
+    file: IO[bytes], columns: Mapping[str, str], size_limit: int, count: int, samples: Iterable[Mapping[str, bytes]]
+) -> None:
+    """Write a shard into an empty file, with the bytes of MosaicML's writer.
+
+    Args:
+        file: a file in which one can go back.
+        columns, size_limit: see `description_of`.
+        count: of the samples.
+        samples: the encoded value of each column, by name.
+
+    Raises:
+        UserError: The samples take 4 GiB or more.
+    """
+    description = json.dumps(description_of(columns, size_limit), sort_keys=True).encode()
+    starts = [4 + 4 * (count + 1) + len(description)]
+    file.seek(starts[0])
+    for sample in samples:
+        values = {name: sample[name] for name in sorted(columns)}
+        sizes = [len(value) for name, value in values.items() if columns[name] not in NUMBERS]
+        starts.append(starts[-1] + file.write(struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(values.values())))
+    if starts[-1] >= MOST_BYTES:
+        raise UserError(f"an MDS shard of {starts[-1]:,} bytes: must have less than 4 GiB: write smaller shards")
+    file.seek(0)
+    file.write(struct.pack("<I", count) + np.array(starts, "<u4").tobytes() + description)
+
+
+def index_of(columns: Mapping[str, str], size_limit: int, shards: Mapping[str, tuple[int, int]]) -> bytes:
+    """Return the file index.json of a folder.
+
+    Args:
+        columns, size_limit: see `description_of`.
+        shards: size in bytes and number of samples of each shard, by name.
+    """
+    described = [
+        {
+            **description_of(columns, size_limit),
+            "raw_data": {"basename": name, "bytes": size, "hashes": {}},
+            "samples": samples,
+            "zip_data": None,
+        }
+        for name, (size, samples) in shards.items()
+    ]
+    return json.dumps({"version": 2, "shards": described}, sort_keys=True).encode()
 
 
 def names_in(description: bytes | None, fault: Callable[[str], UserError]) -> list[str]:

@@ -107,6 +107,10 @@ class RemoteImages(LabelledFiles):
         """Return what this rank's processes have fetched; see `lockstep.data.streams.fetch_counts`."""
         return self.cache.counters.of_rank()
 
+    def room_note(self, pieces: int, window: int) -> str:
+        """See `lockstep.data.streams.room_note`."""
+        return self.cache.room_note(pieces, window)
+
     def will_need(self, step: int, needs: Sequence[ShardNeed]) -> None:
         """See `lockstep.data.streams.ReadsAhead`."""
         self.cache.will_need(step, needs)

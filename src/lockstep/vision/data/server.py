@@ -4,6 +4,8 @@ fsspec keeps threads, and its file systems can't be used after a fork. So a `Ser
 that reads, when it first reads.
 """
 
+import base64
+import contextlib
 import logging
 import os
 import random
@@ -38,7 +40,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0  # seconds before another try
 PERMANENT_TRIES = 3  # of an object that is missing or forbidden
 # What a server says of an object's version, in order of preference.
 VERSIONS = (
-    *("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "blob_id", "LastModified", "last_modified", "updated"),
+    *("ETag", "etag", "Content-MD5", "Digest", "blob_id", "LastModified", "last_modified", "updated"),
     *("Last-Modified", "mtime", "created"),
 )
 Result = TypeVar("Result")
@@ -251,10 +253,23 @@ def called(fs: Any, method: str, *arguments: Any, timeout: float | None = None, 
 
 
 def stat_of(info: Any) -> Stat:
-    """Return the size and version in fsspec's description of an object."""
+    """Return the size and version in fsspec's description of an object.
+
+    The version is the MD5 in hex where the server states it: S3 as the ETag, GCS and Azure beside an ETag that is
+    something else.
+    """
     size = info.get("size")
-    version = next((info[key] for key in VERSIONS if info.get(key)), "")
+    version = md5_beside(info) or next((info[key] for key in VERSIONS if info.get(key)), "")
     return (-1 if size is None else int(size)), str(version).strip('"')
+
+
+def md5_beside(info: Any) -> str:
+    """Return the MD5 in hex that GCS (in base64) or Azure (as bytes) states; an empty text if there is none."""
+    value = info.get("md5Hash") or (info.get("content_settings") or {}).get("content_md5")
+    with contextlib.suppress(TypeError, ValueError):
+        md5 = base64.b64decode(value, validate=True) if isinstance(value, str) else bytes(value or b"")
+        return md5.hex() if len(md5) == 16 else ""
+    return ""
 
 
 def causes(error: BaseException) -> list[BaseException]:

@@ -37,6 +37,9 @@ THREADS = 4  # of a process, that fetch ahead
 FIRST_AHEAD, MOST_AHEAD = 4, 64  # shards
 GIB = 1 << 30
 LEFT_FREE = 0.05  # of the disk, without a limit
+SPARE = 0.02  # of the cache, that is removed beyond what is needed
+ROOM = "room.lock"  # the file with the size of the cache; whoever makes room locks it
+COUNT_AGAIN = 600  # seconds, after which the files of the cache are counted again
 # The time of change, in ns, of files that were checked and not touched since. It is an even number of
 # seconds after 1980, since some file systems keep no other.
 WHOLE = 1_000_000_000 * 10**9
@@ -112,6 +115,40 @@ class Counters:
         values = np.frombuffer(self.memory, np.int64).reshape(RANKS, WORKERS, len(COUNTS))
         sums = values[environment().rank % RANKS].sum(axis=0)
         return dict(zip(COUNTS, sums.tolist(), strict=True))
+
+
+class Size(NamedTuple):
+    """The size of a cache, as its file ROOM states it. Processes that fetch add to it, so few need to count files.
+
+    Attributes:
+        total: bytes of all files.
+        counted: when the files were counted, in seconds.
+    """
+
+    total: int
+    counted: int
+
+    @classmethod
+    def recorded(cls, file: IO[bytes]) -> "Size | None":
+        """Return what a file states; None: nothing, or the files were counted so long ago that it may be wrong.
+
+        Users remove files, and a process may be killed before it makes its note.
+        """
+        match = re.fullmatch(rb"(\d+) (\d+)\n", file.read(100))
+        made = cls(*map(int, match.groups())) if match else cls(0, 0)
+        return made if 0 <= time.time() - made.counted < COUNT_AGAIN else None
+
+    def record(self, file: IO[bytes]) -> None:
+        """Write it to a file, which all users may write, since each of them has to add to it."""
+        if not file.writable():
+            return
+        with contextlib.suppress(OSError):
+            os.fchmod(file.fileno(), 0o666)  # the umask has taken something
+        with contextlib.suppress(OSError):
+            file.seek(0)
+            file.write(f"{max(0, self.total)} {self.counted}\n".encode())
+            file.truncate()
+            file.flush()
 
 
 class _OfProcess:
@@ -266,6 +303,21 @@ class ShardCache:
         return file
 
     # --- fetching ahead ---
+
+    def room_note(self, pieces: int, window: int) -> str:
+        """Return a line if the limit is below what some pieces read at the same time; else an empty text.
+
+        Where pieces begin a window, their processes still read the one before. With room for one window each, shards
+        were fetched 2.5 times in a trial, with room for two of them once.
+        """
+        if self.gigabytes is None or self.table is None:
+            return ""
+        needed = int(np.sort(self.table.cached_bytes)[-2 * pieces * window :].sum()) / GIB
+        if needed <= self.gigabytes:
+            return ""
+        of = f"the shards that the pieces of a machine ({pieces}) read at a time, and the next ones"
+        right = "give as much, or shards are fetched again and again"
+        return f"data.cache_gb={self.gigabytes:g}: {of}, take up to {needed:.3g} GB: {right}"
 
     def will_need(self, step: int, needs: Sequence[ShardNeed]) -> None:
         """Fetch shards in the background, in the order of `needs`; see `lockstep.data.streams.ReadsAhead`."""
@@ -435,6 +487,7 @@ class ShardCache:
                         self.counters.add("fetched")
                         if packed:
                             part.unlink(missing_ok=True)
+                        self._note_change(known.cached_bytes - reserved_by(str(part)))
                         return known
                 except UserError:
                     if is_new or is_last:
@@ -493,17 +546,11 @@ class ShardCache:
 
     # --- room ---
 
-    def _limit(self) -> float:
-        if self.gigabytes is not None:
-            return self.gigabytes * GIB
-        disk = shutil.disk_usage(self.folder)
-        return self._used() + disk.free - LEFT_FREE * disk.total
-
-    def _used(self) -> int:
-        return sum(max(size, reserved_by(path)) for path, size, _ in self._cached_files())
-
     def _cached_files(self) -> list[tuple[str, int, int]]:
-        """Return path, size and time of the last use of each file of the cache."""
+        """Return path, size and time of the last use of each file of the cache.
+
+        The size of a temporary file is what it will have at its end.
+        """
         files = []
         folders = [self.folder]
         while folders:
@@ -514,36 +561,67 @@ class ShardCache:
                             folders.append(Path(entry.path))
                         elif len(entry.name) >= 64 and entry.is_file(follow_symlinks=False):
                             stat = entry.stat(follow_symlinks=False)
-                            files.append((entry.path, stat.st_size, stat.st_atime_ns))
+                            size = max(stat.st_size, reserved_by(entry.path))
+                            files.append((entry.path, size, stat.st_atime_ns))
         return files
 
     def _make_room(self, part: Path, distance: int | None) -> bool:
         """Remove shards until the cache is within its limit. Return False if it can't be without needed ones.
 
         Shards that no process lists go first, those used longest ago before others; then those that are needed last.
+        The files are counted only if there is no room. Of those that no process lists a few more are removed then, so
+        that the next fetches find room.
+
+        Args:
+            part: the temporary file of the shard that is to be fetched.
+            distance: see `_fetch`.
         """
-        if self.gigabytes is None:  # as long as the disk is not full, the files need not be counted
-            disk = shutil.disk_usage(self.folder)
-            if disk.free - reserved_by(str(part)) > LEFT_FREE * disk.total:
+        reserved = reserved_by(str(part))
+        with locked(self.folder / ROOM) as file:
+            before = Size.recorded(file)
+            size = None if before is None else before._replace(total=before.total + reserved)
+            excess = self._excess(size, reserved)
+            if excess is not None and excess <= 0:
+                if size is not None:
+                    size.record(file)
                 return True
-        with locked(self.folder / "room.lock"):
-            excess = self._used() - self._limit()
-            if excess <= 0:
-                return True
-            for path, size, uses in self._in_order_of_removal():
-                if distance is not None and uses <= distance:
+            files = self._in_order_of_removal()
+            size = Size(sum(each for _, each, _ in files), int(time.time()))
+            excess = self._excess(size, reserved) or 0.0
+            total = size.total
+            spare = SPARE * total if excess > 0 else 0.0
+            for path, its_size, uses in files:
+                if excess <= (-spare if uses == NEVER else 0) or (distance is not None and uses <= distance):
                     break
-                if path == str(part) or not removed(path):
-                    continue
-                excess -= max(size, reserved_by(path))
-                if excess <= 0:
-                    return True
-            return distance is None
+                if path != str(part) and removed(path):
+                    excess, total = excess - its_size, total - its_size
+            has_room = excess <= 0 or distance is None
+            size._replace(total=total if has_room else total - reserved).record(file)
+            return has_room
+
+    def _note_change(self, change: int) -> None:
+        """Add to the size of the cache that is recorded, if one is."""
+        if change:
+            with locked(self.folder / ROOM) as file:
+                if (size := Size.recorded(file)) is not None:
+                    size._replace(total=size.total + change).record(file)
+
+    def _excess(self, size: Size | None, reserved: int) -> float | None:
+        """Return by how many bytes the cache is above its limit; None: unknown.
+
+        Args:
+            size: of the cache, with the shard that is to be fetched; None: unknown.
+            reserved: for that shard, which is not on the disk yet.
+        """
+        if self.gigabytes is not None:
+            return None if size is None else size.total - self.gigabytes * GIB
+        disk = shutil.disk_usage(self.folder)  # as long as it is not full, the files need not be counted
+        return LEFT_FREE * disk.total + reserved - disk.free
 
     def _remove_unneeded(self, size: int) -> bool:
         """Remove shards that no process lists, up to a size. Return whether there was one."""
         is_freed = False
-        with locked(self.folder / "room.lock"):
+        with locked(self.folder / ROOM):
             for path, its_size, uses in self._in_order_of_removal():
                 if size <= 0 or uses != NEVER:
                     break
