@@ -108,6 +108,12 @@ class ChangesWeightsBeforeTheStep(Classifier):
                 parameter.mul_(0.9)
 
 
+class StepsTwice(Classifier):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step(closure=lambda: None)
+
+
 class Ascends(torch.optim.SGD):
     """Computes the gradient of weights that it has moved, and calls its closure twice for it."""
 
@@ -266,6 +272,7 @@ REFUSED: dict[type[Classifier], tuple[str, str]] = {
     ClipsByItself: ("sgd", "ClipsByItself, a callback or the optimizer computes with parts of gradients or weights ("),
     Penalizes: ("sgd", "training_step uses net.blocks."),
     TrainsSomethingElse: ("sgd", "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the"),
+    StepsTwice: ("muon", "Muon steps twice with one gradient, of which its owners have no more copies: step once"),
     MovesInside: (
         "sgd",
         "net.blocks.0.attention.in_proj_weight was cut within trainer.strategy.whole_weights(), or in",

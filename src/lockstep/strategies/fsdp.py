@@ -803,6 +803,12 @@ class FullySharded(DistributedDataParallel):
                 f"parts of gradients or weights ({first_line(error)}): take a norm by trainer.strategy.gradient_norm, "
                 "clip by gradient_clip_val="
             ) from error
+        owned = [each for each in self._of_optimizer.values() if each.owner is not None]
+        if not self._given and any(each.tensor.grad is not None for each in owned):
+            raise UserError(
+                f"strategy=fsdp: {type(optimizer).__name__} steps twice with one gradient, of which its owners have no "
+                "more copies: step once"
+            )
         self._check_sums()
         self._free_gathered()  # a hook may have gathered the weights of before the step
         self._send_from_owners()
@@ -813,7 +819,7 @@ class FullySharded(DistributedDataParallel):
 
     def _send_from_owners(self) -> None:
         """Send the weights that owners have to all processes, and free the owners'."""
-        sent, self._given = self._given, []
+        sent, self._given, self._sums = self._given, [], torch.zeros(0)
         for given in sent:
             if not given.is_copy:
                 continue
