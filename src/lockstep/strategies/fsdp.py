@@ -62,7 +62,7 @@ BY_ELEMENT = {
 BY_TENSOR = {torch.optim.Adafactor, getattr(torch.optim, "Muon", torch.optim.Adafactor)}
 
 
-class Given(NamedTuple):
+class SentGradient(NamedTuple):
     """A gradient that an optimizer has got for its next step.
 
     Attributes:
@@ -182,7 +182,7 @@ class FullySharded(DistributedDataParallel):
         self._depth = 0  # of contexts in which all weights are gathered
         self._evaluation = ExitStack()
         self._in_backward = False  # whether a backward pass runs
-        self._given: list[Given] = []  # of this step
+        self._sent: list[SentGradient] = []  # of this step
         self._sums = torch.zeros(0)  # of the gradients and weights of which owners have copies
         # the module's parameters before they were cut, by id; what was made before may have them
         self._before: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
@@ -433,10 +433,10 @@ class FullySharded(DistributedDataParallel):
             yield
             return
         if not self._depth:
-            for given in self._given:
-                if given.is_copy:  # which the optimizer may have changed
-                    self._check_weights(given)
-                    self._send_parts(given.parameter)
+            for sent in self._sent:
+                if sent.is_copy:  # which the optimizer may have changed
+                    self._check_weights(sent)
+                    self._send_parts(sent.parameter)
             self._keep_gathered(True, True)
             self._gather()
         self._depth += 1
@@ -450,7 +450,7 @@ class FullySharded(DistributedDataParallel):
                 self._free_gathered()
                 self._keep_gathered(not self._reshard, not self._reshard)
         if not self._depth:
-            self._given = [self._with_new_weights(given) if given.is_copy else given for given in self._given]
+            self._sent = [self._with_new_weights(sent) if sent.is_copy else sent for sent in self._sent]
             self._sums = self._sums_of_copied()
 
     def _gather(self) -> None:
@@ -638,7 +638,7 @@ class FullySharded(DistributedDataParallel):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers, and give them this process's parts."""
         super().setup_optimizers(trainer)
-        self._of_optimizer, self._given = {}, []
+        self._of_optimizer, self._sent = {}, []
         for parameter in self.sharded.values():
             parameter.owner = parameter.of_optimizer = None
         for optimizer in self.optimizers:
@@ -697,24 +697,24 @@ class FullySharded(DistributedDataParallel):
 
     def give_gradients(self) -> None:
         """Give the optimizer the gradients of the sharded parameters. Every process calls this."""
-        self._given = []
+        self._sent = []
         for parameter in self._of_optimizer.values():
             gradient = parameter.tensor.grad
-            given = Given(parameter, gradient)
-            if given.is_copy:
+            sent = SentGradient(parameter, gradient)
+            if sent.is_copy:
                 whole = self.gathered(parameter, gradient.to_local(), parameter.owner or 0)
-                given = self._with_new_weights(given)
+                sent = self._with_new_weights(sent)
             else:
                 whole = None if gradient is None else gradient.to_local()
             if parameter.owner in (None, self.global_rank):
                 parameter.of_optimizer.grad = whole
-            self._given.append(given)
+            self._sent.append(sent)
         self._sums = self._sums_of_copied()
 
     @torch.no_grad()
-    def _with_new_weights(self, given: Given) -> Given:
+    def _with_new_weights(self, sent: SentGradient) -> SentGradient:
         """Give the owner of a parameter its weights. Every process calls this."""
-        parameter = given.parameter
+        parameter = sent.parameter
         weights = self.gathered(parameter, parameter.local, parameter.owner or 0)
         if weights is not None:
             of_optimizer = parameter.of_optimizer
@@ -722,7 +722,7 @@ class FullySharded(DistributedDataParallel):
                 of_optimizer.copy_(weights)
             else:
                 of_optimizer.data = weights
-        return given._replace(versions=_versions(parameter))
+        return sent._replace(versions=_versions(parameter))
 
     def take_assigned_gradients(self) -> None:
         """Give the optimizer what hooks have assigned to the gradients of the module's parameters.
@@ -730,11 +730,11 @@ class FullySharded(DistributedDataParallel):
         Raises:
             UserError: it can't be given.
         """
-        for number, given in enumerate(self._given):
-            parameter, gradient = given.parameter, given.parameter.tensor.grad
+        for number, sent in enumerate(self._sent):
+            parameter, gradient = sent.parameter, sent.parameter.tensor.grad
             name, of_optimizer = parameter.name, parameter.of_optimizer
-            self._check_weights(given)
-            if gradient is given.gradient and not (given.is_copy and _versions(parameter) != given.versions):
+            self._check_weights(sent)
+            if gradient is sent.gradient and not (sent.is_copy and _versions(parameter) != sent.versions):
                 continue
             if gradient is not None:
                 if parameter.owner is not None:
@@ -744,26 +744,26 @@ class FullySharded(DistributedDataParallel):
                         f"strategy=fsdp: a hook has set the gradient of {name} to a tensor that is not cut as {name} "
                         "is: compute it from the gradient, element by element"
                     )
-                if _address(of_optimizer.grad) != _address(self.local_part(given.gradient)):
+                if _address(of_optimizer.grad) != _address(self.local_part(sent.gradient)):
                     raise UserError(
                         f"strategy=fsdp: hooks have set the gradient of {name} both in the module and in "
                         "optimizer.param_groups: set one of them"
                     )
             of_optimizer.grad = None if gradient is None else gradient.to_local()
-            self._given[number] = given._replace(gradient=gradient) if parameter.owner is None else given
+            self._sent[number] = sent._replace(gradient=gradient) if parameter.owner is None else sent
 
-    def _check_weights(self, given: Given) -> None:
+    def _check_weights(self, sent: SentGradient) -> None:
         """Check that nobody has changed the weights of which an owner has a copy.
 
         Raises:
             UserError: a hook has.
         """
-        if given.is_copy and _versions(given.parameter)[2:] != given.versions[2:]:
-            raise self._changed("weights", given.parameter)
+        if sent.is_copy and _versions(sent.parameter)[2:] != sent.versions[2:]:
+            raise self._changed("weights", sent.parameter)
 
     def _sums_of_copied(self) -> Tensor:
         """Return the sums of this process's parts of the gradients and weights of which owners have copies."""
-        copied = [given for given in self._given if given.is_copy]
+        copied = [sent for sent in self._sent if sent.is_copy]
         parts = [part.detach() for each in copied for part in (each.gradient.to_local(), each.parameter.local)]
         return torch.stack([part.sum(dtype=torch.float64) for part in parts]) if parts else torch.zeros(0)
 
@@ -777,8 +777,8 @@ class FullySharded(DistributedDataParallel):
         if torch.equal(sums.nan_to_num(), self._sums.nan_to_num()):
             return
         number = int((sums.nan_to_num() != self._sums.nan_to_num()).nonzero()[0])
-        given = [given for given in self._given if given.is_copy][number // 2]
-        raise self._changed("weights" if number % 2 else "gradient", given.parameter)
+        sent = [sent for sent in self._sent if sent.is_copy][number // 2]
+        raise self._changed("weights" if number % 2 else "gradient", sent.parameter)
 
     def _changed(self, what: str, parameter: ShardedParameter) -> UserError:
         right = "change gradients of optimizer.param_groups"
@@ -804,7 +804,7 @@ class FullySharded(DistributedDataParallel):
                 "clip by gradient_clip_val="
             ) from error
         owned = [each for each in self._of_optimizer.values() if each.owner is not None]
-        if not self._given and any(each.tensor.grad is not None for each in owned):
+        if not self._sent and any(each.tensor.grad is not None for each in owned):
             raise UserError(
                 f"strategy=fsdp: {type(optimizer).__name__} steps twice with one gradient, of which its owners have no "
                 "more copies: step once"
@@ -819,12 +819,12 @@ class FullySharded(DistributedDataParallel):
 
     def _send_from_owners(self) -> None:
         """Send the weights that owners have to all processes, and free the owners'."""
-        sent, self._given, self._sums = self._given, [], torch.zeros(0)
-        for given in sent:
-            if not given.is_copy:
+        gradients, self._sent, self._sums = self._sent, [], torch.zeros(0)
+        for sent in gradients:
+            if not sent.is_copy:
                 continue
-            parameter = given.parameter
-            self._check_weights(given)
+            parameter = sent.parameter
+            self._check_weights(sent)
             self._send_parts(parameter)
             if parameter.of_optimizer.numel():
                 parameter.of_optimizer.data = parameter.local.new_empty(0)
@@ -856,7 +856,7 @@ class FullySharded(DistributedDataParallel):
         It is the norm of the gradients that the optimizer has got, as hooks have changed them.
         """
         self.take_assigned_gradients()
-        copied = {id(given.parameter) for given in self._given if given.is_copy}
+        copied = {id(sent.parameter) for sent in self._sent if sent.is_copy}
         # One column for each parameter: its gradient's norm, and 1 if it has a gradient.
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         squares = torch.zeros(len(parameters), dtype=torch.bool, device=self.root_device)
