@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stem": ("stem", "sgd", {}),
     "small": ("small", "sgd", {}),
     "vit uneven": ("vit", "sgd", {"pieces": 4}),
+    "convolutions ema": ("convolutions", "sgd", {"callbacks": EMA}),
     "convolutions": ("convolutions", "sgd", {"gradient_clip_val": 0.1}),
     "tied": ("tied", "adamw", {}),
     "frozen": ("frozen", "sgd", {}),

@@ -121,6 +121,7 @@ SIDES: dict[str, tuple[int, Any]] = {
         pytest.param("convolutions", "one", "fsdp 2", marks=pytest.mark.nightly),
         ("vit adamw", "parts 2", "one"),
         ("convolutions", "parts 3", "parts 2"),
+        ("convolutions ema", "parts 2", "one"),
         pytest.param("vit adamw", "one", "parts 3", marks=pytest.mark.nightly),
         pytest.param("vit muon clipped", "parts 3", "ddp 2", marks=pytest.mark.nightly),
         pytest.param("vit muon clipped", "parts 2", "fsdp 3", marks=pytest.mark.nightly),

@@ -150,7 +150,10 @@ def test_shards_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "which is n" in message(whole.replace(old, new))
     shard.write_bytes(whole)
     shard.rename(folder / "train" / "shard.00001.mds.gz")
-    assert "shard.00001.mds.gz is compressed: unpack it" in refusal_of(opened, folder)
+    assert (
+        "shard.00001.mds: the index.json beside it names it: copy it, unpacked"
+        in refusal_of(opened, folder)
+    )
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "need pyarrow: pip install pyarrow" in refusal_of(
         opened, Path(shutil.copytree(SHARDS / "zstd", tmp_path / "z"))
@@ -226,6 +229,13 @@ def test_shards_in_two_forms_or_of_an_earlier_data_set_are_refused(tmp_path: Pat
     line = refusal_of(opened, place(folder), **BY_PLACE)
     assert "/train/shard.00007.mds: the index.json beside it does not name it: remove one of them" in line
     (train / "shard.00007.mds").unlink()
+    (train / "shard.00000.mds.zstd").rename(tmp_path / "shard.00000.mds.zstd")  # as a copy that was cut leaves it
+    if place is in_memory:
+        for name in ("shard.00000.mds.zstd", "shard.00007.mds"):
+            pytest.importorskip("fsspec").filesystem("memory").rm(place(folder) + f"/train/{name}")
+    line = refusal_of(opened, place(folder), **BY_PLACE)
+    assert "/train/shard.00000.mds: the index.json beside it names it: copy it, unpacked" in line
+    shutil.move(tmp_path / "shard.00000.mds.zstd", train)
     raw = copied("raw", tmp_path)
     shutil.copy(train / "index.json", raw / "train")  # it names compressed shards, which were unpacked
     assert count(place(raw)) == 6

@@ -185,13 +185,18 @@ def remove_unused_parts(folder: Path) -> None:
     if not (unused := {each.name for each in folders if each.is_dir()}):
         return
     for file in folder.iterdir():
-        if file.is_file() and zipfile.is_zipfile(file):
-            try:
-                content = load_plain(file, file, mapped=True)
-            except CheckpointError:
-                return  # nobody knows which parts it needs
-            if isinstance(content, dict) and isinstance(index := content.get(INDEX), dict):
-                unused.discard(index.get("folder"))
+        if not file.is_file():
+            continue
+        try:
+            with open(file, "rb") as opened:
+                is_zipfile = zipfile.is_zipfile(opened)
+            if not is_zipfile and file.suffix != ".ckpt":
+                continue
+            content = load_plain(file, file, mapped=True)
+        except (CheckpointError, OSError):
+            return  # nobody knows which parts it needs
+        if isinstance(content, dict) and isinstance(index := content.get(INDEX), dict):
+            unused -= {each for each in [index.get("folder")] if isinstance(each, str)}
     for name in unused:
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -431,7 +436,8 @@ class AtomicCheckpointIO(CheckpointIO):
         try:
             index = write_parts(folder, parts, self._group_of_parts)
         except Exception:
-            shutil.rmtree(folder, ignore_errors=True)
+            if content is not None:  # this is rank zero; another rank must not remove what it may publish
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         if content is not None:
             checkpoint, wait_for_content = content

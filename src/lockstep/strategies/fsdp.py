@@ -953,7 +953,7 @@ class FullySharded(DistributedDataParallel):
         state = checkpoint["state_dict"]
         for name, parameter in self._by_name.items():  # an average, which each process has whole
             if _has_shape(value := state.get(name), parameter.shape) and not value.is_meta:
-                part = parameter.parts(value)[self.global_rank]
+                part = parameter.in_tensor_order(parameter.parts(value)[self.global_rank])
                 state[name] = self._stand_in(Part(part.contiguous(), parameter.offsets, tuple(parameter.shape)))
         places = {path: id(value) for path, *_, value in tensors_in(checkpoint) if id(value) in self._parts}
         io: Any = self.checkpoint_io

@@ -253,7 +253,7 @@ def names_in(description: bytes | None, fault: Callable[[str], UserError]) -> li
 def check_named(
     folder: str, shards: Sequence[str], description: bytes | None, fault: Callable[[str], UserError]
 ) -> None:
-    """Refuse MDS shards that the index.json beside them does not name, such as those of an earlier data set.
+    """Refuse MDS shards other than those that the index.json beside them names: strange ones, and a cut copy.
 
     Args:
         folder: of the shards, for messages.
@@ -266,6 +266,10 @@ def check_named(
     named = {name.removesuffix(".zstd") for name in names_in(description, fault)}
     if others := [name for name in shards if name.removesuffix(".zstd") not in named]:
         raise UserError(f"{folder}/{others[0]}: the index.json beside it does not name it: remove one of them")
+    if missing := sorted(named - {name.removesuffix(".zstd") for name in shards}):
+        raise UserError(
+            f"{folder}/{missing[0]}: the index.json beside it names it: copy it, unpacked"
+        )
 
 
 def mds_by_folder(shards: Iterable[str]) -> dict[str, list[str]]:

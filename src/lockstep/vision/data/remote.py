@@ -109,7 +109,7 @@ class Remote:
                 if SHARD.search(path) and not any(each.startswith(".") for each in path.split("/"))
             }
             for folder, names in mds_by_folder(shards).items():
-                if f"{folder}index.json" in files:
+                if f"{folder}index.json" in files and not may_be_empty:  # a writer replaces it at the end
                     where = f"{self.server.url}/{folder}"
                     check_named(where.rstrip("/"), names, self._description(folder), _fault_in(where))
             return shards
