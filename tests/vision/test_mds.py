@@ -150,10 +150,7 @@ def test_shards_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "which is n" in message(whole.replace(old, new))
     shard.write_bytes(whole)
     shard.rename(folder / "train" / "shard.00001.mds.gz")
-    assert (
-        "shard.00001.mds: the index.json beside it names it: copy it, unpacked"
-        in refusal_of(opened, folder)
-    )
+    assert "shard.00001.mds: the index.json beside it names it: copy it, unpacked" in refusal_of(opened, folder)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "need pyarrow: pip install pyarrow" in refusal_of(
         opened, Path(shutil.copytree(SHARDS / "zstd", tmp_path / "z"))

@@ -267,9 +267,7 @@ def check_named(
     if others := [name for name in shards if name.removesuffix(".zstd") not in named]:
         raise UserError(f"{folder}/{others[0]}: the index.json beside it does not name it: remove one of them")
     if missing := sorted(named - {name.removesuffix(".zstd") for name in shards}):
-        raise UserError(
-            f"{folder}/{missing[0]}: the index.json beside it names it: copy it, unpacked"
-        )
+        raise UserError(f"{folder}/{missing[0]}: the index.json beside it names it: copy it, unpacked")
 
 
 def mds_by_folder(shards: Iterable[str]) -> dict[str, list[str]]:
