@@ -218,10 +218,8 @@ def finite_if_all_are(gradients: Sequence[Tensor], exactly: bool = False) -> Ten
     """
     parts = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in gradients]
     parts = [part for part in parts if part.numel()] or [torch.zeros(1, device=gradients[0].device)]
-    device = next((part.device for part in parts if part.device.type != "cpu"), None)
-    if exactly or device is not None:
-        norms = torch._foreach_norm(parts, math.inf)
-        return torch.stack([norm.to(device or norm.device) for norm in norms]).max()  # parts may be offloaded
+    if exactly or parts[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(parts, math.inf)).max()
     return torch.stack([part.sum() for part in parts]).sum()
 
 
