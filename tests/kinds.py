@@ -20,6 +20,7 @@ import multiprocessing.util
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -44,7 +45,7 @@ STARTS = {
     *("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "os.spawn"),
     "lockstep.start",  # of ours, for what raises none of these: see `forks.Fork` and below
 }
-LISTENS = "socket.bind"
+LISTENS = "lockstep.listen"  # of ours: to bind is not enough, urllib3 does so to see whether there is IPv6
 
 
 class NotQuick(AssertionError):
@@ -132,7 +133,14 @@ def _spawn(*arguments: Any) -> int:
     return SPAWN(*arguments)
 
 
+def _listen(self: socket.socket, *arguments: Any) -> None:
+    sys.audit(LISTENS, self)
+    LISTEN(self, *arguments)
+
+
 sys.addaudithook(_audit)
+LISTEN = socket.socket.listen
+socket.socket.listen = _listen  # type: ignore[assignment,method-assign]
 SPAWN = multiprocessing.util.spawnv_passfds
 multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment] # it raises no event
 
