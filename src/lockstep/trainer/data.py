@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
-from lockstep.data.datasets import SampleSets, checked_weights, content_of, differ, fingerprint
+from lockstep.data.datasets import SampleSets, checked_weights, content_of, fingerprint
 from lockstep.data.loader_sets import LoaderSet, refuse_transfers, set_of_loader
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
@@ -182,12 +182,10 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
     """Check that all ranks have data sets of the same sizes, with the same parts of a `Subset`."""
     local = {part: (len(each.dataset), fingerprint(each.dataset)) for part, each in sets.items()}
     contents = {part: content_of([each.dataset]) for part, each in sets.items()}
-    others = [
-        each
-        for each, its_contents in gather_objects((local, contents))
-        if each != local or any(differ(contents[part], its_contents[part]) for part in sets)
-    ]
-    if others:
+    by_rank = gather_objects((local, contents))
+    # Of a folder the content is unknown. All ranks compare the known ones, so that all raise the error.
+    known = [{its.get(part) for _, its in by_rank} - {None} for part in sets]
+    if any(each != local for each, _ in by_rank) or any(len(each) > 1 for each in known):
         raise UserError(
             f"trainer.{stage}: the ranks have different data sets: each must have all samples, since Lockstep "
             "divides them"
