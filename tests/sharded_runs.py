@@ -192,6 +192,17 @@ def samples(number: int = SAMPLES, broken: int | None = None) -> TensorDataset:
     return TensorDataset(x, torch.arange(number) % 3)
 
 
+def trainer_on(strategy: Any, folder: Path | str, **options: Any) -> lockstep.Trainer:
+    """Return a Trainer that prints nothing; `options` are further arguments of it."""
+    chosen: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return lockstep.Trainer(strategy=strategy, default_root_dir=folder, **{**chosen, **options})
+
+
 def train(
     folder: Path | str,
     strategy: Any,
@@ -209,15 +220,7 @@ def train(
     if callbacks := options.pop("callbacks", None):
         options["callbacks"] = [callbacks()]
     chosen: dict[str, Any] = {"pieces": 6, "exact": True, "max_epochs": 2, **options}
-    trainer = lockstep.Trainer(
-        strategy=strategy,
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **chosen,
-    )
+    trainer = trainer_on(strategy, folder, **chosen)
     module = kind(net, optimizer)
     loaders = DataLoader(samples(broken=broken), batch_size=BATCH, shuffle=True), DataLoader(samples(5), batch_size=1)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)

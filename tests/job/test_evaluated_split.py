@@ -42,7 +42,7 @@ def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("servers")
-def test_a_server_whose_images_were_replaced_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_images_of_a_server_are_split_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By images of the same names and sizes; those in a folder are known by names and sizes alone."""
     pytest.importorskip("aiohttp", reason="the driver of http")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sharded_runs import CASES, Classifier, ViT, samples, train
+from sharded_runs import CASES, Classifier, ViT, samples, train, trainer_on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -444,16 +444,7 @@ def saved_by_callbacks(folder: Path) -> str:
     """Fit with a ModelCheckpoint that keeps two files, save once more, and test the best one."""
     torch.set_num_threads(1)
     keeps = ModelCheckpoint(folder / "mine", "{step}", monitor="val_loss", save_top_k=2)
-    trainer = lockstep.Trainer(
-        strategy=FSDP(checkpoint="sharded"),
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=4,
-        callbacks=[keeps],
-    )
+    trainer = trainer_on(FSDP(checkpoint="sharded"), folder, max_epochs=4, callbacks=[keeps])
     module = Classifier("vit", "adamw")
     trainer.fit(module, DataLoader(samples(), batch_size=12), DataLoader(samples(5), batch_size=1))
     trainer.save_checkpoint(folder / "after" / "end.ckpt")

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from sharded_runs import BATCH, Classifier, samples, train
+from sharded_runs import BATCH, Classifier, samples, train, trainer_on
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -55,13 +55,11 @@ def fit_and_test(folder: Path, strategy: Any) -> tuple[str, bool, list[float]]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = Example("vit", "adamw")
-    trainer = lockstep.Trainer(
-        strategy=strategy,
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
+    trainer = trainer_on(
+        strategy,
+        folder,
         enable_checkpointing=False,
+        enable_model_summary=True,
         pieces=6,
         exact=True,
         max_epochs=1,

@@ -275,17 +275,19 @@ class FullySharded(DistributedDataParallel):
         """Move to the device what `fully_shard` has left where it was: whole parameters, metrics, buffers."""
         if not self._offload:
             self.lightning_module.to(self.root_device)
-        for whole in self._replicated:
-            whole.data = whole.data.to(self.root_device)
+        else:  # parts stay in the host's memory
+            for parameter in self._replicated:
+                parameter.data = parameter.data.to(self.root_device)
+            for layer in self.lightning_module.modules():
+                for name, buffer in layer.named_buffers(recurse=False):
+                    layer._buffers[name] = buffer.to(self.root_device)
         for layer in self.lightning_module.modules():
-            for name, buffer in layer.named_buffers(recurse=False):
-                layer._buffers[name] = buffer.to(self.root_device)
             if isinstance(layer, Metric):
                 layer.to(self.root_device)
         # A module that moves to another device gets new parameters. Lightning moves it to the host after a fit.
         for unit, message in self._messages:
-            for parameter, tensor in zip(message.parameters, parameters_of_unit(unit), strict=True):
-                parameter.tensor = tensor
+            for cut, tensor in zip(message.parameters, parameters_of_unit(unit), strict=True):
+                cut.tensor = tensor
         self.sharded = {id(parameter.tensor): parameter for parameter in self.sharded.values()}
 
     def _shard(self, module: Any) -> None:
@@ -321,8 +323,6 @@ class FullySharded(DistributedDataParallel):
             block.register_forward_pre_hook(partial(self._check_may_gather, name), prepend=True)  # before torch's
         fully_shard(module, reshard_after_forward=False, **options)
         gather_around_outermost_call(module, STEP_METHODS, self._check_may_gather)
-        for parameter in self._replicated:
-            parameter.data = parameter.data.to(self.root_device)
         for name, tensor in module.named_parameters():
             if isinstance(tensor, DTensor):
                 key = id(before[name])
@@ -928,7 +928,7 @@ class FullySharded(DistributedDataParallel):
         if self._parts is None:
             return self._whole_on_cpu(parameter, part)
         part = parameter.in_tensor_order(part.detach())
-        return self._stand_in(Part(part, parameter.offsets, tuple(parameter.shape)))
+        return self._stand_in(Part(part.contiguous(), parameter.offsets, tuple(parameter.shape)))
 
     def _stand_in(self, part: Part) -> Tensor:
         assert self._parts is not None
@@ -953,8 +953,7 @@ class FullySharded(DistributedDataParallel):
         state = checkpoint["state_dict"]
         for name, parameter in self._by_name.items():  # an average, which each process has whole
             if _has_shape(value := state.get(name), parameter.shape) and not value.is_meta:
-                part = parameter.in_tensor_order(parameter.parts(value)[self.global_rank])
-                state[name] = self._stand_in(Part(part.contiguous(), parameter.offsets, tuple(parameter.shape)))
+                state[name] = self._to_save(parameter, parameter.parts(value)[self.global_rank])
         places = {path: id(value) for path, *_, value in tensors_in(checkpoint) if id(value) in self._parts}
         io: Any = self.checkpoint_io
         io.save_parts(checkpoint, {path: self._parts[each][1] for path, each in places.items()}, filepath)
