@@ -18,7 +18,11 @@ FILE = str(ROOT / "examples" / "one_file.py")
 def hashes(folder: Path, *command: str) -> list[str]:
     """Run a command and return the lines that it prints, of all ranks."""
     folder.mkdir()
-    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    # with it, print writes the end of a line apart, and two ranks mix their lines
+    whole_lines = {**os.environ, "PYTHONUNBUFFERED": ""}
+    run = subprocess.run(
+        command, cwd=folder, env=whole_lines, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     assert run.returncode == 0, run.stderr
     return hashes_in(run.stdout)
 
@@ -57,7 +61,7 @@ import lockstep
 
 for seed in (0, 1):
     summary = lockstep.train(lockstep.compose("strategy=ddp", f"seed={{seed}}", *{job!r}))
-    print(summary["folder"], summary["weights_sha256"])
+    print(f"{{summary['folder']}} {{summary['weights_sha256']}}\\n", end="")  # at once: the other rank prints, too
 """
 
 
