@@ -21,8 +21,9 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import NonFinite, UserError
 from lockstep.strategies import FSDP
 from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.fsdp import FullySharded, needs_whole_tensors
+from lockstep.strategies.fsdp import FullySharded
 from lockstep.strategies.saved_parts import SavedParts, tensors_in
+from lockstep.strategies.sharded_optimizer import needs_whole_tensors
 from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks
 from lockstep.vision.optimizers import Muon
 

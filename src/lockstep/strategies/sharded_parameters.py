@@ -190,3 +190,8 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def has_shape(value: Any, shape: Sequence[int]) -> bool:
+    """Check whether a value is a tensor of a shape."""
+    return isinstance(value, Tensor) and list(value.shape) == list(shape)
