@@ -101,7 +101,7 @@ class FiniteGradientCheck(StepHook):
         self.flush()
         number = finite_if_all_are(gradients or [torch.zeros(1, device=strategy.root_device)], self.one_step_later)
         if strategy.parted:
-            dist.all_reduce(number := number.abs().double())
+            dist.all_reduce(number := number.abs().to(strategy.root_device, torch.double))
         if self.one_step_later:
             answer = number.to("cpu", non_blocking=True)
             event = torch.cuda.current_stream(number.device).record_event() if number.is_cuda else None
@@ -213,13 +213,15 @@ def finite_if_all_are(gradients: Sequence[Tensor], exactly: bool = False) -> Ten
     takes less time.
 
     Args:
-        gradients: the tensors.
+        gradients: the tensors, on a GPU or in the host's memory.
         exactly: whether the answer must be right. Without it, the sum of finite elements may overflow.
     """
     parts = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in gradients]
     parts = [part for part in parts if part.numel()] or [torch.zeros(1, device=gradients[0].device)]
-    if exactly or parts[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(parts, math.inf)).max()
+    device = next((part.device for part in parts if part.device.type != "cpu"), None)
+    if exactly or device is not None:
+        norms = torch._foreach_norm(parts, math.inf)
+        return torch.stack([norm if device in (None, norm.device) else norm.to(device) for norm in norms]).max()
     return torch.stack([part.sum() for part in parts]).sum()
 
 

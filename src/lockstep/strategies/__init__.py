@@ -263,6 +263,11 @@ class FSDP(Strategy):
         if self.offload and config.layout.accelerator == "cpu":
             yield "strategy.offload=true", "accelerator=cpu", "the weights are in the host's memory; leave it out"
 
+    def notes(self, resumes: bool) -> Iterable[str]:
+        """Yield what is not known of `offload`."""
+        if self.offload:
+            yield "strategy.offload=true: no test has run it on a GPU: compare the first steps with another run"
+
     def make_lightning_strategy(self, layout: Layout) -> "PieceStrategy":
         """Return a `FullySharded` strategy for several devices, else a `SingleDevice`."""
         if layout.strategy == self.name:

@@ -111,6 +111,10 @@ class ShardedParameter:
     def as_parameter(self, part: Tensor) -> DTensor:
         """Return the distributed tensor of which `part` is this process's part."""
         like = self.tensor
+        if part.device.type != like.device_mesh.device_type:  # offloaded: `from_local` would move it to the GPU
+            in_host_memory: DTensor = torch.empty_like(like.detach())
+            in_host_memory.to_local().copy_(part)
+            return in_host_memory
         made: DTensor = DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=self.shape, stride=like.stride()
         )
