@@ -1,9 +1,11 @@
 """Whole runs as real processes, and the promise that none outlives its test session."""
 
 import copy
+import hashlib
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -17,9 +19,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import forks
+import hydra
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl  # see `_composed`
@@ -30,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import pages
 from lockstep.config.hydra_quirks import VERSION_BASE
+from lockstep.files import write
 from lockstep.launch import machine
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
@@ -42,6 +46,7 @@ pytest_plugins = ["kinds"]
 ROOT = Path(__file__).resolve().parent.parent
 current_project()  # pytest runs in the project's folder; a test may leave it
 MARK = "LOCKSTEP_TEST_SESSION"
+COMPOSED = ROOT / ".pytest_cache" / "composed"
 # A run of six short steps an epoch.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 # A network with BatchNorm, and as few weights as it can have.
@@ -167,9 +172,24 @@ def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 @cache
 def _of_files(page: str, choices: tuple[str, ...]) -> DictConfig:
+    """Put files together, or read what an earlier run of the tests has put together of the same files."""
+    stored = COMPOSED / hashlib.sha256(repr((_files_and_hydra(), page, choices)).encode()).hexdigest()
+    with suppress(OSError):
+        return cast(DictConfig, pickle.loads(stored.read_bytes()))
     primary = pages.primary(page)
     with initialize_config_dir(str(primary.folder), **VERSION_BASE):
-        return compose(primary.name, [*primary.overrides, *choices])
+        config = compose(primary.name, [*primary.overrides, *choices])
+    COMPOSED.mkdir(parents=True, exist_ok=True)
+    write(stored, pickle.dumps(config))
+    return config
+
+
+@cache
+def _files_and_hydra() -> str:
+    """Return a hash of all that a composed config depends on: the pages, the code of the config, Hydra's version."""
+    files = [*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("src/**/*.yaml"), *ROOT.glob("src/lockstep/config/*.py")]
+    contents = [(str(file), file.read_bytes()) for file in sorted(files)]
+    return hashlib.sha256(repr((hydra.__version__, contents)).encode()).hexdigest()
 
 
 def _chooses_files(override: str) -> bool:
