@@ -17,6 +17,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.strategies import FSDP, distributed_checkpoint, saved_parts
 from lockstep.strategies.fsdp import FullySharded
+from lockstep.strategies.sharded_checkpoints import CheckpointParts
 
 # autograd decides at the first backward pass of a process whether forks may compute gradients too
 torch.ones(1, requires_grad=True).sum().backward()
@@ -26,16 +27,20 @@ STEPS = 6
 MOMENTS: dict[str, tuple[Any, str]] = {
     "a pass": (FullySharded, "training_step"),
     "the optimizer": (torch.optim.AdamW, "step"),
-    "gathering": (FullySharded, "_to_save"),
+    "gathering": (CheckpointParts, "to_save"),
     "writing parts": (distributed_checkpoint._PartsToSave, "resolve_data"),
     "writing the file": (checkpoint_io, "save"),
-    "removing the earlier parts": (checkpoint_io, "remove_unused_parts"),
+    "removing the earlier parts": (checkpoint_io.AtomicCheckpointIO, "_remove_parts"),
     "reading": (saved_parts.SavedParts, "read"),
 }
 
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fail() -> None:
@@ -118,6 +123,15 @@ def test_a_rank_that_is_killed_costs_no_more_than_a_step(
     assert on(2, partial(train, ckpt_path="last"), tmp_path, strategy, "vit", "adamw") == undisturbed(tmp_path / "one")
     assert len([*(tmp_path / "checkpoints").glob("parts-*")]) == (checkpoint == SHARDED)
     assert [each.name for each in (tmp_path / "checkpoints").glob(".*")] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("processes")
+def test_a_rank_that_is_frozen_while_it_writes_ends_the_run_in_time(tmp_path: Path) -> None:
+    arguments = (tmp_path, FSDP(checkpoint=SHARDED), "writing parts", 1, 40, freeze)
+    with pytest.raises(WorkerFailed, match=r"^rank 1 did not join the other ranks within 8 s"):
+        lockstep.launch(disturbed, *arguments, devices=2, accelerator="cpu", hang_timeout=8)
+    assert 1 <= step_of(tmp_path) < STEPS
 
 
 @pytest.mark.nightly

@@ -1,25 +1,29 @@
 """Checkpoints of which each rank writes its parts: complete or refused in one line, and never executed."""
 
 import pickle
+import re
 import shutil
+import threading
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from thread_ranks import Ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import lockstep
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError, step_of
 from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import UserError
-from lockstep.files import link_file
-from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, new_folder_name, stand_in
+from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, new_folder_name, stand_in, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANKS = 3
@@ -53,7 +57,7 @@ def save(ranks: Ranks, folder: Path, *steps: int, best: int | None = None, numbe
         for step in steps:
             io.save_parts(content(step), parts_of(rank, step), last)
             if rank == 0 and step == best:
-                io.then(link_file, last, paths.best(folder))
+                io.link_checkpoint(last, paths.best(folder))
         io.teardown()
 
     ranks(RANKS, of_rank)
@@ -106,15 +110,26 @@ def test_a_folder_goes_with_the_last_file_that_names_it(ranks: Ranks, tmp_path: 
     assert step_of(paths.step_path(file.parent, 4)) == 4
 
 
-def test_a_folder_that_a_killed_rank_has_left_is_removed(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_folder_that_a_killed_rank_has_left_is_removed_when_a_run_starts(ranks: Ranks, tmp_path: Path) -> None:
+    """During a run, it may be one that another run writes to the same folder."""
     file = save(ranks, tmp_path, 1)
     shutil.copytree(folders(file)[0], abandoned := file.parent / new_folder_name())
     (mine := file.parent / "parts-of-mine").mkdir()
-    save(ranks, tmp_path, 2)
+    save(ranks, tmp_path, 2, 3)
+    io = AtomicCheckpointIO()
+    checkpoint_io.copy_checkpoint(file, old := tmp_path / "mine" / "old.ckpt")
+    io.remove_checkpoint(old)
+    io.link_checkpoint(file, paths.best(tmp_path))
+    io.teardown()
+    assert not folders(old)
+    assert abandoned.exists()
+    assert len(folders(file)) == 3
+    checkpoint_io.remove_unused_parts(file.parent)
     assert not abandoned.exists()
     assert mine.exists()
     mine.rmdir()
-    assert step_of(file) == 2
+    assert step_of(file) == 3
+    assert len(folders(file)) == 1
 
 
 def test_no_folder_is_removed_where_a_file_is_damaged(ranks: Ranks, tmp_path: Path) -> None:
@@ -128,9 +143,11 @@ def test_no_folder_is_removed_where_a_file_is_damaged(ranks: Ranks, tmp_path: Pa
     save(ranks, tmp_path, 2)
     paths.best(tmp_path).unlink()
     save(ranks, tmp_path, 3)
+    checkpoint_io.remove_unused_parts(file.parent)
     assert len(folders(file)) == 3
     other.unlink()
     save(ranks, tmp_path, 4)
+    checkpoint_io.remove_unused_parts(file.parent)
     assert len(folders(file)) == 1
 
 
@@ -228,10 +245,31 @@ def test_a_forged_index_is_refused(tmp_path: Path) -> None:
         lambda index: index["tensors"]["w"][0].__setitem__(0, [-1, 0]),
         lambda index: index["tensors"]["w"][0].__setitem__(2, "../../secret"),
         lambda index: index["tensors"]["w"][0].__setitem__(4, 100),  # fewer bytes than the elements have
+        lambda index: index["tensors"]["w"].append(index["tensors"]["w"][0]),
     ]
+    for parts in (
+        [[[0, 0], [4, 5], "a", 0, 80, 1], [[3, 0], [3, 5], "a", 80, 80, 1]],  # row 3 twice, and not row 6
+        [[[0, 0], [4, 5], "a", 0, 80, 1], [[4, 0], [3, 5], "a", 79, 80, 1]],  # a byte is in both
+        [[[0, 0], [4, 5], "a", 0, 80, 1], [[4, 0], [3, 5], "a", 0, 80, 1]],  # the same bytes
+        [[[0, 0], [4, 4], "a", 0, 80, 1], [[4, 0], [3, 5], "b", 0, 80, 1], [[0, 4], [4, 1], "c", 0, 80, 1]],
+        [[[0, 0], [7, 5], "a", 0, 140, 1], [[7, 0], [0, 5], "a", 140, 0, 1]],  # nothing
+    ):
+        changes.append(lambda index, parts=parts: index["tensors"].update(w=parts))  # type: ignore[misc]
+    halves = [[[3, 0], [4, 5], "a", 0, 80, 1], [[0, 0], [3, 5], "a", 80, 80, 1]]
+    SavedParts(tmp_path / "x.ckpt", forged(index, lambda index: index["tensors"].update(w=halves), value))
     endless: dict[str, Any] = forged(index, lambda index: None, value)
     endless["itself"] = endless
-    for content in (endless, *(forged(index, change, value) for change in changes)):
+    SavedParts(tmp_path / "x.ckpt", endless)
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    twice = forged(index, lambda index: None, value) | {"tuple": (value,)}
+    twice[INDEX]["tensors"]["tuple/0"] = [[[0, 0], [7, 5], "b", 0, 1000, 1]]
+    for content in (
+        forged(index, lambda index: None, value) | {"nested": nested},
+        twice,
+        *(forged(index, change, value) for change in changes),
+    ):
         with pytest.raises(UserError, match="its index of parts is not as this version writes it"):
             SavedParts(tmp_path / "x.ckpt", content)
 
@@ -260,3 +298,153 @@ def test_a_rank_that_can_not_write_fails_all_and_the_earlier_checkpoint_stays(
     assert all("rank 1 can't write its parts (No space left on device)" in str(error) for error in errors)
     assert checkpoint_io.load(file)["global_step"] == 1
     assert len(folders(file)) == 1
+
+
+def test_an_error_while_rank_zero_reads_is_raised_on_all_ranks(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = save(ranks, tmp_path, 1)
+    zeros = torch.zeros
+
+    def lack_memory(*args: Any, **kwargs: Any) -> Tensor:
+        if args[0] == W.shape:
+            raise RuntimeError("can't allocate memory")
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", lack_memory)
+    errors = ranks(2, lambda rank: checkpoint_io.load(file, broadcast=True), errors=CheckpointError)
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[1]).startswith(
+        f"{file}: {folders(file)[0].name}: state_dict/w can't be read (RuntimeError: can't"
+    )
+
+
+def test_a_file_with_tensors_without_data_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    empty: dict[str, Any] = content(1)
+    torch.save(empty, file := tmp_path / "empty.ckpt")
+    has_none = f"{file}: state_dict/w has no data, only a shape \\(device meta\\): save it again, from a model"
+    for error in ranks(2, lambda rank: checkpoint_io.load(file, broadcast=True), errors=CheckpointError):
+        assert re.match(has_none, str(error))
+    with pytest.raises(CheckpointError, match=f"init_from={has_none}"):
+        read_weights("init_from", file)
+    with pytest.raises(CheckpointError, match=f"{file}: not saved, because state_dict/w has no data"):
+        checkpoint_io.save(empty, file)
+    itself: dict[str, Any] = {"state_dict": {"w": W}}
+    itself["itself"] = itself
+    torch.save(itself, file)
+    assert torch.equal(read_weights("init_from", file).sets["state_dict"]["w"], W), "the control"
+
+
+@pytest.mark.parametrize(
+    ("hook", "named"),
+    [
+        (lambda checkpoint: checkpoint.update(mine=(checkpoint["state_dict"]["w"],)), "mine/0"),
+        (lambda checkpoint: checkpoint.update(mine=[{checkpoint["state_dict"]["w"]}]), "mine/0/0"),
+        (lambda checkpoint: checkpoint.update(mine=deepcopy(checkpoint["state_dict"])), "mine/w"),
+        (lambda checkpoint: checkpoint["state_dict"].update(w=checkpoint["state_dict"]["w"].half()), "state_dict/w"),
+        (lambda checkpoint: checkpoint.update(mine=[checkpoint["state_dict"]["w"]]), ""),
+        (lambda checkpoint: checkpoint.update(mine=checkpoint["state_dict"]), ""),
+        (lambda checkpoint: checkpoint.update(mine=(checkpoint["state_dict"]["b"],)), ""),
+    ],
+)
+def test_what_a_hook_does_with_a_tensor_without_data_is_saved_or_refused(
+    ranks: Ranks, tmp_path: Path, hook: Callable[[dict[str, Any]], Any], named: str
+) -> None:
+    """As a strategy saves a checkpoint after the hooks `on_save_checkpoint`."""
+    file = tmp_path / "a.ckpt"
+
+    def of_rank(rank: int) -> None:
+        checkpoint: dict[str, Any] = {**content(1), "optimizer_states": []}
+        part = parts_of(rank)["state_dict/w"]
+        known = {id(checkpoint["state_dict"]["w"]): part}
+        hook(checkpoint)
+        io = AtomicCheckpointIO()
+        parts = {path: known[id(each)] for path, *_, each in tensors_in(checkpoint) if id(each) in known}
+        io.save_parts(checkpoint, parts, file)
+        io.teardown()
+
+    errors = ranks(RANKS, of_rank, errors=CheckpointError)
+    if named:
+        assert str(errors[0]).startswith(f"{file}: not saved, because {named} has no data (device meta): on_save"), (
+            errors
+        )
+        assert errors[1:] == [None, None]
+        assert not file.exists()
+        assert not folders(file)
+    else:
+        assert errors == [None] * RANKS
+        loaded = checkpoint_io.load(file)
+        assert torch.equal(loaded["state_dict"]["w"], W)
+        mine = loaded["mine"]
+        assert torch.equal(mine["w"] if isinstance(mine, dict) else mine[0], W if isinstance(mine, list | dict) else B)
+
+
+def test_a_file_is_removed_when_those_before_it_are_written(tmp_path: Path) -> None:
+    """So a process that is killed leaves one of them."""
+    old, new, may_write = tmp_path / "old.ckpt", tmp_path / "new.ckpt", threading.Event()
+    old.touch()
+    io = AtomicCheckpointIO()
+    io.then(lambda: None if may_write.wait(10) else pytest.fail("it has waited"))
+    io.then(new.touch)
+    io.remove_checkpoint(old)
+    assert old.exists()
+    may_write.set()
+    io.wait()
+    assert new.exists()
+    assert not old.exists()
+    io.then((tmp_path / "missing" / "file").touch)
+    io.remove_checkpoint(new)
+    with pytest.raises(FileNotFoundError):
+        io.teardown()
+    assert new.exists(), "a write that has failed"
+
+
+def test_parts_are_written_within_the_timeout_of_the_run(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker that is frozen while it writes would keep the others from ending."""
+    timeouts, new_group = [], torch.distributed.new_group
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        timeouts.append(kwargs["timeout"].total_seconds())
+        return new_group(*args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed, "new_group", noted)
+
+    def of_rank(rank: int) -> None:
+        io = AtomicCheckpointIO(timeout=7)
+        io.save_parts(content(1), parts_of(rank), tmp_path / "a.ckpt")
+        io.teardown()
+
+    ranks(RANKS, of_rank)
+    assert timeouts == [7] * RANKS
+
+
+def test_a_checkpoint_is_copied_with_its_parts(ranks: Ranks, tmp_path: Path) -> None:
+    file, copy = save(ranks, tmp_path, 1), tmp_path / "trial" / "last.ckpt"
+    copy.parent.mkdir()
+    checkpoint_io.copy_checkpoint(file, copy)
+    shutil.rmtree(file.parent)
+    assert torch.equal(checkpoint_io.load(copy)["state_dict"]["w"], W)
+    shutil.rmtree(folders(copy)[0])
+    checkpoint_io.copy_checkpoint(copy, file := tmp_path / "again.ckpt")
+    with pytest.raises(CheckpointError, match=r"again.ckpt: .*lacks all of it: it must be beside the file"):
+        checkpoint_io.load(file)
+
+
+class Whole(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.zeros(7, 5)), nn.Parameter(torch.zeros(4))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_lightning_alone_does_not_read_a_file_without_its_parts_in_silence(
+    ranks: Ranks, tmp_path: Path, strict: bool
+) -> None:
+    """docs/use/lightning.md has the error and what reads the file instead."""
+    file = save(ranks, tmp_path, 1)
+    with pytest.raises(RuntimeError, match="Cannot copy out of meta tensor"):
+        Whole.load_from_checkpoint(file, strict=strict)
+    lockstep.load_weights("weights", module := Whole(), str(file))
+    assert torch.equal(module.w, W)

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from trainer.small import BATCH, SAMPLES, Data, Net, fit, loader, samples, trainer
 
 import lockstep
+from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import UserError
 
 
@@ -210,6 +211,43 @@ def test_fit_continues_from_the_last_checkpoint_or_begins(tmp_path: Path) -> Non
         other.fit(Net(), loader(), ckpt_path="last")
 
 
+@pytest.mark.parametrize("saves_last", [True, False])
+def test_a_checkpoint_is_written_before_an_older_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves_last: bool
+) -> None:
+    """A write that fails is as a kill at that moment. The checkpoint before it is complete."""
+    save, calls, folder = checkpoint_io.save, 0, tmp_path / "mine"
+
+    def fails_once(content: dict[str, Any], path: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise OSError(28, "No space left on device", str(path))
+        save(content, path)
+
+    monkeypatch.setattr(checkpoint_io, "save", fails_once)
+    began: list[int] = []
+
+    class Begins(Net):
+        def on_train_start(self) -> None:
+            began.append(self.trainer.global_step)
+
+    def train() -> None:
+        keeps = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=saves_last)
+        trainer(tmp_path, max_epochs=1, callbacks=[keeps], checkpoint_every=1).fit(Begins(), loader(), ckpt_path="last")
+
+    with pytest.raises(OSError, match="No space left"):
+        train()
+    files = [file for file in folder.glob("step=*.ckpt") if file.exists()]
+    assert files
+    assert any(checkpoint_io.step_of(file) > 0 for file in files)
+    monkeypatch.undo()
+    train()
+    assert began[0] == 0
+    assert began[1] >= 1
+    assert (folder / "step=6.ckpt").exists()
+
+
 class Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -259,6 +297,7 @@ class Transfers(Data):
         ({"devices": [0]}, "Trainer(devices=[0]): must be a whole number above 0"),
         ({"batch_size": 0}, "Trainer(batch_size=0): must be a whole number above 0"),
         ({"pieces": True}, "Trainer(pieces=True): must be a whole number above 0"),
+        ({"callbacks": ModelCheckpoint(save_last="link")}, "would link a file before it is written, and after a kill"),
         ({"seed": -1}, "Trainer(seed=-1): must be a whole number"),
         ({"exact": "yes"}, "must be True, False or 'portable'"),
         ({"nonfinite": "hope"}, "must be 'stop' or 'skip'"),

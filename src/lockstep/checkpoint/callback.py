@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import remove_unused_parts, step_of, weights_in_use
+from lockstep.checkpoint.io import step_of, weights_in_use
 from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file
@@ -157,8 +157,7 @@ class Checkpoint(LightningCheckpoint):
         if improved or due:
             self.save(trainer)
         if improved and _writes(trainer):
-            trainer.strategy.checkpoint_io.then(link_file, self._last, self._best)
-            trainer.strategy.checkpoint_io.then(remove_unused_parts, self._last.parent)
+            trainer.strategy.checkpoint_io.link_checkpoint(self._last, self._best)
 
     def _improved(self, trainer: Trainer) -> bool:
         """Check whether the monitored metric is the best so far. If it is, store it as the new best score."""

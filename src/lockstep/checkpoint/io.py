@@ -1,9 +1,10 @@
 """The checkpoint file: it is written atomically, checked before it is loaded, and never runs code.
 
-A checkpoint is torch's own zip file, which plain `torch.load` can read. `torch.load` does not check the CRCs in the
-file, so it would load weights with a flipped byte. `load` checks them.
+A checkpoint is torch's own zip file. `torch.load` does not check the CRCs in the file, so it would load weights with a
+flipped byte. `load` checks them.
 
-Tensors of which each process has a part may be in a folder beside the file, see `lockstep.strategies.saved_parts`.
+Tensors of which each process has a part may be in a folder beside the file, see `lockstep.strategies.saved_parts`. Of
+such a file, plain `torch.load` and Lightning's `load_from_checkpoint` get tensors without data, which they can't copy.
 """
 
 import io
@@ -30,11 +31,9 @@ from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
-from lockstep.strategies.saved_parts import FOLDER, INDEX, Part, SavedParts, new_folder_name
+from lockstep.strategies.saved_parts import FOLDER, INDEX, Part, SavedParts, new_folder_name, without_data
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
-# After this time a write of parts fails. Disks may be slow, and a process that is lost is noticed at once.
-WRITE_TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointError(UserError):
@@ -46,8 +45,10 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         OSError: it names the path and the reason.
-        CheckpointError: the checkpoint holds more than plain data and tensors, so `load` would refuse it.
+        CheckpointError: the checkpoint holds more than plain data and tensors, so `load` would refuse it; or a tensor
+            without data.
     """
+    refuse_without_data(checkpoint, path)
     with replacing(path) as file:
         try:
             torch.save(checkpoint, file)
@@ -57,6 +58,19 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             raise CheckpointError(
                 f"{path}: not saved, because loading it would run code ({code}): save plain data and tensors only"
             )
+
+
+def refuse_without_data(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Refuse to save a tensor without data that is not in parts, since the file would lack it.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    if empty := without_data(checkpoint):
+        raise CheckpointError(
+            f"{path}: not saved, because {empty} has no data (device meta): on_save_checkpoint may put what is in the "
+            "checkpoint into another dict or list, but not a copy of it, and not into a tuple or a set"
+        )
 
 
 def fault(path: Path, checksums: bool = True) -> str:
@@ -135,7 +149,7 @@ def load(
 def find_parts(
     content: Any, path: Path, broadcast: bool = False, checksums: bool = True, everywhere: bool = False
 ) -> None:
-    """Replace the index of parts in a file's content, if there is one, by a `SavedParts`.
+    """Replace the index of parts in a file's content, if there is one, by a `SavedParts`. Refuse tensors without data.
 
     Args:
         content: what the file has; it is changed.
@@ -144,9 +158,17 @@ def find_parts(
         everywhere: whether all ranks read the parts, and not rank zero alone.
 
     Raises:
-        CheckpointError: a part is missing or damaged. With `broadcast` all ranks raise it.
+        CheckpointError: a part is missing or damaged, or a tensor has no data. With `broadcast` all ranks raise it.
     """
     if not isinstance(content, dict) or INDEX not in content:
+        try:
+            empty = without_data(content)
+        except RecursionError:
+            raise CheckpointError(f"{path}: can't be read: it has containers in containers without end") from None
+        if empty:
+            raise CheckpointError(
+                f"{path}: {empty} has no data, only a shape (device meta): save it again, from a model with weights"
+            )
         return
     shared = broadcast and dist.is_available() and dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
@@ -169,7 +191,7 @@ def fill(content: Any, path: Path | str, broadcast: bool = False) -> None:
         broadcast: as in `load`.
 
     Raises:
-        CheckpointError: one can't be read.
+        CheckpointError: one can't be read. With `broadcast` all ranks raise it.
     """
     saved = content.pop(INDEX, None) if isinstance(content, dict) else None
     if isinstance(saved, SavedParts):
@@ -179,26 +201,53 @@ def fill(content: Any, path: Path | str, broadcast: bool = False) -> None:
             raise CheckpointError(f"{path}: {error}") from error
 
 
+def folder_of_parts(file: Path) -> str:
+    """Return the name of the folder of parts that a file names; empty if it names none.
+
+    Raises:
+        CheckpointError, OSError: it can't be read.
+    """
+    with open(file, "rb") as opened:
+        is_zipfile = zipfile.is_zipfile(opened)
+    if not is_zipfile and file.suffix != ".ckpt":
+        return ""
+    content = load_plain(file, file, mapped=True)
+    index = content.get(INDEX) if isinstance(content, dict) else None
+    name = index.get("folder") if isinstance(index, dict) else None
+    return name if isinstance(name, str) and FOLDER.fullmatch(name) else ""
+
+
+def folders_of_parts(folder: Path) -> tuple[set[str], set[str]]:
+    """Return the names of the folders of parts in a folder: of those that a file there names, and of the others.
+
+    Both are empty if a file can't be read, since nobody knows which parts it needs.
+    """
+    try:
+        entries = [each for each in folder.iterdir() if FOLDER.fullmatch(each.name) and not each.is_symlink()]
+        folders = {each.name for each in entries if each.is_dir()}
+        if not folders:
+            return set(), set()
+        named = {folder_of_parts(file) for file in folder.iterdir() if file.is_file()} & folders
+    except (CheckpointError, OSError):
+        return set(), set()
+    return named, folders - named
+
+
 def remove_unused_parts(folder: Path) -> None:
-    """Remove the folders of parts that no checkpoint file in a folder names, as a killed process may leave them."""
-    folders = [each for each in folder.iterdir() if FOLDER.fullmatch(each.name) and not each.is_symlink()]
-    if not (unused := {each.name for each in folders if each.is_dir()}):
-        return
-    for file in folder.iterdir():
-        if not file.is_file():
-            continue
-        try:
-            with open(file, "rb") as opened:
-                is_zipfile = zipfile.is_zipfile(opened)
-            if not is_zipfile and file.suffix != ".ckpt":
-                continue
-            content = load_plain(file, file, mapped=True)
-        except (CheckpointError, OSError):
-            return  # nobody knows which parts it needs
-        if isinstance(content, dict) and isinstance(index := content.get(INDEX), dict):
-            unused -= {each for each in [index.get("folder")] if isinstance(each, str)}
-    for name in unused:
+    """Remove the folders of parts that no checkpoint file in a folder names, as a killed process may leave them.
+
+    Call it when a run starts: another process must not be writing to the folder.
+    """
+    for name in folders_of_parts(folder)[1]:
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def copy_checkpoint(source: Path, path: Path) -> None:
+    """Copy a checkpoint with the folder of its parts, if it has one. The folder's files are links where possible."""
+    name = folder_of_parts(source)
+    if name and (source.parent / name).is_dir():  # else who reads the copy gets an error
+        shutil.copytree(source.parent / name, path.parent / name, copy_function=link_file)
+    shutil.copyfile(source, path)
 
 
 def checked_source(path: Path, broadcast: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
@@ -336,7 +385,7 @@ class AtomicCheckpointIO(CheckpointIO):
         last: the run's last checkpoint.
         number: how many additional checkpoints to keep of it (see `keep_step_checkpoint`).
         ranks: rank zero and the ranks that keep copies.
-        timeout: seconds after which sending a copy fails.
+        timeout: seconds that ranks wait for each other to send a copy, or to write their parts; then the write fails.
         loaded: the content of the checkpoint from which the run continues, if there is one. The first
             `load_checkpoint` returns it.
 
@@ -344,6 +393,7 @@ class AtomicCheckpointIO(CheckpointIO):
         loaded_step: the optimizer step of the checkpoint that was loaded last.
         keeps_copies: whether this rank writes copies of rank zero's files.
         has_copies: whether any rank does, since its machine does not see the run's folder.
+        removals: the files to remove after saves that have not begun; None: none wait.
     """
 
     def __init__(
@@ -352,20 +402,22 @@ class AtomicCheckpointIO(CheckpointIO):
         last: Path | None = None,
         number: int = 0,
         ranks: Sequence[int] = (0,),
-        timeout: float = 0.0,
+        timeout: float = 300.0,
         loaded: dict[str, Any] | None = None,
     ) -> None:
         self._observers, self._loaded = observers, loaded
         self._last, self._number = last, number
-        timeout_of_copies = timedelta(seconds=timeout)
-        self._group = dist.new_group(list(ranks), timeout_of_copies, "gloo") if len(ranks) > 1 else None
+        self._timeout = timedelta(seconds=timeout)
+        self._group = dist.new_group(list(ranks), self._timeout, "gloo") if len(ranks) > 1 else None
         self.keeps_copies = self._group is not None and dist.get_rank() in ranks[1:]
         self._group_of_parts: Any = None  # of all ranks; made when the first parts are saved
         self.has_copies = len(ranks) > 1  # on other machines
+        self._named_parts: dict[Path, set[str]] = {}  # by folder: the folders of parts that its files have named
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # names of hyperparameters that are not saved
         self.loaded_step: int | None = None
+        self.removals: list[Path] | None = None
 
     def expect(self, content: dict[str, Any]) -> None:
         """Let the next `load_checkpoint` return the content of a checkpoint that has been read already."""
@@ -391,7 +443,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         self.wait()
         if self._group_of_parts is None:
-            self._group_of_parts = dist.new_group(timeout=WRITE_TIMEOUT, backend="gloo")
+            self._group_of_parts = dist.new_group(timeout=self._timeout, backend="gloo")
         folder = Path(path).with_name(broadcast_from_rank_zero(new_folder_name()))
         content = self._copied(checkpoint) if dist.get_rank() == 0 else None
         tensors, wait = copied_to_cpu({name: part.tensor for name, part in parts.items()})
@@ -435,21 +487,26 @@ class AtomicCheckpointIO(CheckpointIO):
         wait()
         try:
             index = write_parts(folder, parts, self._group_of_parts)
-        except Exception:
-            if content is not None:  # this is rank zero; another rank must not remove what it may publish
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if content is not None:
+            if content is None:
+                return
             checkpoint, wait_for_content = content
             record = checkpoint.get("lockstep")
             version = {"lockstep": {**record, "format": formats.WITH_PARTS}} if isinstance(record, dict) else {}
             saved = {**checkpoint, **version, INDEX: index}
+            refuse_without_data(saved, path)
             SavedParts(path, saved)  # it raises an error if the file could not be read
-            self._write(saved, wait_for_content, path)
+        except Exception:
+            if content is not None:  # this is rank zero; another rank must not remove what it may publish
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._note_parts(path.parent)
+        self._named_parts[path.parent].add(folder.name)
+        self._write(saved, wait_for_content, path)
 
     def _write(self, checkpoint: dict[str, Any], wait: Callable[[], None], path: Path) -> None:
         written = None
         try:
+            self._note_parts(path.parent)
             wait()
             for observer in self._observers:
                 observer.before_write(checkpoint)
@@ -462,7 +519,22 @@ class AtomicCheckpointIO(CheckpointIO):
             observer.after_write()
         if self._number and self._last is not None and path.absolute() == self._last.absolute():
             keep_step_checkpoint(path, checkpoint["global_step"], self._number)
-        remove_unused_parts(path.parent)
+        self._remove_parts(path.parent)
+
+    def _note_parts(self, folder: Path) -> None:
+        """Note which folders of parts the files in a folder name, before one of them is replaced or removed."""
+        if folder not in self._named_parts:
+            self._named_parts[folder] = folders_of_parts(folder)[0]
+
+    def _remove_parts(self, folder: Path) -> None:
+        """Remove the folders of parts that no file names any more.
+
+        One that no file has named yet may be that of another run, which writes to the same folder.
+        """
+        named, others = folders_of_parts(folder)
+        self._named_parts[folder] |= named
+        for name in self._named_parts[folder] & others:
+            shutil.rmtree(folder / name, ignore_errors=True)
 
     def _receive(self, path: Path) -> None:
         """Write the next file that rank zero sends."""
@@ -493,14 +565,35 @@ class AtomicCheckpointIO(CheckpointIO):
         return self._load(path, whole=False)
 
     def _load(self, path: str | Path, whole: bool) -> dict[str, Any]:
+        self._note_parts(Path(path).parent)
         loaded, self._loaded = self._loaded, None  # it is large, so drop the reference
         checkpoint = load(path, broadcast=True, whole=whole) if loaded is None else loaded
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 
+    def link_checkpoint(self, source: Path, path: Path) -> None:
+        """Make `path` a link to a checkpoint, see `link_file`: when the earlier writes are complete."""
+        self.then(self._link, source, path)
+
+    def _link(self, source: Path, path: Path) -> None:
+        self._note_parts(path.parent)
+        link_file(source, path)
+        self._remove_parts(path.parent)
+
     def remove_checkpoint(self, path: str | Path) -> None:
-        Path(path).unlink(missing_ok=True)
-        self.then(remove_unused_parts, Path(path).parent)
+        """Remove a checkpoint: when the earlier writes are complete, since one of them may replace it.
+
+        If `removals` is a list, the file is added to it.
+        """
+        if self.removals is not None:
+            self.removals.append(Path(path))
+        else:
+            self.then(self._remove, Path(path))
+
+    def _remove(self, path: Path) -> None:
+        self._note_parts(path.parent)
+        path.unlink(missing_ok=True)
+        self._remove_parts(path.parent)
 
     def teardown(self) -> None:
         self.wait()

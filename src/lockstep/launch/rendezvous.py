@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # get the address of an interface; from Linux's sockios.h
 JOIN_TIMEOUT = timedelta(minutes=10)  # until all workers that torchrun, SLURM or MPI has started have joined
 _group_store: "Store | None" = None  # torch has no public getter
+_group_timeout = JOIN_TIMEOUT  # likewise
 
 
 def open_store_socket() -> socket.socket:
@@ -169,18 +170,23 @@ def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> Non
 
 
 def _init_process_group(gpu: bool, store: "Store", timeout: timedelta) -> None:
-    global _group_store
+    global _group_store, _group_timeout
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     rank, world = environment().rank, environment().world_size
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    _group_store = store
+    _group_store, _group_timeout = store, timeout
 
 
 def group_store() -> "Store | None":
     """Return the default process group's store; None if there is no group or another program started it."""
     return _group_store
+
+
+def group_timeout() -> timedelta:
+    """Return the time that the default process group was started with: a collective waits so long for all ranks."""
+    return _group_timeout
 
 
 def _use_interface(address: str) -> None:

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import UserError
+from lockstep.launch.process_group import broadcast_from_rank_zero
 from lockstep.text import first_line
 
 INDEX = "lockstep_parts"  # the key of the index in a checkpoint file
 FOLDER = re.compile(r"parts-[0-9a-f]{32}")  # the folders' names
+CONTAINERS = dict | list | tuple | set | frozenset
 WRONG = "its index of parts is not as this version writes it"
 
 
@@ -76,15 +78,39 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def tensors_in(content: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Yield the tensors in nested dicts and lists: the keys that lead to each, its container and key there, and it."""
-    if isinstance(content, dict | list):
-        for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+def tensors_in(content: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Yield the tensors in nested containers: the keys that lead to each, its container and key there, and it.
+
+    Args:
+        content: the outermost container.
+        path: the keys that lead to it.
+        seen: ids of containers to leave out; it is changed, so each is searched once. None: at each of its places.
+    """
+    if not isinstance(content, CONTAINERS) or (seen is not None and id(content) in seen):
+        return
+    if seen is not None:
+        seen.add(id(content))
+    for key, value in list(content.items() if isinstance(content, dict) else enumerate(content)):
+        if isinstance(value, Tensor | CONTAINERS):  # most values are neither, and need no path
             place = f"{path}/{key}" if path else str(key)
             if isinstance(value, Tensor):
                 yield place, content, key, value
             else:
-                yield from tensors_in(value, place)
+                yield from tensors_in(value, place, seen)
+
+
+def without_data(content: Any) -> str:
+    """Return the keys that lead to a tensor without data that is no stand-in; empty if there is none.
+
+    A stand-in is named by the index, and it is in a dict or a list, where a whole tensor can replace it.
+    """
+    names = set(content[INDEX]["tensors"]) if isinstance(content, dict) and INDEX in content else set()
+    for path, container, _, value in tensors_in(content, seen=set()):
+        if value.is_meta:
+            if path not in names or not isinstance(container, dict | list):
+                return path
+            names.remove(path)  # the keys of two tensors may read alike
+    return ""
 
 
 class SavedParts:
@@ -103,9 +129,15 @@ class SavedParts:
             index = content[INDEX]
             name = index["folder"]
             self._parts = {key: [SavedPart(*each) for each in parts] for key, parts in index["tensors"].items()}
-            stand_ins = {path: value for path, _, _, value in tensors_in(content) if value.is_meta}
+            stand_ins = {path: value for path, *_, value in tensors_in(content, seen=set()) if value.is_meta}
             fits = FOLDER.fullmatch(name) is not None and stand_ins.keys() == self._parts.keys()
+            fits = fits and not without_data(content)
             fits = fits and all(_fits(value, self._parts[path]) for path, value in stand_ins.items())
+            self._ends: dict[str, int] = {}  # of the last part in each file
+            parts = [each for parts in self._parts.values() for each in parts]
+            for part in sorted(parts, key=lambda part: (part.relative_path, part.offset)):
+                fits = fits and part.offset >= self._ends.get(part.relative_path, 0)  # else two have the same bytes
+                self._ends[part.relative_path] = part.offset + part.length
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -129,9 +161,8 @@ class SavedParts:
         parts = [each for parts in self._parts.values() for each in parts]
         here = f"{self._folder.name}, the folder of its parts"
         try:
-            for name in {each.relative_path for each in parts}:
-                size = (self._folder / name).stat().st_size
-                if any(each.offset + each.length > size for each in parts if each.relative_path == name):
+            for name, end in self._ends.items():
+                if (self._folder / name).stat().st_size < end:
                     return f"{here}: {name} is cut off"
             for part in parts[number::processes] if checksums else ():
                 with open(self._folder / part.relative_path, "rb") as file:
@@ -165,9 +196,8 @@ class SavedParts:
         from lockstep.strategies.distributed_checkpoint import read_region
 
         name = self._names[id(value)]
-        sizes = value.shape if sizes is None else sizes
-        tensor = torch.zeros(sizes, dtype=value.dtype)
         try:
+            tensor = torch.zeros(value.shape if sizes is None else sizes, dtype=value.dtype)
             read_region(self._folder, name, value.shape, self._parts[name], offsets or [0] * value.dim(), tensor)
         except Exception as error:  # a forged part can make torch raise anything
             raise UserError(
@@ -183,14 +213,20 @@ class SavedParts:
             broadcast: whether rank zero reads and sends them. Then all ranks call this.
 
         Raises:
-            UserError: one can't be read.
+            UserError: one can't be read. With `broadcast` all ranks raise it.
         """
         sends = broadcast and dist.is_available() and dist.is_initialized()
-        for _, container, key, value in tensors_in(content):
+        reads = not sends or dist.get_rank() == 0
+        for _, container, key, value in tensors_in(content, seen=set()):
             if not self.has(value):
                 continue
-            reads = not sends or dist.get_rank() == 0
-            tensor = self.read(value) if reads else torch.empty(value.shape, dtype=value.dtype)
+            wrong = ""
+            try:
+                tensor = self.read(value) if reads else torch.empty(value.shape, dtype=value.dtype)
+            except UserError as error:
+                wrong = str(error)
+            if wrong := broadcast_from_rank_zero(wrong) if sends else wrong:
+                raise UserError(wrong)
             if sends:
                 dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
             container[key] = tensor
@@ -202,16 +238,22 @@ def _is_name(name: Any) -> bool:
 
 
 def _fits(value: Tensor, parts: Sequence[SavedPart]) -> bool:
-    """Check that parts make up a tensor, and that they do not claim more elements than their files can have."""
+    """Check that parts follow each other along one dimension of a tensor, and that their files can have as much."""
     for part in parts:
         numbers = [*part.offsets, *part.sizes, part.offset, part.length, part.checksum]
         if not all(type(each) is int and each >= 0 for each in numbers) or not _is_name(part.relative_path):
             return False
         if not len(part.offsets) == len(part.sizes) == value.dim():
             return False
-        ends = zip(part.offsets, part.sizes, value.shape, strict=True)
-        if any(offset + size > whole for offset, size, whole in ends):
+        if not 0 < prod(part.sizes) * value.element_size() <= part.length:
             return False
-        if prod(part.sizes) * value.element_size() > part.length:
+    cut = {dim for part in parts for dim, size in enumerate(part.sizes) if size != value.shape[dim]}
+    if not cut:
+        return len(parts) == 1 and not any(parts[0].offsets)
+    dim, end = min(cut), 0
+    for part in sorted(parts, key=lambda part: part.offsets[dim]):
+        before = [end if each == dim else 0 for each in range(value.dim())]
+        if list(part.offsets) != before:
             return False
-    return sum(prod(part.sizes) for part in parts) == value.numel()
+        end += part.sizes[dim]
+    return len(cut) == 1 and end == value.shape[dim]

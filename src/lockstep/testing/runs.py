@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.commands.api import compose
 from lockstep.config.check import check
@@ -123,7 +123,7 @@ class Runs:
         """Return the floating-point tensors of a run's last checkpoint by name."""
         self.result(name)
         path = paths.last(self.folder / RUNS[name].get("_in", name))
-        state = torch.load(path, weights_only=True)["state_dict"]
+        state = checkpoint_io.load(path)["state_dict"]
         return {key: value for key, value in state.items() if value.is_floating_point()}
 
     def watched(self) -> dict[str, Any]:

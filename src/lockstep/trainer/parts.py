@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 
@@ -118,6 +119,11 @@ def refuse_callback(setting: str, callback: pl.Callback, remedies: dict[Any, str
             raise UserError(f"{setting}: {type(callback).__name__} {wrong}: {remedies[kind]}")
     if isinstance(callback, EarlyStopping) and callback.patience < 0:
         raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
+    if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+        raise UserError(
+            f"{setting}: {type(callback).__name__} with save_last=link would link a file before it is written, and "
+            "after a kill there would be none: use save_last=true"
+        )
 
 
 class OneOptimizerCheck(pl.Callback):

@@ -34,6 +34,8 @@ class SaveAfterStep(LightningCheckpoint):  # Lightning calls checkpoint callback
         if current_hook(trainer.lightning_module) in BETWEEN_STEPS:
             return False
         self._waiting[str(path)] = (path, *args)
+        checkpoint_io: Any = trainer.strategy.checkpoint_io
+        checkpoint_io.removals = checkpoint_io.removals or []  # of the files that this one replaces
         return True
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -53,3 +55,7 @@ class SaveAfterStep(LightningCheckpoint):  # Lightning calls checkpoint callback
             trainer.fit_loop.epoch_loop.follow_metrics()
         for arguments in waiting.values():
             self._save(*arguments)
+        checkpoint_io = trainer.strategy.checkpoint_io
+        removals, checkpoint_io.removals = checkpoint_io.removals or [], None
+        for path in removals:
+            checkpoint_io.remove_checkpoint(path)

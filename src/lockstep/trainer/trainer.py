@@ -32,7 +32,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
-from lockstep.launch.rendezvous import join_external, leave_group
+from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.lightning_quirks import last_checkpoints
@@ -172,7 +172,7 @@ class Trainer(StepTrainer):
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
-        self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=600.0)
+        self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=group_timeout().total_seconds())
         self._fitted: pl.LightningModule | None = None
         self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
         self._data: UserData | None = None  # what the last method got
@@ -388,6 +388,8 @@ class Trainer(StepTrainer):
             files = [file for file in {self._last, *map(Path, last_checkpoints(self))} if file.exists()]
             path = str(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else None
         path = broadcast_from_rank_zero(path)
+        if path is not None and (stage, ckpt_path) == ("fit", "last") and self.is_global_zero:
+            checkpoint_io.remove_unused_parts(Path(path).parent)  # what a killed process has left
         if path is None and ckpt_path == "best":
             raise UserError(f"trainer.{stage}(ckpt_path='best'): no checkpoint has been saved: leave it out")
         if path is None:
@@ -422,7 +424,7 @@ class Trainer(StepTrainer):
         if not isinstance(saved, dict) or not counts or "continuation" not in content:
             raise CheckpointError(
                 f"{path}: no lockstep.Trainer has saved it, so none can continue from it: load its weights by "
-                f"{type(module).__name__}.load_from_checkpoint"
+                "lockstep.load_weights"
             )
         must_stay = tuple(now) if now["exact"] else UNCHANGED
         changed = [

@@ -1,12 +1,12 @@
 """Take steps of a run again, in a folder of their own."""
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.io import copy_checkpoint
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.build import open_data
@@ -55,5 +55,5 @@ def train_from(
     (folder / "checkpoints").mkdir(parents=True)
     config = replace(config, debug=replace(config.debug, trainer={**config.debug.trainer, "profiler": None}))
     if start is not None:
-        shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
+        copy_checkpoint(start, folder / "checkpoints" / "last.ckpt")
     return launch(work, config, data, folder, layout=config.layout, hang_timeout=config.hang_timeout)
