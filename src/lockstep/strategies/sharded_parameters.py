@@ -112,13 +112,14 @@ class ShardedParameter:
         """Return the distributed tensor of which `part` is this process's part."""
         like = self.tensor
         if part.device.type != like.device_mesh.device_type:  # offloaded: `from_local` would move it to the GPU
-            in_host_memory: DTensor = torch.empty_like(like.detach())
-            in_host_memory.to_local().copy_(part)
-            return in_host_memory
-        made: DTensor = DTensor.from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=self.shape, stride=like.stride()
-        )
-        return made
+            made: Any = torch.empty_like(like.detach())
+            made.to_local().copy_(part)
+        else:
+            made = DTensor.from_local(
+                part, like.device_mesh, like.placements, run_check=False, shape=self.shape, stride=like.stride()
+            )
+        distributed: DTensor = made
+        return distributed
 
 
 def dim_to_cut(parameter: nn.Parameter, parts: int) -> int | None:
