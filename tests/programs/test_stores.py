@@ -192,6 +192,26 @@ def test_an_index_goes_on_and_is_beside_the_shards(
     assert len(opened(url).train) == 28  # the list decides, not the index
 
 
+def test_an_index_of_a_part_of_the_shards_is_refused(
+    folder: Path, tmp_path: Path, s3: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from store_servers import upload
+
+    made = write_shards(folder, tmp_path / "tar", "tar")
+    url = upload(made, s3, "partly")
+    assert "partly has 4 shards more (" in refusal_of(index.main, [f"{url}/train-{{00000..00001}}.tar"])
+    assert not any(".index" in name for name in contents(s3, "partly"))
+    assert index.main([f"{url}/{{train,test}}-{{00000..00002}}.tar"]) == 0
+    shutil.copytree(made, tmp_path / "web")
+    for name, content in contents(s3, "partly").items():
+        (tmp_path / "web" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "web" / name).write_bytes(content)
+    web = WebServer(tmp_path / "web")  # it lists nothing, but has the index
+    assert "has 5 shards more (" in refusal_of(index.main, [f"{web.url}/train-{{00000..00000}}.tar", *KEEP])
+    assert index.main([f"{web.url}/{{train,test}}-{{00000..00002}}.tar", *KEEP]) == 0
+    web.stop()
+
+
 def test_an_index_of_a_server_that_cannot_be_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

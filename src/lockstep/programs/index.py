@@ -18,7 +18,7 @@ import sys
 from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
-from lockstep.text import is_url, plural
+from lockstep.text import is_url, join_names, plural
 from lockstep.vision.data.remote import Remote
 from lockstep.vision.data.server import Unavailable
 from lockstep.vision.data.shard_index import digest, index_root
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     """Make the index. Return the exit code.
 
     Raises:
-        UserError: the URL is none, or a shard can't be read or has no images.
+        UserError: the URL is none, a pattern leaves shards out, or a shard can't be read or has no images.
     """
     chosen = parser().parse_args(words)
     url = place(chosen.url)
@@ -52,6 +52,11 @@ def main(words: list[str]) -> int:
         )
     options = {"image": chosen.image, "label": chosen.label}
     remote = Remote(url, options, chosen.cache, chosen.cache_gb, chosen.retry_seconds, chosen.index_dir, anew=True)
+    if left_out := remote.left_out():  # a run that names no pattern takes the index for the whole folder
+        raise UserError(
+            f"lockstep index {url}: {remote.server.url} has {plural(len(left_out), 'shard')} more "
+            f"({join_names(left_out, 2)}), which the index beside the shards would lack: index the whole folder"
+        )
     of_part = parts_of(url, remote.paths)
     names = [name for part in of_part.values() for name in part]
     records = [*remote.records.all({name: remote.stats[name] for name in names})]

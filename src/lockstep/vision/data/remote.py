@@ -84,6 +84,14 @@ class Remote:
                 answers = pool.map(lambda path: self.server.tried(partial(self.server.stat, path), path), unknown)
                 self.stats = {**self.stats, **dict(zip(unknown, answers, strict=True))}
         self.paths = [*self.stats]
+        self._named, self._published = named, published
+
+    def left_out(self) -> list[str]:
+        """Return the folder's shards that the pattern does not name: listed ones, else those of the index there."""
+        if self._named is None:
+            return []
+        listed = self._listed(None, None, anew=True, may_be_empty=True) if self.server.lists else self._published or {}
+        return sorted(listed.keys() - set(self._named))
 
     def _listed(
         self, named: Sequence[str] | None, published: dict[str, Stat] | None, anew: bool, may_be_empty: bool
