@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small_data import config, refusal_of
 from store_servers import WebServer, client, files_in, s3_server
 from written_shards import write_folder, write_shards
@@ -95,6 +97,32 @@ def test_a_folder_becomes_shards_that_train_as_the_folder(
     assert f"{tmp_path}/local: has other shards, " in refusal_of(
         shards.main, [str(folder), str(tmp_path / "local"), "--megabytes", "64"]
     )
+
+
+def test_a_shard_that_was_sent_in_parts_is_not_sent_again(
+    tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 states no MD5 for it. s3fs sends shards of 100 MiB and more so; here smaller ones, to be quick."""
+    core = pytest.importorskip("s3fs.core")
+    part = 5 << 20  # S3 takes no smaller ones
+    monkeypatch.setattr(core, "calculate_chunksize", lambda *arguments, **options: part)
+    monkeypatch.setattr(server, "S3_PART", part)
+    for label in "ab":
+        (tmp_path / "large" / label).mkdir(parents=True)
+        noise = np.random.default_rng(0).integers(0, 255, (1400, 1400, 3), np.uint8)
+        Image.fromarray(noise).save(tmp_path / "large" / label / "x.png", compress_level=0)
+    words = [str(tmp_path / "large"), "s3://images/parts", *KEEP]
+    shards.main(words)
+    assert client(s3).head_object(Bucket="images", Key="parts/all-00000.tar")["ETag"].endswith('-3"')
+    puts: list[str] = []
+    monkeypatch.setattr(server.Server, "write", lambda self, path, local: puts.append(path))
+    shards.main(words)
+    assert [path for path in puts if path.endswith(".tar")] == []
+    with open(tmp_path / "large" / "a" / "x.png", "r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"!")
+    shards.main(words)
+    assert [path for path in puts if path.endswith(".tar")] == ["all-00000.tar"]  # others of the same size
 
 
 def test_a_list_becomes_shards_with_labels(folder: Path, tmp_path: Path) -> None:

@@ -185,8 +185,8 @@ def test_an_index_json_that_names_other_things_is_refused(tmp_path: Path) -> Non
     for change, message in (
         ({"format": "xyz"}, "its shards are xyz by zstd: must be mds, zstd"),
         ({"compression": "br:3"}, "its shards are mds by br: must be mds, zstd"),
-        ({"raw_data": {"basename": "../../secret"}}, "its index.json names a file elsewhere"),
-        ({"raw_data": 3}, "its index.json names no MDS shards ("),
+        ({"raw_data": {"basename": "../../secret"}}, "names a file elsewhere"),
+        ({"raw_data": 3}, "names no MDS shards ("),
     ):
         first, *rest = content["shards"]
         file.write_text(json.dumps({"shards": [{**first, **change}, *rest]}))
@@ -236,3 +236,15 @@ def test_shards_in_two_forms_or_of_an_earlier_data_set_are_refused(tmp_path: Pat
     raw = copied("raw", tmp_path)
     shutil.copy(train / "index.json", raw / "train")  # it names compressed shards, which were unpacked
     assert count(place(raw)) == 6
+
+
+@pytest.mark.parametrize("place", [str, in_memory])
+def test_a_folder_whose_mds_shards_are_all_missing_is_refused(tmp_path: Path, place: Any) -> None:
+    """A copy of the shards that was cut may have the index.json of a part alone: nothing would be tested."""
+    folder = copied("raw", tmp_path)
+    for shard in (folder / "test").glob("*.mds"):
+        shard.unlink()
+    line = refusal_of(opened, place(folder), **BY_PLACE)
+    assert "/test/shard.00000.mds: the index.json beside it names it: copy it, unpacked" in line
+    (folder / "test" / "index.json").write_text('{"chunks": []}')  # as of another program
+    assert opened(place(folder), **BY_PLACE).test is None

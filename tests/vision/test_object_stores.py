@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,23 @@ def test_what_another_user_has_left_half_is_removed(tmp_path: Path, monkeypatch:
         assert file.read() == b""
 
 
+def test_a_file_of_another_user_in_a_folder_as_tmp_is_locked_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux refuses O_CREAT for it (fs.protected_regular), though all may write it."""
+    file, opens = tmp_path / "room.lock", os.open
+    file.write_bytes(b"1 2\n")
+
+    def protected(path: Any, flags: int, *arguments: Any) -> int:
+        if path == file and flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "no")
+        return opens(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", protected)
+    with shard_cache.locked(file) as opened_file:
+        assert opened_file.writable()
+
+
 def test_a_new_shard_that_arrives_damaged_twice_is_refused(web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two times the same bytes with another MD5 are right: their ETag is no MD5."""
     read = servers.Server._range
@@ -460,7 +478,7 @@ def test_shards_are_fetched_ahead(web: WebServer, tmp_path: Path) -> None:
     cache = cache_of(part)
     forget(tmp_path)
     part.will_need(0, [ShardNeed(2, 0, 3), ShardNeed(0, 4, 7)])
-    wait_until(lambda: len(cached(tmp_path)) == 2)
+    wait_until(lambda: cache.counters.of_rank()["fetched"] == 2)
     cache.read(2, 0, 9)
     cache.read(0, 0, 9)
     counts = cache.counters.of_rank()
@@ -724,19 +742,63 @@ def test_the_options_of_fsspec_reach_a_driver(monkeypatch: pytest.MonkeyPatch) -
     assert made == [{"token": "anon", "endpoint_url": "http://127.0.0.1:9"}]
 
 
+ETAG, MD5 = {"etag": "CL1="}, {"md5Hash": "g5re7K7ZRuiasLhEs2zLiw=="}
+IN_HEX = "839adeecaed946e89ab0b844b36ccb8b"
+
+
 @pytest.mark.parametrize(
-    ("info", "version"),
+    ("info", "md5"),
     [
-        ({"etag": "CL1=", "md5Hash": "g5re7K7ZRuiasLhEs2zLiw=="}, "839adeecaed946e89ab0b844b36ccb8b"),  # of GCS
+        ({**ETAG, **MD5}, IN_HEX),  # of GCS
         ({"etag": '"0x2"', "content_settings": {"content_md5": bytearray(range(16))}}, bytes(range(16)).hex()),  # Azure
-        ({"etag": '"0x2"', "content_settings": {"content_md5": None}}, "0x2"),
-        ({"etag": "CL1=", "md5Hash": "no!"}, "CL1="),
-        ({"ETag": '"839adeecaed946e89ab0b844b36ccb8b"'}, "839adeecaed946e89ab0b844b36ccb8b"),  # of S3
-        ({}, ""),
+        ({"ETag": f'"{IN_HEX}"'}, IN_HEX),  # of S3
+        ({"etag": '"0x2"', "content_settings": {"content_md5": None}}, None),
+        ({**ETAG, "md5Hash": "no!"}, None),
+        ({}, None),
     ],
 )
-def test_the_version_of_an_object_is_its_md5_where_the_server_states_it(info: dict[str, Any], version: str) -> None:
-    assert servers.stat_of({"size": 5, **info}) == (5, version)
+def test_the_md5_of_an_object_is_known_where_the_server_states_it(info: dict[str, Any], md5: str | None) -> None:
+    assert servers.md5_of(servers.stat_of({"size": 5, **info})[1]) == md5
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (ETAG, {**ETAG, **MD5}, True),  # an index that has the ETag alone
+        (MD5, {**ETAG, **MD5}, True),
+        ({"etag": "CL2=", **MD5}, {**ETAG, **MD5}, True),  # with other metadata
+        ({"etag": "CL2="}, {**ETAG, **MD5}, False),
+        ({**ETAG, "size": 6}, ETAG, False),
+        ({**ETAG, "size": None}, ETAG, True),
+        ({}, ETAG, True),
+        ({"created": 1.5}, {"created": datetime.fromtimestamp(1.5, UTC)}, True),  # a driver that lists other times
+        ({"created": 2.5}, {"created": datetime.fromtimestamp(1.5, UTC)}, False),
+    ],
+)
+def test_objects_are_the_same_if_a_line_of_their_versions_is(one: Any, other: Any, same: bool) -> None:
+    stats = [servers.stat_of({"size": 5, **each}) for each in (one, other)]
+    assert servers.is_same(*stats) is servers.is_same(*reversed(stats)) is same
+
+
+def test_what_gcs_forbids_is_not_tried_for_long() -> None:
+    """Its driver raises an OSError with a text, and errors with a code."""
+    coded = RuntimeError("no, 401")
+    coded.code = 401  # type: ignore[attr-defined]
+    for error, number in ((OSError("Forbidden: bucket/a.tar\nno"), 403), (coded, 401)):
+        assert servers.is_permanent(error)
+        assert servers.reason(error) == f"access is denied ({number}), with the credentials of the environment"
+    assert not servers.is_permanent(OSError("no route"))
+
+
+def test_a_driver_that_lacks_an_account_is_no_missing_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Azure(fsspec.AbstractFileSystem):  # type: ignore[name-defined]
+        def __init__(self, **chosen: Any) -> None:
+            raise ValueError("Must provide either a connection_string\nor account_name with credentials!!")
+
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "az", Azure)
+    line = refusal_of(opened, "az://container/images")
+    assert line.startswith("az://container/images: az:// can't be opened: Must provide either a connection_string or ")
+    assert line.endswith("set what the driver needs in the environment (docs/use/object-stores.md)")
 
 
 def test_a_protocol_that_does_not_exist_is_refused() -> None:

@@ -310,6 +310,15 @@ def differ(one: Any, other: Any) -> bool:
     return bool(one and other and one != other)
 
 
+def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the names of the facts about a run that have changed, sorted. `content` is that of `content_of`."""
+    return [
+        name
+        for name in sorted({*old, *new})
+        if (differ(old.get(name), new.get(name)) if name == "content" else old.get(name) != new.get(name))
+    ]
+
+
 def is_other_data(recorded: Mapping[str, Any], splits: Splits) -> bool:
     """Check whether a data set has other samples than that of a checkpoint, as far as both are known.
 

@@ -44,8 +44,8 @@ from lockstep.vision.data.labelled import PARTS
 from lockstep.vision.data.mds import MOST_BYTES, index_of, write_mds
 from lockstep.vision.data.remote import Remote
 from lockstep.vision.data.remote_index import Record
-from lockstep.vision.data.server import REMEDY, Unavailable
-from lockstep.vision.data.shard_cache import Known, digest_of
+from lockstep.vision.data.server import REMEDY, UNKNOWN, Unavailable, digest_of, states
+from lockstep.vision.data.shard_cache import Known
 from lockstep.vision.data.shard_files import IMAGES
 from lockstep.vision.data.shards import SHARD
 
@@ -319,9 +319,9 @@ class Store:
             with open(made, "w+b") as file:
                 self.kind.write(file, images)
                 file.flush()
-                md5, sha256 = (digest_of(file, kind) for kind in ("md5", "sha256"))
-                size = os.fstat(file.fileno()).st_size
-                is_present = self.remote.stats.get(name) == (size, md5)
+                sha256, size = digest_of(file, "sha256"), os.fstat(file.fileno()).st_size
+                there, version = self.remote.stats.get(name, UNKNOWN)
+                is_present = there == size and states(version, file)
                 scanned, highest = self.remote.records.examined(f"{server.url}/{name}", made, file)
             if not is_present:
                 self._write(name, made)

@@ -27,7 +27,7 @@ from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable
-from lockstep.data.datasets import content_of, differ, fingerprint
+from lockstep.data.datasets import changed, content_of, fingerprint
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
@@ -427,22 +427,17 @@ class Trainer(StepTrainer):
                 "lockstep.load_weights"
             )
         must_stay = tuple(now) if now["exact"] else UNCHANGED
-        changed = [
-            name
-            for name in now
-            if (differ(saved.get(name), now[name]) if name == "content" else saved.get(name) != now[name])
-        ]
-        for name in changed:
+        names = changed({name: saved.get(name) for name in now}, now)
+        for name in names:
             if name in must_stay:
                 exact = "exact=True, and " if name not in UNCHANGED else ""
                 raise UserError(
                     f"{exact}{name}={now[name]}, but {path} was saved with {name}={saved.get(name)}: give the same, or "
                     "leave ckpt_path out"
                 )
-        if changed:
-            rank_zero_info(
-                "changed since the checkpoint: " + ", ".join(f"{n}: {saved.get(n)} -> {now[n]}" for n in changed)
-            )
+        if names:
+            changes = ", ".join(f"{name}: {saved.get(name)} -> {now[name]}" for name in names)
+            rank_zero_info(f"changed since the checkpoint: {changes}")
         if module.strict_loading and not overrides_method(module, "on_load_checkpoint", pl.LightningModule):
             remedy = "give the module that it was saved from, or leave ckpt_path out"
             checkpoint_io.check_same_shapes(path, content["state_dict"], module.state_dict(), remedy)

@@ -24,7 +24,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import locate
 from lockstep.config.schema import CACHE_KEYS
 from lockstep.data import Splits
-from lockstep.data.datasets import differ
+from lockstep.data.datasets import changed
 from lockstep.errors import UserError
 from lockstep.extras.ledger import LEDGER_FILE
 from lockstep.report.provenance import code_sha256, git_info, versions
@@ -116,9 +116,7 @@ class LedgerFile:
             last_about: dict[str, Any] = next(
                 (about for line in reversed(valid_lines) if (about := parse_line(line).get("about"))), {}
             )
-            self._changed = any(
-                last_about.get(key) != value for key, value in self._about.items() if key not in ("data_dir", "content")
-            ) or differ(last_about.get("content"), self._about.get("content"))
+            self._changed = changed(last_about, self._about) not in ([], ["data_dir"])
         else:
             opening = {**self._opening, "before": None, **self._config_keys(False, {}, is_first=True)}
             valid_lines = [text_of(opening)]

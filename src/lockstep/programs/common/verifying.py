@@ -15,7 +15,7 @@ from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.checkpoint.start import differences
 from lockstep.config.value_checks import PositiveInt, as_text, checker, show
-from lockstep.data.datasets import differ
+from lockstep.data.datasets import changed, differ
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import (
     LEDGER_FILE,
@@ -187,14 +187,14 @@ def parts_of_lines(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) ->
 
 def changes(old_part: Part, new_part: Part) -> str:
     """Return what differs between two parts of a run, in words."""
-    changed = []
-    for name in sorted({*old_part.about, *new_part.about} - {"data_dir"}):
+    texts = []
+    for name in changed(old_part.about, new_part.about):
         old, new = old_part.about.get(name), new_part.about.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            changed += differences(old, new)
-        elif differ(old, new) if name == "content" else old != new:
-            changed.append(f"another {name}")
-    return printable(join_names(changed))
+            texts += differences(old, new)
+        elif name != "data_dir":
+            texts.append(f"another {name}")
+    return printable(join_names(texts))
 
 
 def notes_on_versions(about: Mapping[str, Any]) -> list[str]:

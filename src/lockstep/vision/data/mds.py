@@ -7,7 +7,7 @@ labels are read, and their encodings must be those of an image file, a text or a
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +31,7 @@ NUMBERS = {
 LABEL_ENCODINGS = ("str", "str_int", *NUMBERS)
 MOST_COLUMNS = 10_000
 MOST_BYTES = 1 << 32  # of a shard: its places are numbers of 32 bits
+INDEX = "index.json"  # names the shards of a folder
 PIECE = 1 << 20  # bytes that are unpacked at a time
 
 
@@ -230,51 +231,62 @@ def index_of(columns: Mapping[str, str], size_limit: int, shards: Mapping[str, t
     return json.dumps({"version": 2, "shards": described}, sort_keys=True).encode()
 
 
-def names_in(description: bytes | None, fault: Callable[[str], UserError]) -> list[str]:
+def names_in(description: bytes | None, where: str) -> list[str]:
     """Return the shards that an index.json of MDS names.
 
     Args:
         description: the file's content; None: there is none.
-        fault: makes an error of a reason.
+        where: the file, for messages.
+
+    Raises:
+        UserError: It is damaged, or names other shards.
     """
     try:
         content = json.loads(description or b"")
         names = [(each.get("zip_data") or each["raw_data"])["basename"] for each in content["shards"]]
         kinds = {(each["format"], (each.get("compression") or "zstd").partition(":")[0]) for each in content["shards"]}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise fault(f"its index.json names no MDS shards ({error})") from error
+        raise UserError(f"{where}: names no MDS shards ({error})") from error
     if others := kinds - {("mds", "zstd")}:
-        raise fault(f"its shards are {' and '.join(' by '.join(each) for each in sorted(others))}: must be mds, zstd")
+        listed = " and ".join(" by ".join(each) for each in sorted(others))
+        raise UserError(f"{where}: its shards are {listed}: must be mds, zstd")
     if any(not isinstance(name, str) or "/" in name or name in ("", ".", "..") for name in names):
-        raise fault("its index.json names a file elsewhere")
+        raise UserError(f"{where}: names a file elsewhere")
     return names
 
 
-def check_named(
-    folder: str, shards: Sequence[str], description: bytes | None, fault: Callable[[str], UserError]
-) -> None:
+def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | None]) -> None:
     """Refuse MDS shards other than those that the index.json beside them names: strange ones, and a cut copy.
 
     Args:
-        folder: of the shards, for messages.
-        shards: their names. Each may be compressed, or unpacked.
-        description: the file's content; None: there is none.
-        fault: makes an error of a reason.
+        root: the folder or URL, for messages.
+        paths: of all shards and of all files index.json, below it.
+        read: returns the content of a file index.json; None: there is none.
+
+    Raises:
+        UserError: There are such shards, or a file index.json is damaged.
     """
-    if description is None:
-        return
-    named = {name.removesuffix(".zstd") for name in names_in(description, fault)}
-    if others := [name for name in shards if name.removesuffix(".zstd") not in named]:
-        raise UserError(f"{folder}/{others[0]}: the index.json beside it does not name it: remove one of them")
-    if missing := sorted(named - {name.removesuffix(".zstd") for name in shards}):
-        raise UserError(f"{folder}/{missing[0]}: the index.json beside it names it: copy it, unpacked")
-
-
-def mds_by_folder(shards: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of the MDS shards in each folder: an empty text, or one with a slash at its end."""
-    of_folder: dict[str, list[str]] = {}
-    for path in shards:
+    of_folder: dict[str, list[str]] = {}  # their names, by folder: an empty text, or one with a slash at its end
+    described = []
+    for path in paths:
         folder, slash, name = path.rpartition("/")
-        if name.endswith((".mds", ".mds.zstd")):
+        if name == INDEX:
+            described.append(folder + slash)
+        elif name.endswith((".mds", ".mds.zstd")):
             of_folder.setdefault(folder + slash, []).append(name)
-    return of_folder
+    for folder in described:
+        shards = {name.removesuffix(".zstd") for name in of_folder.get(folder, ())}
+        try:
+            named = {name.removesuffix(".zstd") for name in names_in(read(folder + INDEX), f"{root}/{folder}{INDEX}")}
+        except OSError as error:
+            raise UserError(f"{root}/{folder}{INDEX}: can't be read ({error.strerror})") from error
+        except UserError:
+            if not shards:  # it is of another program
+                continue
+            raise
+        if others := sorted(shards - named):
+            raise UserError(
+                f"{root}/{folder}{others[0]}: the index.json beside it does not name it: remove one of them"
+            )
+        if missing := sorted(named - shards):
+            raise UserError(f"{root}/{folder}{missing[0]}: the index.json beside it names it: copy it, unpacked")

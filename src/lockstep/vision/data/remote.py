@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,16 @@ from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.text import plural
 from lockstep.vision.data.labelled import PARTS
-from lockstep.vision.data.mds import check_named, mds_by_folder, names_in
+from lockstep.vision.data.mds import INDEX, check_named, names_in
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
-from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
+from lockstep.vision.data.server import REMEDY, UNKNOWN, Server, Stat, Unavailable
 from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
 from lockstep.vision.data.shard_index import Index, cache_folder, index_root
 from lockstep.vision.data.shard_scan import scan
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 MOST_SHARDS = 10_000_000  # that a pattern may name
-UNKNOWN: Stat = (-1, "")
 
 
 class Remote:
@@ -110,16 +109,15 @@ class Remote:
         if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
             return published
         if self.server.lists:
-            files = self.server.files(may_be_empty)
-            shards = {
+            files = {
                 path: stat
-                for path, stat in files.items()
-                if SHARD.search(path) and not any(each.startswith(".") for each in path.split("/"))
+                for path, stat in self.server.files(may_be_empty).items()
+                if not any(each.startswith(".") for each in path.split("/"))
             }
-            for folder, names in mds_by_folder(shards).items():
-                if f"{folder}index.json" in files and not may_be_empty:  # a writer replaces it at the end
-                    where = f"{self.server.url}/{folder}"
-                    check_named(where.rstrip("/"), names, self._description(folder), _fault_in(where))
+            shards = {path: stat for path, stat in files.items() if SHARD.search(path)}
+            if not may_be_empty:  # a writer replaces index.json at the end
+                described = [path for path in files if path.rpartition("/")[2] == INDEX]
+                check_named(self.server.url, [*shards, *described], self._description)
             return shards
         return self._of_mds()
 
@@ -128,19 +126,19 @@ class Remote:
         url = self.server.url
         shards: dict[str, Stat] = {}
         for folder in ("", *(f"{part}/" for part in PARTS)):
-            description = self._description(folder)
+            description = self._description(folder + INDEX)
             if description is not None:
-                names = names_in(description, _fault_in(f"{url}/{folder}"))
+                names = names_in(description, f"{url}/{folder}{INDEX}")
                 shards |= {f"{folder}{name}": UNKNOWN for name in names}
         if not shards:
             right = f"give a pattern, such as {url}/train-{{000..099}}.tar, or make an index beside the shards"
             raise UserError(f"shards: {url} has no list of its files that could be read: {right} (lockstep index)")
         return shards
 
-    def _description(self, folder: str) -> bytes | None:
-        """Return the file index.json of MDS in a folder."""
+    def _description(self, path: str) -> bytes | None:
+        """Return the content of a file index.json; None: there is none."""
         try:
-            return self.server.read_small(f"{folder}index.json")
+            return self.server.read_small(path)
         except Unavailable as error:
             raise UserError(f"{self.server.url}: {error}: {REMEDY}") from error
 
@@ -186,11 +184,6 @@ class Remote:
         if window is None and total > self.gigabytes * GIB:
             each = f"the shards take {total / GIB:.3g} GB, and without data.window every step reads from all of them"
             raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")
-
-
-def _fault_in(folder: str) -> Callable[[str], UserError]:
-    """Return what makes an error about the file index.json in a folder, whose name ends with a slash."""
-    return lambda reason: UserError(f"{folder}index.json: {reason}")
 
 
 def packed_again(image: str | None, label: str, where: str, source: Path, target: Any) -> None:

@@ -42,8 +42,8 @@ from lockstep.vision.data.pixels import (
     too_deep,
     too_large_text,
 )
-from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
-from lockstep.vision.data.shard_cache import Known, ShardCache, Table, digest_of
+from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same
+from lockstep.vision.data.shard_cache import Known, ShardCache, Table
 from lockstep.vision.data.shard_index import (
     BORDERS,
     COLUMNS,
@@ -422,12 +422,6 @@ class Records:
         write(description, json.dumps(described).encode())
         self.server.write(f"{self.beside}.json", description)
         description.unlink()
-
-
-def is_same(listed: Stat, recorded: Stat) -> bool:
-    """Check whether a shard is the one of a record, as far as it is known."""
-    size, version = listed
-    return size in (-1, recorded[0]) and (not version or not recorded[1] or version == recorded[1])
 
 
 def open_remote(

@@ -6,6 +6,7 @@ that reads, when it first reads.
 
 import base64
 import contextlib
+import hashlib
 import logging
 import os
 import random
@@ -14,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from lockstep.errors import UserError
 from lockstep.text import plural
@@ -35,6 +37,7 @@ DRIVERS = {
 }  # Python packages
 NO_LISTING = ("http", "https")  # a page with links is no list of files
 CHUNK = 8 << 20  # bytes of a request
+S3_PART = 50 << 20  # bytes of a part, if s3fs sends a large object in parts
 CHUNK_SECONDS, LISTING_SECONDS = 60.0, 1800.0  # timeouts of a request, and of a listing or an upload
 FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0  # seconds before another try
 PERMANENT_TRIES = 3  # of an object that is missing or forbidden
@@ -44,7 +47,8 @@ VERSIONS = (
     *("Last-Modified", "mtime", "created"),
 )
 Result = TypeVar("Result")
-Stat = tuple[int, str]  # size in bytes and version; -1 and an empty text: unknown
+Stat = tuple[int, str]  # size in bytes and version, see `stat_of`
+UNKNOWN: Stat = (-1, "")
 
 
 class Unavailable(Exception):
@@ -227,19 +231,25 @@ def open_file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the URL's root in its own words.
 
     Raises:
-        UserError: There is no such protocol, or its driver is missing.
+        UserError: There is no such protocol, its driver is missing, or it has what it needs neither in the URL nor in
+            the environment.
     """
     import fsspec
 
     protocol = url.partition(":")[0]
     try:
-        # its own one: fsspec would return one that was made with other credentials, or before them
-        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+        fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         package = DRIVERS.get(protocol, error.name or protocol)
         raise UserError(f"{url}: {protocol}:// needs {package}: pip install {package}") from error
     except ValueError as error:
         raise UserError(f"{url}: there is no protocol {protocol}: known are {', '.join(sorted(DRIVERS))}") from error
+    try:
+        # its own one: fsspec would return one that was made with other credentials, or before them
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    except ValueError as error:  # so Azure's driver says that there is no account
+        right = "set what the driver needs in the environment (docs/use/object-stores.md)"
+        raise UserError(f"{url}: {protocol}:// can't be opened: {one_line(error)}: {right}") from error
     return fs, str(root).rstrip("/")
 
 
@@ -255,12 +265,48 @@ def called(fs: Any, method: str, *arguments: Any, timeout: float | None = None, 
 def stat_of(info: Any) -> Stat:
     """Return the size and version in fsspec's description of an object.
 
-    The version is the MD5 in hex where the server states it: S3 as the ETag, GCS and Azure beside an ETag that is
-    something else.
+    The version is the ETag, or else another text or time that changes with the object. On S3 the ETag is mostly the MD5
+    in hex. Where GCS and Azure state the MD5 beside an ETag that is something else, it is a line before it.
     """
-    size = info.get("size")
-    version = md5_beside(info) or next((info[key] for key in VERSIONS if info.get(key)), "")
-    return (-1 if size is None else int(size)), str(version).strip('"')
+    size, version = info.get("size"), next((info[key] for key in VERSIONS if info.get(key)), "")
+    if isinstance(version, datetime):  # a driver may list times as numbers
+        version = version.timestamp()
+    lines = (md5_beside(info), str(version).strip('"'))
+    return (-1 if size is None else int(size)), "\n".join(filter(None, lines))
+
+
+def md5_of(version: str) -> str | None:
+    """Return the MD5 that a version seems to state, in hex."""
+    first = version.partition("\n")[0]
+    return first if re.fullmatch("[0-9a-f]{32}", first) else None
+
+
+def states(version: str, file: IO[bytes]) -> bool:
+    """Check whether a version states the content of a file: its MD5, or S3's ETag of what s3fs sends in parts.
+
+    That is the MD5 of the parts' MD5s, and the number of parts.
+    """
+    if (md5 := md5_of(version)) is not None:
+        return md5 == digest_of(file, "md5")
+    if re.fullmatch("[0-9a-f]{32}-[0-9]+", version) is None:
+        return False
+    file.seek(0)
+    parts = [hashlib.md5(part, usedforsecurity=False).digest() for part in iter(partial(file.read, S3_PART), b"")]
+    return version == f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"
+
+
+def digest_of(file: Any, kind: str) -> str:
+    """Return a hash of an open file, in hex."""
+    file.seek(0)
+    return hashlib.file_digest(file, kind).hexdigest()
+
+
+def is_same(one: Stat, other: Stat) -> bool:
+    """Check whether two objects are the same, as far as it is known: one line of their versions is enough."""
+    (size, version), (other_size, other_version) = one, other
+    if min(size, other_size) >= 0 and size != other_size:
+        return False
+    return not version or not other_version or not set(version.split("\n")).isdisjoint(other_version.split("\n"))
 
 
 def md5_beside(info: Any) -> str:
@@ -286,12 +332,14 @@ def status_of(error: BaseException) -> int | None:
         response = getattr(each, "response", None)
         meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
         for status in (
-            getattr(each, "status", None),
+            getattr(each, "status" if hasattr(each, "status") else "code", None),  # gcsfs calls it code
             getattr(response, "status_code", None),
             meta.get("HTTPStatusCode"),
         ):
             if isinstance(status, int) and status >= 400:
                 return status
+        if isinstance(each, OSError) and str(each).startswith("Forbidden: "):  # so gcsfs says 403
+            return 403
     return None
 
 
@@ -327,5 +375,10 @@ def reason(error: BaseException) -> str:
     if "NoCredentialsError" in names:
         return "there are no credentials in the environment"
     last = next((each for each in causes(error) if isinstance(each, OSError) and each.strerror), None)
-    text = (last.strerror if last is not None else None) or re.sub(r"\s+", " ", str(error))
+    text = (last.strerror if last is not None else None) or one_line(error)
     return f"{type(error).__name__}: {text}"[:160]
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message in one line."""
+    return re.sub(r"\s+", " ", str(error)).strip()

@@ -29,7 +29,7 @@ from torch.utils.data import get_worker_info
 from lockstep.arithmetic.streams import ShardNeed
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable
+from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same, md5_of
 from lockstep.vision.data.shard_scan import is_packed
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -514,10 +514,10 @@ class ShardCache:
         Args:
             digests: the MD5 of what has arrived before; this one is added.
         """
-        if re.fullmatch(r"[0-9a-f]{32}", known.stat[1]) is not None:
+        if (stated := md5_of(known.stat[1])) is not None:
             md5, before = digest_of(file, "md5"), [*digests]
             digests.append(md5)
-            if md5 != known.stat[1] and md5 not in before:
+            if md5 != stated and md5 not in before:
                 self.counters.add("retries")
                 return False
         self._refuse_replaced(known)
@@ -537,11 +537,10 @@ class ShardCache:
     def _refuse_replaced(self, known: Known) -> None:
         """Raise a UserError if the server has another version of a shard than the index."""
         try:
-            size, version = self.server.stat(known.path)
+            now = self.server.stat(known.path)
         except Unavailable:
             return
-        old_size, old = known.stat
-        if (min(size, old_size) >= 0 and size != old_size) or (version and old and version != old):
+        if not is_same(now, known.stat):
             raise UserError(f"{self.server.url}/{known.path}: was replaced after it was indexed: {self.advice}")
 
     # --- room ---
@@ -655,12 +654,6 @@ class ShardCache:
         return uses
 
 
-def digest_of(file: Any, kind: str) -> str:
-    """Return a hash of an open file, in hex."""
-    file.seek(0)
-    return hashlib.file_digest(file, kind).hexdigest()
-
-
 def reserved_by(path: str) -> int:
     """Return the bytes that a temporary file will take, which are in its name."""
     parts = path.rpartition("/")[2].split(".")
@@ -719,7 +712,11 @@ def locked(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     while True:
         flags, is_writable = os.O_NOFOLLOW | os.O_CLOEXEC, True
         try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | flags, mode)
+            # first without O_CREAT: in a folder as /tmp, Linux refuses it for a file of another user
+            try:
+                number = os.open(path, os.O_RDWR | flags)
+            except FileNotFoundError:
+                number = os.open(path, os.O_RDWR | os.O_CREAT | flags, mode)
         except PermissionError:
             number, is_writable = os.open(path, os.O_RDONLY | flags), False
         with os.fdopen(number, "r+b" if is_writable else "rb") as file:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from lockstep.errors import UserError
 from lockstep.text import is_url, plural
 from lockstep.vision.data.classes import ordered
 from lockstep.vision.data.labelled import PARTS, SPLIT_RULE, check_bits, image_spec, split_ids, split_text, subsets
-from lockstep.vision.data.mds import check_named, mds_by_folder
+from lockstep.vision.data.mds import INDEX, check_named
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote import Remote
 from lockstep.vision.data.shard_files import IMAGES
@@ -72,13 +71,9 @@ def shards(
         root = Path(data_dir).expanduser().absolute()
         if not root.is_dir():
             raise UserError(f"shards: data_dir={data_dir} is no folder: it must {WANTED}")
-        files_walk = walk(root, lambda name: SHARD.search(name) is not None)
-        names = files_walk.paths
-        for folder, of_mds in mds_by_folder(names).items():
-            description = root / folder / "index.json"
-            if description.is_file():
-                fault = partial(_fault_in, description)
-                check_named(str(description.parent), of_mds, description.read_bytes(), fault)
+        files_walk = walk(root, lambda name: name == INDEX or SHARD.search(name) is not None)
+        check_named(str(root), files_walk.paths, lambda path: (root / path).read_bytes())
+        names = [path for path in files_walk.paths if SHARD.search(path)]
         passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
     of_part = parts_of(root, names)
 
@@ -159,10 +154,6 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
     if len(of_part) > 1 and "train" not in of_part:
         raise UserError(f"shards: {root} has {' and '.join(of_part)}, and no train: a path must name it")
     return of_part
-
-
-def _fault_in(file: Path, reason: str) -> UserError:
-    return UserError(f"{file}: {reason}")
 
 
 def part_of(path: str) -> str:
