@@ -320,8 +320,8 @@ class Store:
                 self.kind.write(file, images)
                 file.flush()
                 sha256, size = digest_of(file, "sha256"), os.fstat(file.fileno()).st_size
-                there, version = self.remote.stats.get(name, UNKNOWN)
-                is_present = there == size and states(version, file)
+                old_size, version = self.remote.stats.get(name, UNKNOWN)
+                is_present = old_size == size and states(version, file)
                 scanned, highest = self.remote.records.examined(f"{server.url}/{name}", made, file)
             if not is_present:
                 self._write(name, made)
