@@ -170,7 +170,10 @@ class Silent(Campaign):
         """Return the error of lockstep verify on the steps of a run, or an empty string."""
         steps = f"steps=[{recorded(folder)[-1][0]}]"
         with closing(Process([f"run={folder}", f"outputs={self.home}", steps], "verify")) as process:
-            return process.text.partition("error: ")[2].strip() if process.wait(HOUR) else ""
+            code = process.wait(HOUR)
+            if code not in (0, 1):
+                raise SystemExit(f"{folder}: lockstep verify has not compared, exit code {code}: {process.text}")
+            return process.text.partition("error: ")[2].strip() if code else ""
 
 
 def remove_fault(folder: Path) -> None:

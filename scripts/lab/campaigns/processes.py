@@ -131,11 +131,8 @@ def _run_in_fork(program: str, arguments: list[str], prefix: Sequence[str], outp
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts" / "lab"), os.environ.get("PYTHONPATH", "")])
         os.execvp(prefix[0], [*prefix, f"src/{program}.py", *arguments])
     sys.argv = [f"{program}.py", *arguments]
-    train = str(ROOT / "src" / "train.py")
     if program == "train":
         from lockstep import command
 
-        command(importlib.import_module("train").train, train)
-    from lockstep.commands import cli
-
-    cli.command(getattr(importlib.import_module(f"lockstep.programs.{program}"), program), program, train)
+        command(importlib.import_module("train").train, str(ROOT / "src" / "train.py"))
+    sys.exit(importlib.import_module(f"lockstep.programs.{program}").main(arguments))
