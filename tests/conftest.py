@@ -33,7 +33,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import pages
 from lockstep.config.hydra_quirks import VERSION_BASE
-from lockstep.files import write
 from lockstep.launch import machine
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
@@ -173,23 +172,31 @@ def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
 @cache
 def _of_files(page: str, choices: tuple[str, ...]) -> DictConfig:
     """Put files together, or read what an earlier run of the tests has put together of the same files."""
-    stored = COMPOSED / hashlib.sha256(repr((_files_and_hydra(), page, choices)).encode()).hexdigest()
+    stored = COMPOSED / f"{_files_and_hydra()}-{hashlib.sha256(repr((page, choices)).encode()).hexdigest()}"
     with suppress(OSError):
         return cast(DictConfig, pickle.loads(stored.read_bytes()))
     primary = pages.primary(page)
     with initialize_config_dir(str(primary.folder), **VERSION_BASE):
         config = compose(primary.name, [*primary.overrides, *choices])
-    COMPOSED.mkdir(parents=True, exist_ok=True)
-    write(stored, pickle.dumps(config))
+    own = stored.with_suffix(f".{os.getpid()}")  # another worker may write the same at this moment
+    with suppress(OSError):
+        own.write_bytes(pickle.dumps(config))
+        own.replace(stored)
     return config
 
 
 @cache
 def _files_and_hydra() -> str:
-    """Return a hash of all that a composed config depends on: the pages, the code of the config, Hydra's version."""
+    """Return a hash of all that a composed config depends on: the pages, the code of the config, Hydra's version.
+    Remove what was composed of others."""
     files = [*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("src/**/*.yaml"), *ROOT.glob("src/lockstep/config/*.py")]
     contents = [(str(file), file.read_bytes()) for file in sorted(files)]
-    return hashlib.sha256(repr((hydra.__version__, contents)).encode()).hexdigest()
+    state = hashlib.sha256(repr((hydra.__version__, contents)).encode()).hexdigest()
+    COMPOSED.mkdir(parents=True, exist_ok=True)
+    for older in COMPOSED.iterdir():
+        if not older.name.startswith(state):
+            older.unlink(missing_ok=True)
+    return state
 
 
 def _chooses_files(override: str) -> bool:

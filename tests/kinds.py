@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,8 @@ def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return loads
 
 
+# torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
+sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
 yaml.load = _loads_once(yaml.load)
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
 
@@ -216,8 +219,8 @@ def _states() -> Iterator[Callable[[], object]]:
     variables, folder, arguments, path = dict(os.environ), os.getcwd(), sys.argv, list(sys.path)
 
     def restore_environment() -> None:
-        if dict(os.environ) != variables | {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}:
-            current = os.environ.get("PYTEST_CURRENT_TEST", "")
+        current = os.environ.get("PYTEST_CURRENT_TEST", "")
+        if dict(os.environ) != variables | {"PYTEST_CURRENT_TEST": current}:
             os.environ.clear()
             os.environ.update(variables | {"PYTEST_CURRENT_TEST": current})
 
@@ -258,7 +261,8 @@ def _states() -> Iterator[Callable[[], object]]:
     disabled = logging.root.manager.disable
 
     def restore_logging() -> None:
-        logging.disable(disabled)
+        if logging.root.manager.disable != disabled:
+            logging.disable(disabled)
         for logger, level, propagate, off, handlers in levels:
             if logger.level != level:
                 logger.setLevel(level)
