@@ -130,7 +130,7 @@ def _catch_logs(self: "catching_logs[Any]") -> Any:
 
 CATCH_LOGS = catching_logs.__enter__
 catching_logs.__enter__ = _catch_logs  # type: ignore[method-assign]
-gc.set_threshold(50_000, 20, 20)  # else the search for garbage takes a twentieth of the time
+gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time
 # torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
 sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
 yaml.load = _loads_once(yaml.load)
