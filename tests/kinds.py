@@ -134,7 +134,7 @@ gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is
 # torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
 sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
 yaml.load = _loads_once(yaml.load)
-omegaconf.base.parse = cache(omegaconf.base.parse)  # type: ignore[attr-defined] # the same interpolations of each config
+omegaconf.base.parse = cache(omegaconf.base.parse)  # the same interpolations of each config
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
 
 
