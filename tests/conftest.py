@@ -178,10 +178,10 @@ def _of_files(page: str, choices: tuple[str, ...]) -> bytes:
     primary = pages.primary(page)
     with initialize_config_dir(str(primary.folder), **VERSION_BASE):
         config = pickle.dumps(compose(primary.name, [*primary.overrides, *choices]))
-    own = stored.with_suffix(f".{os.getpid()}")  # another worker may write the same at this moment
+    temporary = stored.with_suffix(f".{os.getpid()}")  # another worker may write the same at this moment
     with suppress(OSError):
-        own.write_bytes(config)
-        own.replace(stored)
+        temporary.write_bytes(config)
+        temporary.replace(stored)
     return config
 
 
