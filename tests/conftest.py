@@ -1,6 +1,5 @@
 """Whole runs as real processes, and the promise that none outlives its test session."""
 
-import copy
 import hashlib
 import itertools
 import json
@@ -33,7 +32,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import pages
 from lockstep.config.hydra_quirks import VERSION_BASE
-from lockstep.files import write
 from lockstep.launch import machine
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
@@ -145,7 +143,7 @@ def template(folder: Path) -> Path:
 
 def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
     """Return the config that a program gets: a copy of its own."""
-    return copy.deepcopy(_composed(page, overrides))
+    return cast(dict[str, Any], pickle.loads(_composed(page, overrides)))
 
 
 def page_file(name: str) -> Path:
@@ -156,40 +154,49 @@ def page_file(name: str) -> Path:
 
 
 @cache
-def _composed(page: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+def _composed(page: str, overrides: tuple[str, ...]) -> bytes:
     """Do what Hydra's `compose` does; overrides that choose no file are set in a copy of what the others choose.
 
-    Hydra takes a tenth of a second to put files together, which would be a third of the time of all units.
+    Hydra takes a tenth of a second to put files together, which would be a third of the time of all units. Copies are
+    made by pickle, which takes less than `copy`.
     """
     choices = tuple(each for each in overrides if _chooses_files(each))
     values = [each for each in overrides if each not in choices]
-    cfg = copy.deepcopy(_of_files(page, choices))
+    cfg: DictConfig = pickle.loads(_of_files(page, choices))
     parsed = OverridesParser.create().parse_overrides(values)
     ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
     raw: Any = OmegaConf.to_container(cfg, resolve=True)
-    return {str(key): value for key, value in raw.items()}
+    return pickle.dumps({str(key): value for key, value in raw.items()})
 
 
 @cache
-def _of_files(page: str, choices: tuple[str, ...]) -> DictConfig:
+def _of_files(page: str, choices: tuple[str, ...]) -> bytes:
     """Put files together, or read what an earlier run of the tests has put together of the same files."""
-    stored = COMPOSED / hashlib.sha256(repr((_files_and_hydra(), page, choices)).encode()).hexdigest()
+    stored = COMPOSED / f"{_files_and_hydra()}-{hashlib.sha256(repr((page, choices)).encode()).hexdigest()}"
     with suppress(OSError):
-        return cast(DictConfig, pickle.loads(stored.read_bytes()))
+        return stored.read_bytes()
     primary = pages.primary(page)
     with initialize_config_dir(str(primary.folder), **VERSION_BASE):
-        config = compose(primary.name, [*primary.overrides, *choices])
-    COMPOSED.mkdir(parents=True, exist_ok=True)
-    write(stored, pickle.dumps(config))
+        config = pickle.dumps(compose(primary.name, [*primary.overrides, *choices]))
+    temporary = stored.with_suffix(f".{os.getpid()}")  # another worker may write the same at this moment
+    with suppress(OSError):
+        temporary.write_bytes(config)
+        temporary.replace(stored)
     return config
 
 
 @cache
 def _files_and_hydra() -> str:
-    """Return a hash of all that a composed config depends on: the pages, the code of the config, Hydra's version."""
+    """Return a hash of all that a composed config depends on: the pages, the code of the config, Hydra's version.
+    Remove what was composed of others."""
     files = [*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("src/**/*.yaml"), *ROOT.glob("src/lockstep/config/*.py")]
     contents = [(str(file), file.read_bytes()) for file in sorted(files)]
-    return hashlib.sha256(repr((hydra.__version__, contents)).encode()).hexdigest()
+    state = hashlib.sha256(repr((hydra.__version__, contents)).encode()).hexdigest()
+    COMPOSED.mkdir(parents=True, exist_ok=True)
+    for older in COMPOSED.iterdir():
+        if not older.name.startswith(state):
+            older.unlink(missing_ok=True)
+    return state
 
 
 def _chooses_files(override: str) -> bool:

@@ -12,17 +12,18 @@ Whoever starts a process asks for the fixture `processes`, by way of `run_train`
 `servers`. A unit that does either fails.
 """
 
-import copy
 import gc
 import importlib.metadata
 import logging
 import multiprocessing.util
 import os
+import pickle
 import random
 import signal
 import socket
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import omegaconf.base
 import pytest
 import yaml
+from _pytest.logging import catching_logs
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
@@ -98,21 +101,40 @@ def pytest_collection_finish() -> None:
 
 def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return `yaml.load` with a memory: Hydra parses the same pages for each config that it composes."""
-    contents: dict[tuple[Any, str], Any] = {}
+    contents: dict[tuple[Any, str], bytes] = {}
 
     def loads(stream: Any, Loader: Any) -> Any:  # noqa: N803 # the name of PyYAML
-        if not hasattr(stream, "seek"):
-            return load(stream, Loader)
-        key = stream.read(), Loader.__name__
+        is_file = hasattr(stream, "seek")
+        key = stream.read() if is_file else stream, Loader.__name__
         if key not in contents:
-            stream.seek(0)  # an error names the file
-            contents[key] = load(stream, Loader)
-        return copy.deepcopy(contents[key])
+            if is_file:
+                stream.seek(0)  # an error names the file
+            contents[key] = pickle.dumps(load(stream, Loader))
+        return pickle.loads(contents[key])
 
     return loads
 
 
+def _catch_logs(self: "catching_logs[Any]") -> Any:
+    """Let pytest see no logger but the root: six times a test it looks among hundreds for those that pass nothing on.
+
+    Those are torch's.
+    """
+    manager = logging.root.manager
+    known, manager.loggerDict = manager.loggerDict, {}
+    try:
+        return CATCH_LOGS(self)
+    finally:
+        manager.loggerDict = known
+
+
+CATCH_LOGS = catching_logs.__enter__
+catching_logs.__enter__ = _catch_logs  # type: ignore[method-assign]
+gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time
+# torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
+sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
 yaml.load = _loads_once(yaml.load)
+omegaconf.base.parse = cache(omegaconf.base.parse)  # the same interpolations of each config
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
 
 
@@ -216,8 +238,8 @@ def _states() -> Iterator[Callable[[], object]]:
     variables, folder, arguments, path = dict(os.environ), os.getcwd(), sys.argv, list(sys.path)
 
     def restore_environment() -> None:
-        if dict(os.environ) != variables | {"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}:
-            current = os.environ.get("PYTEST_CURRENT_TEST", "")
+        current = os.environ.get("PYTEST_CURRENT_TEST", "")
+        if dict(os.environ) != variables | {"PYTEST_CURRENT_TEST": current}:
             os.environ.clear()
             os.environ.update(variables | {"PYTEST_CURRENT_TEST": current})
 
@@ -258,7 +280,8 @@ def _states() -> Iterator[Callable[[], object]]:
     disabled = logging.root.manager.disable
 
     def restore_logging() -> None:
-        logging.disable(disabled)
+        if logging.root.manager.disable != disabled:
+            logging.disable(disabled)
         for logger, level, propagate, off, handlers in levels:
             if logger.level != level:
                 logger.setLevel(level)

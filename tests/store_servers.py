@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "loopback", "AWS_SECRET_ACCESS_KEY": "no-secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -117,9 +119,8 @@ class WebServer:
 @contextlib.contextmanager
 def s3_server(bucket: str = "images") -> Iterator[dict[str, str]]:
     """Start moto's S3 with an empty bucket. Yield the environment of its clients."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto = pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     environment = {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}

@@ -19,7 +19,6 @@ from written_mds import SHARDS as MDS
 from written_mds import as_parquet, as_tar
 from written_shards import write_folder, write_shards
 
-pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
 EXACT = (
     *("data=shards", "data.window=2", "data.image_size=20", "data.retry_seconds=60", "scheduler=constant"),
     *("batch_size=9", "pieces=3", "exact=true", "threads=1", "accelerator=cpu", "logger=none", "model=mnist_cnn"),

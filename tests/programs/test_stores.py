@@ -19,7 +19,6 @@ from lockstep.programs import index, shards
 from lockstep.vision.data import remote_index, server
 
 pytestmark = pytest.mark.usefixtures("servers")
-pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
 KEEP = ("--retry-seconds", "1")
 
 

@@ -170,9 +170,13 @@ def put(config: dict[str, Any], place: str) -> None:
     config[last] = {**(before if isinstance(before, dict) else {}), **EVIL}
 
 
+def test_a_ledger_has_built_what_a_page_names() -> None:
+    """The control."""
+    assert verified(lambda config: None).debug.trainer["profiler"]["_target_"]
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_ledger_has_nothing_built_that_no_page_names(place: str) -> None:
-    assert verified(lambda config: None).debug.trainer["profiler"]["_target_"]  # the control: a page names it
     if place in NOT_BUILT:
         config = verified(lambda config: put(config, place))
         assert TARGET not in str(config.logger)
@@ -210,7 +214,7 @@ def test_steps_that_are_taken_again_write_no_profile(tmp_path: Path, monkeypatch
     assert training.train_from(None, config, splits, tmp_path) == {"limit_val_batches": 0, "profiler": None}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["", *PLACES])
 def test_why_two_runs_differ_builds_nothing_that_no_page_names(place: str, tmp_path: Path) -> None:
     config = json.loads(json.dumps(composed("debug=profile")))
     run = written(tmp_path / "run", status="completed")
@@ -219,10 +223,10 @@ def test_why_two_runs_differ_builds_nothing_that_no_page_names(place: str, tmp_p
         (run / "provenance.json").write_text(json.dumps({"config": config}))
         return Recorded(run, {}).raw
 
-    assert raw()["seed"] == 0  # the control
-    put(config, place)
-    if place == "logger.x":  # replaced by none
-        assert raw()
+    if place:
+        put(config, place)
+    if place in ("", "logger.x"):  # the control; and a logger is replaced by none
+        assert raw()["seed"] == 0
     else:
         with pytest.raises(UserError, match=NAMED_NOWHERE):
             raw()

@@ -35,13 +35,13 @@ from lockstep.vision.data.remote import Remote
 
 pytestmark = pytest.mark.usefixtures("servers")
 fsspec = pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp", reason="the driver of http")
 NAMES = "/{train,test}-{00000..00002}.tar"
 EACH = {"val_fraction": 0, "test_fraction": 0}
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="the driver of http")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(servers, "FIRST_WAIT", 0.01)
 
@@ -91,7 +91,6 @@ def forget(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
-    pytest.importorskip("moto.server", reason="pip install -e .[dev] brings moto")
     with s3_server() as environment:
         yield environment
 

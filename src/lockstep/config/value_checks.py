@@ -83,16 +83,18 @@ def checker(kind: Any) -> Check:
     def adapter() -> TypeAdapter[Any]:
         return TypeAdapter(kind)
 
+    @cache
+    def known_names() -> set[str]:
+        schema = adapter().json_schema()
+        groups = [schema, *schema.get("$defs", {}).values()]
+        return {name for group in groups for name in group.get("properties", ())}
+
     def check(key: str, value: Any) -> Any:
         try:
             return adapter().validate_python(value)
         except ValidationError as error:
-            schema = adapter().json_schema()
-            groups = [schema, *schema.get("$defs", {}).values()]
-            known = {name for group in groups for name in group.get("properties", ())}
-            raise UserError(
-                _error_message(key, value, error.errors(include_url=False, include_context=False), known)
-            ) from None
+            errors = error.errors(include_url=False, include_context=False)
+            raise UserError(_error_message(key, value, errors, known_names())) from None
 
     return check
 
