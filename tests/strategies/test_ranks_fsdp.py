@@ -1,19 +1,22 @@
 """`strategy=fsdp` on ranks that are threads: the result has the bits of one device, from any checkpoint too."""
 
-from functools import cache, partial
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from rank_fits import same_bits
-from sharded_runs import CASES, Classifier, rank_fit, rank_fits_of
+from sharded_runs import CASES, Classifier, Mixer, rank_fit, rank_fits_of
 from thread_ranks import Ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.errors import NonFinite, StepRefused, UserError
 from lockstep.strategies.saved_parts import SavedParts, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -101,9 +104,7 @@ SIDES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def fit_and_save(
-    ranks: Ranks, case: str, side: str, path: Path, step: int, resume: bool = False
-) -> dict[str, Tensor]:
+def fit_and_save(ranks: Ranks, case: str, side: str, path: Path, step: int, resume: bool = False) -> dict[str, Tensor]:
     """Fit a case, save a checkpoint after a step, and return the weights."""
     more = CASES[case][2]
     world, options = SIDES[side]
@@ -153,3 +154,172 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(
     assert not same_bits(whole, saved["state_dict"]), "the control"
     assert same_bits(whole, fit_and_save(ranks, case, after, path, step=2, resume=True))
     assert same_bits(whole, checkpoint_io.load(path)["state_dict"]) or "ema" in case
+
+
+def test_a_rank_reads_its_part_of_the_state(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank has more of the optimizer's state than its part and one tensor."""
+    path, read = tmp_path / "last.ckpt", SavedParts.read
+    fit_and_save(ranks, "mixer adamw", "parts 2", path, step=1)
+    file = checkpoint_io.load(path, tensors=False)
+    elements: list[dict[str, int]] = [{}, {}, {}]
+
+    def counted(saved: SavedParts, value: Tensor, *region: Any) -> Tensor:
+        result = read(saved, value, *region)
+        elements[dist.get_rank()][saved._names[id(value)]] = result.numel()
+        return result
+
+    monkeypatch.setattr(SavedParts, "read", counted)
+    fit_and_save(ranks, "mixer adamw", "parts 3", path, step=2, resume=True)
+    whole = {path: value.numel() for path, *_, value in tensors_in(file) if value.is_meta}
+    of_optimizer = [path for path in whole if path.startswith("optimizer_states")]
+    assert len(of_optimizer) == 8  # two of each of two weights of two blocks
+    for of_rank in elements:
+        assert of_rank.keys() == whole.keys()
+        for path in of_optimizer:
+            assert of_rank[path] == pytest.approx(whole[path] / 3, rel=0.02), path
+
+
+# --- what is refused ---
+
+
+class NoCall(nn.Module):
+    """Uses the weights of a block without a call of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Linear(144, 144) for _ in range(2))
+        self.head = nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(x.flatten(1) @ self.layers[0].weight + self.layers[1](x.flatten(1)))
+        return result
+
+
+class Unused(NoCall):
+    """Does not use a weight of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(144, 144))
+        self.other = nn.Parameter(torch.zeros(144, 144))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layers[0](self.layers[1](x.flatten(1))) @ self.weight)
+        return result
+
+
+class Skips(Mixer):
+    """Leaves out a block, another one on each process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left_out = dist.get_rank()
+        blocks, self.blocks = self.blocks, nn.ModuleList(self.blocks[n] for n in range(2) if n != left_out)
+        try:
+            return super().forward(x)
+        finally:
+            self.blocks = blocks
+
+
+class CallsInAHook(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self(torch.zeros(1, 1, 12, 12))
+
+
+class Replaces(Classifier):
+    def on_train_epoch_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights(), torch.no_grad():
+            weight = self.get_parameter("net.blocks.0.1.weight")
+            weight.data = weight.detach() * 2
+
+
+class AsksForItsState(Classifier):
+    def on_train_epoch_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        with strategy.whole_weights():
+            self.state_dict()
+
+
+def refusals(ranks: Ranks, module: pl.LightningModule, errors: Any = UserError, **options: Any) -> list[str]:
+    """Fit a module on two ranks. Return the text of the error of each."""
+    return [str(each) for each in ranks(2, lambda rank: rank_fit(rank, module, 2, **options), errors=errors)]
+
+
+@pytest.mark.parametrize(
+    ("net", "kind", "parts", "message"),
+    [
+        (NoCall, Classifier, {}, "uses weights of a block without a call of the block"),
+        (
+            Unused,
+            Classifier,
+            {},
+            "no gradient has reached net.weight, or another parameter of its block (its block has 2",
+        ),
+        (
+            Mixer,
+            Classifier,
+            {"blocks": "net.bloks.*"},
+            "strategy.blocks=net.bloks.*: no module of this name has large",
+        ),
+        (Skips, Classifier, {}, "a pass has not used the block of net.blocks."),
+        (Mixer, CallsInAHook, {}, "forward of the module is called outside of a step and an evaluation"),
+        (Mixer, Replaces, {}, "net.blocks.0.1.weight was replaced within trainer.strategy.whole_weights()"),
+        (Mixer, AsksForItsState, {}, "state_dict() of a module would have parts of the weights"),
+    ],
+)
+def test_what_can_not_be_right_is_refused(
+    ranks: Ranks, net: type[nn.Module], kind: type[Classifier], parts: dict[str, Any], message: str
+) -> None:
+    module = kind("mixer", "sgd")
+    module.net = net()
+    for text in refusals(ranks, module, parts=parts, errors=(StepRefused, UserError)):
+        assert message in text
+
+
+def test_another_module_than_the_one_that_was_cut_is_refused(ranks: Ranks) -> None:
+    """Its weights would be written into those of the first."""
+    one, other = Classifier("mixer"), Classifier("mixer")
+
+    def tests_another(rank: int) -> None:
+        trainer = rank_fit(rank, one, 2).trainer
+        trainer.test(trainer.lightning_module, trainer.datamodule, verbose=False)
+        trainer.test(deepcopy(other), trainer.datamodule, verbose=False)
+
+    for error in ranks(2, tests_another, errors=UserError):
+        assert "another module than that of trainer.fit: make a Trainer for it" in str(error)
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_zero(ranks: Ranks) -> None:
+    """As with ddp: a part of the weights of each rank would be another start."""
+    module = module_of("mixer adamw")
+
+    def starts_elsewhere(rank: int) -> dict[str, Tensor]:
+        mine = deepcopy(module)
+        with torch.no_grad():
+            for parameter in mine.parameters():
+                parameter.add_(0.01 * rank)
+        return rank_fit(rank, mine, 2).state
+
+    assert same_bits(on_one_device("mixer adamw"), ranks(2, starts_elsewhere)[0])
+
+
+class ChangesGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def test_a_hook_may_change_gradients_unless_a_copy_of_them_is_used(ranks: Ranks) -> None:
+    one, two = (rank_fits_of(ranks, ChangesGradients("mixer", "sgd"), world) for world in (1, 2))
+    assert same_bits(one, two)
+    assert not same_bits(two, rank_fits_of(ranks, Classifier("mixer", "sgd"), 1)), "the control"
+    message = "strategy=fsdp: a hook has changed the gradient of net.blocks.0.1.weight, of which Muon"
+    for text in refusals(ranks, ChangesGradients("mixer", "muon")):
+        assert text.startswith(message)
+
+
+def test_a_sample_that_is_not_finite_is_named(ranks: Ranks) -> None:
+    for text in refusals(ranks, Classifier("mixer"), errors=NonFinite, broken=3):
+        assert "the gradient is not finite" in text
+        assert "sample 3 of the training set has values that are not finite" in text

@@ -436,6 +436,7 @@ class FullySharded(DistributedDataParallel):
             self._free_gathered()
             self._gather()
 
+    @torch.inference_mode(False)  # in it, torch makes no view of a part; Lightning evaluates in it unless with gloo
     @torch.no_grad()
     def _write_back(self) -> None:
         """Copy the gathered weights to this process's parts.
