@@ -270,17 +270,20 @@ def rank_fit(
     world: int,
     strategy: str = "fsdp",
     exact: bool = True,
-    pieces: int = 6,
-    train: int = 14,
+    pieces: int = 4,
+    train: int = 9,
     broken: int | None = None,
     nonfinite: str = "stop",
     callbacks: Callable[[], pl.Callback] | None = None,
     **options: Any,
 ) -> Fit:
-    """Fit a copy of a module as a rank. By default an epoch has two steps, of 12 samples and of 2.
+    """Fit a copy of a module as a rank. By default an epoch has two steps, of eight samples and of one.
+
+    So ranks have different numbers of pieces, or none. By default there is no validation.
 
     Args:
         strategy: that of more than one rank.
+        pieces: of a step, of two samples each.
         train: number of samples.
         broken: see `samples`.
         nonfinite: what follows a gradient that is not finite.
@@ -293,8 +296,9 @@ def rank_fit(
         "hooks_of": lambda gradients: [FiniteGradientCheck(nonfinite)],
         "callbacks_of": lambda: [ReplicaConsistencyCheck(), *([callbacks()] if callbacks else [])],
         "plugins_of": lambda: [AtomicCheckpointIO()],
+        "limit_val_batches": 0,
     }
-    layout = layout_of(world, exact, pieces=pieces, strategy=strategy if world > 1 else "single")
+    layout = layout_of(world, exact, 2 * pieces, pieces, strategy=strategy if world > 1 else "single")
     return fit(rank, module, layout, **usual | options)
 
 

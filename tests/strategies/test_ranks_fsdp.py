@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from rank_fits import same_bits
+from rank_fits import Fit, same_bits
 from sharded_runs import CASES, Classifier, Mixer, rank_fit, rank_fits_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
@@ -33,48 +33,54 @@ class InDouble(Classifier):
 
 def module_of(name: str) -> Classifier:
     if name == "double":
-        return InDouble("vit", "sgd").double()
+        return InDouble("mixer", "sgd").double()
     net, optimizer, _ = CASES[name]
     return Classifier(net, optimizer)
 
 
-def fit_case(ranks: Ranks, name: str, world: int, **options: Any) -> dict[str, Tensor]:
-    of_case: dict[str, Any] = CASES[name][2] if name in CASES else {}
-    return rank_fits_of(ranks, module_of(name), world, **of_case | options)
-
-
 @cache
-def on_one_device(name: str) -> dict[str, Tensor]:
-    return fit_case(Ranks(), name, 1)
+def on_one_device(name: str) -> Fit:
+    return rank_fit(0, module_of(name), 1, **options_of(name))
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"limit_val_batches": 1.0, **(CASES[name][2] if name in CASES else {})}
+
+
+def check_bits(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
+    module, options = module_of(name), options_of(name) | {"parts": {"reshard": reshard}}
+    first, *others = ranks(world, lambda rank: rank_fit(rank, module, world, **options))
+    one = on_one_device(name)
+    assert same_bits(one.state, first.state)
+    assert {each.metrics["val_loss"] for each in (first, *others)} == {one.metrics["val_loss"]}
+    assert not same_bits(module.state_dict(), first.state), "the control: the steps have changed them"
 
 
 @pytest.mark.parametrize(
     ("name", "world", "reshard"),
     [
-        ("vit adamw", 2, False),
-        ("vit adamw", 3, True),
         ("double", 2, False),
-        ("vit muon clipped", 2, False),
         ("vit muon clipped", 3, True),
-        ("stem", 2, True),
         ("small", 2, False),
-        ("convolutions", 2, False),
         ("convolutions", 3, True),
         ("twice", 2, False),
     ],
 )
 def test_the_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
-    """The last step has two samples in six pieces, so ranks have different numbers of pieces, or none."""
-    parts = fit_case(ranks, name, world, parts={"reshard": reshard})
-    assert same_bits(on_one_device(name), parts)
-    assert not same_bits(module_of(name).state_dict(), parts), "the control: the steps have changed them"
+    check_bits(ranks, name, world, reshard)
+
+
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize(("name", "world", "reshard"), [("vit adamw", 2, False), ("stem", 2, True)])
+def test_other_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
+    check_bits(ranks, name, world, reshard)
 
 
 def test_without_exact_the_weights_are_the_same_to_rounding_and_have_other_bits(ranks: Ranks) -> None:
     """The control: a plain sum has other bits on each layout."""
-    one, two = (fit_case(ranks, "double", world, exact=False) for world in (1, 2))
+    one, two = (rank_fits_of(ranks, module_of("double"), world, exact=False) for world in (1, 2))
     assert not same_bits(one, two)
-    assert not same_bits(on_one_device("double"), two)
+    assert not same_bits(on_one_device("double").state, two)
     assert one.keys() == two.keys()
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-9, atol=1e-12)
@@ -131,31 +137,48 @@ def fit_and_save(ranks: Ranks, case: str, side: str, path: Path, step: int, resu
     return states[0]
 
 
+def check_resume(ranks: Ranks, path: Path, case: str, before: str, after: str) -> None:
+    whole = fit_and_save(ranks, case, before, path, step=1)
+    assert same_bits(on_one_device(case).state, whole)
+    saved = checkpoint_io.load(path)
+    assert saved["global_step"] == 1
+    assert not same_bits(whole, saved["state_dict"]), "the control"
+    assert same_bits(whole, fit_and_save(ranks, case, after, path, step=2, resume=True))
+    assert same_bits(whole, checkpoint_io.load(path)["state_dict"])
+
+
 @pytest.mark.parametrize(
     ("case", "before", "after"),
     [
         ("mixer adamw", "fsdp 2", "one"),
-        ("mixer muon clipped", "fsdp 3", "ddp 2"),
-        ("mixer adamw", "parts 2", "one"),
-        ("convolutions", "parts 3", "parts 2"),
-        ("convolutions ema", "parts 2", "one"),
-        ("mixer muon clipped", "parts 3", "parts 2"),
-        ("tied", "ddp 2", "parts 3"),
+        ("mixer muon clipped", "parts 2", "fsdp 3"),
+        ("convolutions ema", "parts 3", "parts 2"),
     ],
 )
 def test_a_run_continues_on_another_layout_to_the_same_bits(
     ranks: Ranks, tmp_path: Path, case: str, before: str, after: str
 ) -> None:
-    path = tmp_path / "last.ckpt"
-    whole = fit_and_save(ranks, case, before, path, step=1)
-    assert same_bits(on_one_device(case), whole)
-    saved = checkpoint_io.load(path)
-    assert saved["global_step"] == 1
-    assert not same_bits(whole, saved["state_dict"]), "the control"
-    assert same_bits(whole, fit_and_save(ranks, case, after, path, step=2, resume=True))
-    assert same_bits(whole, checkpoint_io.load(path)["state_dict"]) or "ema" in case
+    check_resume(ranks, tmp_path / "last.ckpt", case, before, after)
 
 
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [
+        ("vit adamw", "parts 2", "one"),
+        ("convolutions", "parts 3", "parts 2"),
+        ("convolutions ema", "parts 2", "one"),
+        ("vit muon clipped", "fsdp 3", "ddp 2"),
+        ("tied", "ddp 2", "parts 3"),
+    ],
+)
+def test_other_runs_continue_on_another_layout_to_the_same_bits(
+    ranks: Ranks, tmp_path: Path, case: str, before: str, after: str
+) -> None:
+    check_resume(ranks, tmp_path / "last.ckpt", case, before, after)
+
+
+@pytest.mark.usefixtures("whole_run")
 def test_a_rank_reads_its_part_of_the_state(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank has more of the optimizer's state than its part and one tensor."""
     path, read = tmp_path / "last.ckpt", SavedParts.read
@@ -300,23 +323,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_zero(ranks: Ranks) -> None:
                 parameter.add_(0.01 * rank)
         return rank_fit(rank, mine, 2).state
 
-    assert same_bits(on_one_device("mixer adamw"), ranks(2, starts_elsewhere)[0])
-
-
-class ChangesGradients(Classifier):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-
-def test_a_hook_may_change_gradients_unless_a_copy_of_them_is_used(ranks: Ranks) -> None:
-    one, two = (rank_fits_of(ranks, ChangesGradients("mixer", "sgd"), world) for world in (1, 2))
-    assert same_bits(one, two)
-    assert not same_bits(two, rank_fits_of(ranks, Classifier("mixer", "sgd"), 1)), "the control"
-    message = "strategy=fsdp: a hook has changed the gradient of net.blocks.0.1.weight, of which Muon"
-    for text in refusals(ranks, ChangesGradients("mixer", "muon")):
-        assert text.startswith(message)
+    assert same_bits(on_one_device("mixer adamw").state, ranks(2, starts_elsewhere)[0])
 
 
 def test_a_sample_that_is_not_finite_is_named(ranks: Ranks) -> None:
