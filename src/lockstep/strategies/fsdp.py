@@ -181,6 +181,9 @@ class FullySharded(DistributedDataParallel):
             super().setup(trainer)
             self._set_example_aside()
             return
+        # Parts can't be used in inference mode (torch #95957). Lightning leaves it out for its own FSDP, and with gloo.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._to_device()
@@ -436,7 +439,6 @@ class FullySharded(DistributedDataParallel):
             self._free_gathered()
             self._gather()
 
-    @torch.inference_mode(False)  # in it, torch makes no view of a part; Lightning evaluates in it unless with gloo
     @torch.no_grad()
     def _write_back(self) -> None:
         """Copy the gathered weights to this process's parts.
