@@ -196,11 +196,14 @@ class Ranks:
 
         private, store, results = _install(), HashStore(), [None] * world
         failures: list[tuple[int, BaseException]] = []
+        stopped: list[str] = []
         environment()  # now, because it would be that of a rank if a rank were the first to ask
         Ranks.calls = calls = Calls()
 
         def fail(rank: int, error: BaseException) -> None:
-            if not isinstance(error, SystemExit):  # that is how the other ranks end
+            if isinstance(error, SystemExit):  # that is how the other ranks end
+                stopped.append(f"rank {rank} was stopped in {traceback.extract_tb(error.__traceback__)[-3:]}")
+            else:
                 failures.append((rank, error))
             private.ProcessLocalGroup.exception_handle(error)
 
@@ -232,7 +235,7 @@ class Ranks:
                 thread.join(max(0.0, deadline - time.monotonic()))
             places = [f"{each.name} in {_place(each)}" for each in threads if each.is_alive()]
             if places:
-                fail(-1, RanksHang(f"after {seconds:g} s: {', '.join(places)}"))
+                fail(-1, RanksHang(f"after {seconds:g} s: {', '.join(places + stopped)}"))
                 for thread in threads:
                     thread.join(5)
             private.ProcessLocalGroup.reset()
