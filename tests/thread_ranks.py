@@ -48,7 +48,7 @@ class Turn:
             self._lock.release()
 
     @contextmanager
-    def given_up(self) -> Iterator[None]:
+    def lent(self) -> Iterator[None]:
         """Return a context in which another rank may have it."""
         if not getattr(self._mine, "depth", 0):
             yield
@@ -147,7 +147,7 @@ def _install() -> Any:
             elif name == "allgather":
                 sent = tensors[1]
             self.calls.start(self, (name, *((tuple(each.shape), each.dtype) for each in sent)))
-            with one_at_a_time.given_up():
+            with one_at_a_time.lent():
                 return call(self, *args, **kwargs)
 
         return collective
