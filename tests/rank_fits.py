@@ -25,6 +25,8 @@ from lockstep.step.loop import StepTrainer
 from lockstep.step.strategy import SingleDevice, torch_devices
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.dp import DataParallel
+from lockstep.strategies.fsdp import FullySharded
+from lockstep.strategies.sharded_sums import ShardedExactGradientSum, ShardedGradientSum
 
 FEATURES, CLASSES, SAMPLES = 4, 3, 30
 
@@ -85,6 +87,20 @@ class ThreadDDP(DistributedDataParallel):
             yield
 
 
+class ThreadFSDP(FullySharded):
+    """Our strategy. One rank at a time computes a pass. Its blocks are gathered meanwhile, so it takes turns."""
+
+    @contextmanager
+    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
+        with one_at_a_time, super().micro_batch(micro_batch, seed):
+            yield
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        with one_at_a_time, super().backward_pass():
+            yield
+
+
 class Numbers(TensorDataset):
     """Samples that are always the same. Else each fetch would seed the random state that all ranks share."""
 
@@ -118,14 +134,21 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
     """Return the Trainer and the data of a rank. Options beside the Trainer's:
 
     sum_of: makes the gradient sum; hooks: the step's hooks; hooks_of: makes hooks of this rank from the gradient sum;
-    plugins_of: makes plugins of this rank.
+    plugins_of, callbacks_of: make plugins and callbacks of this rank; parts: the arguments of the strategy fsdp.
     """
     world = layout.world_size
-    kinds: dict[str, Any] = {"ddp": ThreadDDP, "dp": partial(DataParallel, torch_devices(layout))}
+    kinds: dict[str, Any] = {
+        "ddp": ThreadDDP,
+        "dp": partial(DataParallel, torch_devices(layout)),
+        "fsdp": partial(ThreadFSDP, **options.pop("parts", {})),
+    }
     strategy: Any = kinds.get(layout.strategy, partial(SingleDevice, device=torch.device("cpu")))()
-    gradients = options.pop("sum_of", ExactGradientSum if layout.exact else GradientSum)(strategy, world)
+    sums: Any = (GradientSum, ExactGradientSum)
+    if layout.strategy == "fsdp":
+        sums = (ShardedGradientSum, ShardedExactGradientSum)
+    gradients = options.pop("sum_of", sums[bool(layout.exact)])(strategy, world)
     hooks = [*options.pop("hooks", []), *options.pop("hooks_of", lambda gradients: [])(gradients)]
-    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
+    callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", []), *options.pop("callbacks_of", list)()]
     plugins = [
         *options.pop("plugins", []),
         *options.pop("plugins_of", list)(),
@@ -140,7 +163,7 @@ class Fit:
     """What a rank has after a fit.
 
     Attributes:
-        state: the module's weights and buffers.
+        state: the module's weights and buffers. Of weights in parts only rank zero has the whole.
         metrics: what it has logged.
         trainer: its Trainer.
     """
@@ -150,16 +173,26 @@ class Fit:
     trainer: Any
 
 
-def fit(rank: int, net: pl.LightningModule, layout: Layout, train: int = 24, ckpt: Any = None, **options: Any) -> Fit:
+def fit(
+    rank: int,
+    net: pl.LightningModule,
+    layout: Layout,
+    train: int = 24,
+    ckpt: Any = None,
+    data: Splits | None = None,
+    **options: Any,
+) -> Fit:
     """Fit a copy of a module as a rank. By default an epoch has two steps.
 
     The module is made before, since all ranks share the random state that initialises it.
     """
     module = deepcopy(net)
-    trainer, data = trainer_and_data(rank, layout, splits(train, options.pop("evaluated", SAMPLES)), **options)
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+    data = data or splits(train, options.pop("evaluated", SAMPLES))
+    trainer, datamodule = trainer_and_data(rank, layout, data, **options)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Fit({name: value.clone() for name, value in module.state_dict().items()}, metrics, trainer)
+    state = trainer.strategy.lightning_module_state_dict()
+    return Fit({name: value.clone() for name, value in state.items()}, metrics, trainer)
 
 
 def same_bits(one: dict[str, Tensor], *others: dict[str, Tensor]) -> bool:
@@ -174,7 +207,7 @@ def fits(ranks: Ranks, net: pl.LightningModule, world: int, exact: bool = True, 
     """Return the fit of each process of a layout. `batch_size`, `pieces`, `shares` and `strategy` are the layout's."""
     names = ("batch_size", "pieces", "shares", "strategy")
     layout = layout_of(world, exact, **{name: options.pop(name) for name in names if name in options})
-    if layout.strategy != "ddp":
+    if layout.world_size == 1:
         return [fit(0, net, layout, **options)]
     results: list[Fit] = ranks(world, lambda rank: fit(rank, net, layout, **options))
     return results

@@ -1,17 +1,24 @@
-"""Small networks with weights that are sharded, and their training on any layout of `lockstep.Trainer`."""
+"""Small networks with weights that are sharded, and their training: by `lockstep.Trainer`, or on ranks as threads."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from rank_fits import Fit, Numbers, fit, layout_of
+from thread_ranks import Ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset
 
 import lockstep
+from lockstep.callbacks import ReplicaConsistencyCheck
 from lockstep.callbacks.ema import EMA
+from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.data import Spec, Splits
+from lockstep.step.finite import FiniteGradientCheck
 from lockstep.vision.optimizers import Muon
 
 SAMPLES, BATCH, WIDTH = 26, 12, 75  # the last step has two samples; 301 x 75 elements are more than SMALL
@@ -47,6 +54,26 @@ class ViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         result: Tensor = self.head(x.mean(1))
+        return result
+
+
+class Mixer(nn.Module):
+    """Blocks of layers of odd sizes, which take less time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(144, 33)
+        layers: Any = [
+            (nn.LayerNorm(33), nn.Linear(33, 521), nn.GELU(), nn.Dropout(0.1), nn.Linear(521, 33)) for _ in range(2)
+        ]
+        self.blocks = nn.ModuleList(nn.Sequential(*each) for each in layers)
+        self.head = nn.Linear(33, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x.flatten(1))
+        for block in self.blocks:
+            x = x + block(x)
+        result: Tensor = self.head(x)
         return result
 
 
@@ -118,6 +145,7 @@ class Unfreezes(pl.Callback):
 
 NETS: dict[str, Any] = {
     "vit": ViT,
+    "mixer": Mixer,
     "stem": Stem,
     "convolutions": convolutions,
     "tied": Tied,
@@ -145,6 +173,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit in double": ("vit", "sgd", {"precision": "64-true"}),
     "vit ema": ("vit", "sgd", {"callbacks": EMA}),
     "vit skips a step": ("vit", "muon", {"nonfinite": "skip", "broken": 3}),
+    "mixer adamw": ("mixer", "adamw", {}),
+    "mixer muon clipped": ("mixer", "muon", {"gradient_clip_val": 0.1}),
     "stem": ("stem", "sgd", {}),
     "small": ("small", "sgd", {}),
     "vit uneven": ("vit", "sgd", {"pieces": 4}),
@@ -184,12 +214,12 @@ class Classifier(pl.LightningModule):
         return OPTIMIZERS[self.kind](self.parameters())
 
 
-def samples(number: int = SAMPLES, broken: int | None = None) -> TensorDataset:
+def samples(number: int = SAMPLES, broken: int | None = None) -> Numbers:
     """Return random samples. The sample `broken` has a value that is not finite."""
     x = torch.randn(number, 1, 12, 12, generator=torch.Generator().manual_seed(1))
     if broken is not None:
         x[broken, 0, 5, 5] = torch.inf
-    return TensorDataset(x, torch.arange(number) % 3)
+    return Numbers(x, torch.arange(number) % 3)
 
 
 def trainer_on(strategy: Any, folder: Path | str, **options: Any) -> lockstep.Trainer:
@@ -229,3 +259,52 @@ def train(
     if states is not None:
         states.append({name: value.clone() for name, value in state.items()})
     return lockstep.weights_sha256(state)
+
+
+# --- on ranks that are threads ---
+
+
+def rank_fit(
+    rank: int,
+    module: pl.LightningModule,
+    world: int,
+    strategy: str = "fsdp",
+    exact: bool = True,
+    pieces: int = 4,
+    train: int = 9,
+    broken: int | None = None,
+    nonfinite: str = "stop",
+    callbacks: Callable[[], pl.Callback] | None = None,
+    **options: Any,
+) -> Fit:
+    """Fit a copy of a module as a rank. By default an epoch has two steps, of eight samples and of one.
+
+    So ranks have different numbers of pieces, or none. By default there is no validation.
+
+    Args:
+        strategy: that of more than one rank.
+        pieces: of a step, of two samples each.
+        train: number of samples.
+        broken: see `samples`.
+        nonfinite: what follows a gradient that is not finite.
+        callbacks: makes a callback.
+        options: further ones of `rank_fits.fit`.
+    """
+    data, evaluated = samples(train, broken), Subset(samples(5), range(5))
+    usual: dict[str, Any] = {
+        "data": Splits(data, evaluated, evaluated, Spec(1, 12, tuple("abc")), ""),
+        "hooks_of": lambda gradients: [FiniteGradientCheck(nonfinite)],
+        "callbacks_of": lambda: [ReplicaConsistencyCheck(), *([callbacks()] if callbacks else [])],
+        "plugins_of": lambda: [AtomicCheckpointIO()],
+        "limit_val_batches": 0,
+    }
+    layout = layout_of(world, exact, 2 * pieces, pieces, strategy=strategy if world > 1 else "single")
+    return fit(rank, module, layout, **usual | options)
+
+
+def rank_fits_of(ranks: Ranks, module: pl.LightningModule, world: int, **options: Any) -> dict[str, Tensor]:
+    """Fit a module on ranks. Return the weights and buffers, as rank zero has them."""
+    if world == 1:
+        return rank_fit(0, module, 1, **options).state
+    results: list[Fit] = ranks(world, lambda rank: rank_fit(rank, module, world, **options))
+    return results[0].state

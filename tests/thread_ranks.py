@@ -25,7 +25,46 @@ T = TypeVar("T")
 SECONDS = 30.0  # after which ranks count as ranks that hang; a test needs a twentieth of a second
 BACKEND = "ranks_as_threads"
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "gather", "scatter", "reduce_scatter", "alltoall", "barrier")
-one_at_a_time = threading.RLock()  # of the ranks: what draws from the process's random numbers
+
+
+class Turn:
+    """A lock for what draws from the process's random numbers. A rank that waits in a collective gives it up.
+
+    Then other ranks draw, and the rank goes on with the random state that it had.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._mine = threading.Lock(), threading.local()
+
+    def __enter__(self) -> None:
+        depth = getattr(self._mine, "depth", 0)
+        if not depth:
+            self._lock.acquire()
+        self._mine.depth = depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._mine.depth -= 1
+        if not self._mine.depth:
+            self._lock.release()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Return a context in which another rank may have it."""
+        if not getattr(self._mine, "depth", 0):
+            yield
+            return
+        import torch
+
+        state = torch.get_rng_state()
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            torch.set_rng_state(state)
+
+
+one_at_a_time = Turn()
 
 
 class RanksHang(AssertionError):
@@ -101,10 +140,15 @@ def _install() -> Any:
         @wraps(call)
         def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = [*args, *kwargs.values()]
-            # what must be the same on all ranks: the sent tensors' sizes and dtypes
-            sent = tensors[1] if name == "allgather" else tensors[0] if name in ("allreduce", "broadcast") else ()
+            # what must be the same on all ranks: the sizes and dtypes of the sent tensors, or of the scattered parts
+            sent: Any = ()
+            if name in ("allreduce", "broadcast", "reduce_scatter"):
+                sent = tensors[0]
+            elif name == "allgather":
+                sent = tensors[1]
             self.calls.start(self, (name, *((tuple(each.shape), each.dtype) for each in sent)))
-            return call(self, *args, **kwargs)
+            with one_at_a_time.lent():
+                return call(self, *args, **kwargs)
 
         return collective
 
@@ -152,11 +196,14 @@ class Ranks:
 
         private, store, results = _install(), HashStore(), [None] * world
         failures: list[tuple[int, BaseException]] = []
+        stopped: list[str] = []
         environment()  # now, because it would be that of a rank if a rank were the first to ask
         Ranks.calls = calls = Calls()
 
         def fail(rank: int, error: BaseException) -> None:
-            if not isinstance(error, SystemExit):  # that is how the other ranks end
+            if isinstance(error, SystemExit):  # that is how the other ranks end
+                stopped.append(f"rank {rank} was stopped in {traceback.extract_tb(error.__traceback__)[-3:]}")
+            else:
                 failures.append((rank, error))
             private.ProcessLocalGroup.exception_handle(error)
 
@@ -188,7 +235,7 @@ class Ranks:
                 thread.join(max(0.0, deadline - time.monotonic()))
             places = [f"{each.name} in {_place(each)}" for each in threads if each.is_alive()]
             if places:
-                fail(-1, RanksHang(f"after {seconds:g} s: {', '.join(places)}"))
+                fail(-1, RanksHang(f"after {seconds:g} s: {', '.join(places + stopped)}"))
                 for thread in threads:
                     thread.join(5)
             private.ProcessLocalGroup.reset()

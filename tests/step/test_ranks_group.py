@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from thread_ranks import Ranks, RanksHang, place_of
+from thread_ranks import Ranks, RanksHang, one_at_a_time, place_of
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
@@ -21,6 +21,8 @@ from lockstep.strategies.torch_quirks import number_of_collectives
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_collectives_are_those_of_torch(ranks: Ranks, world: int) -> None:
+    last = world - 1
+
     def collectives(rank: int) -> list[Any]:
         sums, largest, sent = (torch.tensor([rank + 1, 10 * rank]) for _ in range(3))
         dist.all_reduce(sums)
@@ -28,13 +30,21 @@ def test_collectives_are_those_of_torch(ranks: Ranks, world: int) -> None:
         dist.broadcast(sent, world - 1)
         parts = [torch.zeros(2, dtype=torch.int64) for _ in range(world)]
         dist.all_gather(parts, torch.tensor([rank, -rank]))
+        scattered, joined = torch.zeros(2, dtype=torch.int64), torch.zeros(world, dtype=torch.int64)
+        dist.reduce_scatter_tensor(scattered, torch.arange(2 * world) * (rank + 1))
+        dist.all_gather_into_tensor(joined, torch.tensor([rank]))
+        assert scattered.tolist() == [each * world * (world + 1) // 2 for each in (2 * rank, 2 * rank + 1)]
+        assert joined.tolist() == list(range(world))
+        received = [torch.zeros(1) for _ in range(world)] if rank == last else None
+        dist.gather(torch.tensor([2.0 * rank]), received, dst=last)
+        dist.scatter(mine := torch.zeros(1), received, src=last)
+        assert mine.item() == 2 * rank
         objects: list[Any] = [None] * world
         dist.all_gather_object(objects, {"rank": "x" * rank})
         dist.barrier()
         gathered = [part.tolist() for part in parts]
         return [sums.tolist(), largest.tolist(), sent.tolist(), gathered, objects, number_of_collectives()]
 
-    last = world - 1
     for result in ranks(world, collectives):
         *values, count = result
         assert values == [
@@ -44,7 +54,21 @@ def test_collectives_are_those_of_torch(ranks: Ranks, world: int) -> None:
             [[rank, -rank] for rank in range(world)],
             [{"rank": "x" * rank} for rank in range(world)],
         ]
-        assert count >= 6, "number_of_collectives counts them"
+        assert count >= 10, "number_of_collectives counts them"
+
+
+def test_a_rank_that_waits_gives_up_its_turn_and_goes_on_with_its_random_numbers(ranks: Ranks) -> None:
+    """Else a pass that gathers weights would wait for ever, or draw what depends on other ranks."""
+
+    def draws(rank: int, alone: bool = False) -> list[float]:
+        with one_at_a_time:
+            torch.manual_seed(rank)
+            first = torch.rand(2)
+            if not alone:
+                dist.all_reduce(torch.ones(1))
+            return [*first.tolist(), *torch.rand(2).tolist()]
+
+    assert ranks(3, draws) == [draws(rank, alone=True) for rank in range(3)]
 
 
 def test_a_sum_of_floats_depends_on_who_adds_what(ranks: Ranks) -> None:
@@ -139,6 +163,8 @@ def test_a_rank_that_has_ended_or_calls_something_else_is_named(ranks: Ranks) ->
         ranks(2, lambda rank: dist.barrier() if rank else dist.broadcast(torch.zeros(1), 0))
     with pytest.raises(RanksHang, match=r"collective 1: .*\([23],\).* and rank . "):
         ranks(2, lambda rank: dist.all_reduce(torch.zeros(2 + rank)))
+    with pytest.raises(RanksHang, match=r"collective 1: .*'reduce_scatter', .*\([23],\).* and rank . "):
+        ranks(2, lambda rank: dist.reduce_scatter_tensor(torch.zeros(2 + rank), torch.zeros(4 + 2 * rank)))
 
 
 @pytest.mark.usefixtures("whole_run")

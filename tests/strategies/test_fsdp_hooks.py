@@ -1,24 +1,29 @@
 """`strategy=fsdp`: what hooks do with weights and gradients has the effect that it has on one device, or is refused."""
 
-from collections.abc import Callable
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sharded_runs import Classifier, train
+from rank_fits import same_bits
+from sharded_runs import Classifier, rank_fit, rank_fits_of
+from thread_ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import lockstep
 from lockstep.errors import UserError
-from lockstep.strategies import FSDP
 
-# autograd decides at the first backward pass of a process whether forks may compute gradients too
-torch.ones(1, requires_grad=True).sum().backward()
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-BLOCK, LARGE = "net.blocks.1.", "net.blocks.0.mlp.0.weight"
+BLOCK, LARGE = "net.blocks.1.", "net.blocks.0.1.weight"
+
+
+class ChangesGradients(Classifier):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
 
 
 class AssignsGradients(Classifier):
@@ -148,14 +153,15 @@ class ComputesBlocksAgain(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         net: Any = self.net
-        x = net.patches(x).flatten(2).transpose(1, 2)
+        x = net.patches(x.flatten(1))
         for block in net.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        result: Tensor = net.head(x.mean(1))
+            x = x + checkpoint(block, x, use_reentrant=False)
+        result: Tensor = net.head(x)
         return result
 
 
 SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
+    "changed": (ChangesGradients, "sgd", {}),
     "assigned": (AssignsGradients, "adamw", {"gradient_clip_val": 0.1}),
     "dropped": (DropsGradients, "muon", {"gradient_clip_val": 0.1}),
     "while it clips": (AssignsWhileItClips, "sgd", {"gradient_clip_val": 0.1}),
@@ -166,35 +172,54 @@ SAME: dict[str, tuple[type[Classifier], str, dict[str, Any]]] = {
     "an early optimizer": (MakesItsOptimizerFirst, "adagrad", {}),
     "an early one with owners": (MakesItsOptimizerFirst, "muon", {}),
     "saved within": (SavesWithinAChange, "sgd", {}),
-    "in an evaluation": (SavesInAnEvaluation, "sgd", {}),
+    "in an evaluation": (SavesInAnEvaluation, "sgd", {"limit_val_batches": 1.0}),
     "weights before the step": (ChangesWeightsBeforeTheStep, "muon", {}),
-    "blocks again": (ComputesBlocksAgain, "sgd", {"pieces": 4}),
+    "blocks again": (ComputesBlocksAgain, "sgd", {}),
     "passes twice": (AscendsFirst, "tensors", {}),
-    "passes twice by element": (AscendsFirst, "elements", {"pieces": 4}),
+    "passes twice by element": (AscendsFirst, "elements", {"pieces": 3}),
 }
 
 
-def results(folder: Path, strategy: Any, names: tuple[str, ...] = tuple(SAME)) -> dict[str, str]:
-    """Train each case. Return the SHA-256 of the weights, and of those that are in the file that a hook has saved."""
-    torch.set_num_threads(1)
-    hashes = {}
-    for name in names:
-        kind, optimizer, options = SAME[name]
-        hashes[name] = train(folder / name, strategy, "vit", optimizer, kind=kind, max_epochs=1, **options)
-        if (saved := folder / name / "within.ckpt").exists():
-            hashes[f"{name}, in the file"] = lockstep.weights_sha256(torch.load(saved, weights_only=True)["state_dict"])
-    return hashes
+# those in which the hooks change nothing in the end
+SAME_AS_WITHOUT = {"an early optimizer", "an early one with owners", "in an evaluation", "blocks again"}
 
 
-def on_two(function: Callable[..., Any], *args: Any) -> Any:
-    return lockstep.launch(function, *args, devices=2, accelerator="cpu", hang_timeout=60)
+@cache
+def without_hooks(optimizer: str, **options: Any) -> dict[str, Tensor]:
+    """Return the weights of a fit on one device."""
+    return rank_fit(0, Classifier("mixer", optimizer), 1, **options).state
 
 
-@pytest.mark.usefixtures("processes")
-def test_what_hooks_do_has_the_same_effect_as_on_one_device(tmp_path: Path) -> None:
-    one = results(tmp_path / "one", "auto")
-    assert on_two(results, tmp_path / "two", FSDP()) == one
-    assert len({*one.values()}) == len(one) - 1  # two of them halve the same gradients
+def check_same(ranks: Ranks, folder: Path, name: str) -> None:
+    """Check that what hooks do on two ranks has the effect that it has on one device, and what that is."""
+    kind, optimizer, options = SAME[name]
+    module, folders = kind("mixer", optimizer), (folder / "one", folder / "two")
+    one, two = (
+        rank_fits_of(ranks, module, world, default_root_dir=folder, **options)
+        for world, folder in zip((1, 2), folders, strict=True)
+    )
+    assert same_bits(one, two)
+    plain = without_hooks("sgd" if kind is AscendsFirst else optimizer, **options)
+    assert same_bits(one, plain) == (name in SAME_AS_WITHOUT), "the control"
+    if kind is SavesWithinAChange:
+        states = [torch.load(each / "within.ckpt", weights_only=True)["state_dict"] for each in folders]
+        assert same_bits(*states)
+        assert not same_bits(one, *states)
+
+
+# of each kind one that `make quick` runs
+FEW = ("assigned", "dropped", "in an evaluation", "weights before the step")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_what_hooks_do_has_the_same_effect_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    check_same(ranks, tmp_path, name)
+
+
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize("name", [name for name in SAME if name not in FEW])
+def test_what_other_hooks_do_has_the_same_effect_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    check_same(ranks, tmp_path, name)
 
 
 # --- what is refused ---
@@ -264,42 +289,33 @@ class AsksForAStateInside(Classifier):
 
 
 REFUSED: dict[type[Classifier], tuple[str, str]] = {
-    AssignsCopies: ("muon", "a hook has changed the gradient of net.blocks.0.attention.in_proj_weight, of which Muon"),
-    AssignsBoth: ("sgd", "have set the gradient of net.blocks.0.attention.in_proj_weight both in the module and in"),
-    ChangesParts: ("muon", "a hook has changed the weights of net.blocks.0.attention.in_proj_weight, of which Muon"),
-    ChangesTheirData: ("muon", "a hook has changed the weights of net.blocks.0.attention.in_proj_weight, of which"),
-    ChangesGradientsData: ("muon", "a hook has changed the gradient of net.blocks.0.attention.in_proj_weight, of"),
+    ChangesGradients: (
+        "muon",
+        "strategy=fsdp: a hook has changed the gradient of net.blocks.0.1.weight, of which Muon",
+    ),
+    AssignsCopies: ("muon", "a hook has changed the gradient of net.blocks.0.1.weight, of which Muon"),
+    AssignsBoth: ("sgd", "have set the gradient of net.blocks.0.1.weight both in the module and in"),
+    ChangesParts: ("muon", "a hook has changed the weights of net.blocks.0.1.weight, of which Muon"),
+    ChangesTheirData: ("muon", "a hook has changed the weights of net.blocks.0.1.weight, of which"),
+    ChangesGradientsData: ("muon", "a hook has changed the gradient of net.blocks.0.1.weight, of"),
     ClipsByItself: ("sgd", "ClipsByItself, a callback or the optimizer computes with parts of gradients or weights ("),
     Penalizes: ("sgd", "training_step uses net.blocks."),
     TrainsSomethingElse: ("sgd", "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the"),
     StepsTwice: ("muon", "Muon steps twice with one gradient, of which its owners have no more copies: step once"),
     MovesInside: (
         "sgd",
-        "net.blocks.0.attention.in_proj_weight was cut within trainer.strategy.whole_weights(), or in",
+        "net.blocks.0.1.weight was cut within trainer.strategy.whole_weights(), or in",
     ),
     AsksForAStateInside: ("sgd", "state_dict() of a module would have parts of the weights: call"),
 }
 
 
-def messages(folder: Path) -> dict[str, str]:
-    """Train what is refused. Return the texts of the errors."""
-    torch.set_num_threads(1)
-    texts = {}
-    for kind, (optimizer, _) in REFUSED.items():
-        try:
-            texts[kind.__name__] = train(folder, FSDP(), "vit", optimizer, kind=kind)
-        except UserError as error:
-            texts[kind.__name__] = str(error)
-    return texts
-
-
-@pytest.mark.usefixtures("processes")
-def test_what_can_have_no_effect_is_refused(tmp_path: Path) -> None:
-    texts = on_two(messages, tmp_path)
-    wrong = {
-        kind.__name__: texts[kind.__name__] for kind, (_, text) in REFUSED.items() if text not in texts[kind.__name__]
-    }
-    assert wrong == {}
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_can_have_no_effect_is_refused(ranks: Ranks, kind: type[Classifier]) -> None:
+    optimizer, text = REFUSED[kind]
+    module = kind("mixer", optimizer)
+    for error in ranks(2, lambda rank: rank_fit(rank, module, 2, limit_val_batches=1.0), errors=UserError):
+        assert text in str(error)
 
 
 class CallsASubmodule(Classifier):
@@ -308,8 +324,7 @@ class CallsASubmodule(Classifier):
             self.net(torch.zeros(1, 1, 12, 12))
 
 
-@pytest.mark.usefixtures("processes")
-def test_one_rank_that_calls_a_block_outside_of_a_step_is_refused(tmp_path: Path) -> None:
+def test_one_rank_that_calls_a_block_outside_of_a_step_is_refused(ranks: Ranks) -> None:
     """It would wait for the others."""
     with pytest.raises(UserError, match=r"net.blocks.0 of the module is called outside of a step and an evaluation"):
-        on_two(partial(train, kind=CallsASubmodule), tmp_path, FSDP(), "vit", "sgd")
+        rank_fits_of(ranks, CallsASubmodule("mixer"), 2)

@@ -1,26 +1,22 @@
 """`strategy=fsdp` with modules and callbacks as people write them: lists of lists, recurrent layers, examples."""
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from sharded_runs import BATCH, Classifier, samples, train, trainer_on
+from rank_fits import same_bits
+from sharded_runs import Classifier, rank_fit
+from thread_ranks import Ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-import lockstep
 from lockstep.callbacks.ema import EMA
 from lockstep.errors import UserError
-from lockstep.strategies import FSDP
 from lockstep.strategies.sharded_parameters import find_blocks
 from lockstep.vision.parameters import Unfreeze
 
-# autograd decides at the first backward pass of a process whether forks may compute gradients too
-torch.ones(1, requires_grad=True).sum().backward()
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Recurrent(nn.Module):
@@ -44,40 +40,36 @@ class Recurrent(nn.Module):
 class Example(Classifier):
     """Has an example of its input, which Lightning's summary passes through the module."""
 
-    def __init__(self, net: str, optimizer: str) -> None:
-        super().__init__(net, optimizer)
+    def __init__(self) -> None:
+        super().__init__("mixer", "adamw")
         self.net = Recurrent()
         self.example_input_array = torch.zeros(2, 1, 12, 12)
+        self.tested: dict[str, Tensor] = {}
+
+    def on_test_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.tested = {name: value.clone() for name, value in strategy.lightning_module_state_dict().items()}
 
 
-def fit_and_test(folder: Path, strategy: Any) -> tuple[str, bool, list[float]]:
-    """Train with an average of the weights. Return their hash, whether the example is there, and the test loss."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    module = Example("vit", "adamw")
-    trainer = trainer_on(
-        strategy,
-        folder,
-        enable_checkpointing=False,
-        enable_model_summary=True,
-        pieces=6,
-        exact=True,
-        max_epochs=1,
-        callbacks=[EMA()],
-    )
-    trainer.fit(module, DataLoader(samples(), batch_size=BATCH))
-    strategy_of_run: Any = trainer.strategy
-    digest = lockstep.weights_sha256(strategy_of_run.lightning_module_state_dict())
-    tested: Any = trainer.test(module, DataLoader(samples(5), batch_size=1), verbose=False)
-    return digest, module.example_input_array is not None, [*tested[0].values()]
+def test_layers_in_lists_recurrent_layers_examples_and_a_test_after_averages(ranks: Ranks) -> None:
+    """The test would run in torch's inference mode, as on GPUs, where parts can't be used."""
+    module = Example()
 
+    def fit_and_test(rank: int, world: int) -> tuple[dict[str, Tensor], bool, list[float]]:
+        """Return the weights, whether the example is there, and the test loss."""
+        result = rank_fit(rank, module, world, callbacks=EMA, enable_model_summary=True)
+        trainer = result.trainer
+        fitted = trainer.lightning_module
+        tested = trainer.test(fitted, trainer.datamodule, verbose=False)
+        assert rank or same_bits(result.state, fitted.tested)
+        return result.state, fitted.example_input_array is not None, [*tested[0].values()]
 
-@pytest.mark.usefixtures("processes")
-def test_layers_in_lists_recurrent_layers_examples_and_a_test_after_averages(tmp_path: Path) -> None:
-    one = fit_and_test(tmp_path / "one", "auto")
-    options: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "hang_timeout": 120}
+    one = fit_and_test(0, 1)
+    two, other = ranks(2, lambda rank: fit_and_test(rank, 2))
+    assert same_bits(one[0], two[0])
+    assert one[1:] == two[1:] == other[1:]
     assert one[1]
-    assert lockstep.launch(fit_and_test, tmp_path / "two", FSDP(), **options) == one
+    assert not same_bits(one[0], module.state_dict()), "the control"
 
 
 class Grids(pl.Callback):
@@ -90,20 +82,25 @@ class Grids(pl.Callback):
         self.record.append(sorted(trainer.fit_loop.epoch_loop.passes.gradients.state_dict()["exponents"]))
 
 
-def grids(folder: Path, strategy: Any) -> tuple[str, list[Any]]:
-    """Train with a skipped step."""
-    torch.set_num_threads(1)
-    record: list[Any] = []
-    options: dict[str, Any] = {"nonfinite": "skip", "broken": 3, "callbacks": lambda: Grids(record)}
-    return train(folder, strategy, "vit", "adamw", **options), record
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_skipped_step_leaves_the_grids_of_one_device(tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_the_grids_of_one_device(ranks: Ranks) -> None:
     """They are in another order: those of tensors that are summed whole come first."""
-    one = grids(tmp_path / "one", "auto")
+    module = Classifier("mixer", "adamw")
+
+    def grids(world: int) -> tuple[dict[str, Tensor], list[Any]]:
+        """Fit with a skipped step."""
+        records: list[list[Any]] = [[] for _ in range(world)]
+
+        def of_rank(rank: int) -> dict[str, Tensor]:
+            options: dict[str, Any] = {"nonfinite": "skip", "broken": 3, "train": 20}
+            return rank_fit(rank, module, world, callbacks=lambda: Grids(records[rank]), **options).state
+
+        state = of_rank(0) if world == 1 else ranks(world, of_rank)[0]
+        return state, records[0]
+
+    one, two = grids(1), grids(2)
+    assert same_bits(one[0], two[0])
+    assert one[1] == two[1]
     assert len({str(each) for each in one[1]}) > 1
-    assert lockstep.launch(grids, tmp_path / "two", FSDP(), devices=2, accelerator="cpu", hang_timeout=120) == one
 
 
 def test_a_list_that_nobody_calls_is_no_block() -> None:
@@ -116,16 +113,10 @@ def test_a_list_that_nobody_calls_is_no_block() -> None:
     assert find_blocks(net, large, "layers.*.*") == layers
 
 
-def refused(folder: Path) -> str:
-    with pytest.raises(UserError) as error:
-        train(folder, FSDP(), "frozen", "sgd", callbacks=partial(BackboneFinetuning))
-    return str(error.value)
-
-
-@pytest.mark.usefixtures("processes")
-def test_a_callback_that_notes_the_optimizers_parameters_is_refused(tmp_path: Path) -> None:
-    message = lockstep.launch(refused, tmp_path, devices=2, accelerator="cpu", hang_timeout=120)
-    assert "BackboneFinetuning looks for the optimizer's parameters in the module" in message
+def test_a_callback_that_notes_the_optimizers_parameters_is_refused(ranks: Ranks) -> None:
+    module = Classifier("frozen")
+    for error in ranks(2, lambda rank: rank_fit(rank, module, 2, callbacks=BackboneFinetuning), errors=UserError):
+        assert "BackboneFinetuning looks for the optimizer's parameters in the module" in str(error)
 
 
 def test_unfreezing_looks_for_no_parameter_of_the_optimizer_in_the_module() -> None:

@@ -181,6 +181,9 @@ class FullySharded(DistributedDataParallel):
             super().setup(trainer)
             self._set_example_aside()
             return
+        # Parts can't be used in inference mode (torch #95957). Lightning leaves it out for its own FSDP, and with gloo.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._to_device()
