@@ -54,6 +54,7 @@ def checked(*overrides: str) -> set[str]:
     return {*raw}
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_its_pages_compose_and_are_accepted(dogs: Path) -> None:
     inherited: dict[str, object] = OmegaConf.to_container(OmegaConf.load(pages.INHERITED / "base.yaml"))  # type: ignore
     assert checked() >= inherited.keys() - {"defaults"}
@@ -65,6 +66,7 @@ def test_its_pages_compose_and_are_accepted(dogs: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
 def test_what_today_lacks_is_seen(dogs: Path) -> None:
     """The control: of a page, of a key, of a class, and of the line that names the inherited pages."""

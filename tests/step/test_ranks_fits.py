@@ -138,8 +138,7 @@ class Freezes(Net):
         cast(Any, self.net)[0].requires_grad_(self.current_epoch == 0)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "exact"), [(2, False), (3, True)])
 def test_layers_that_are_frozen_in_the_run(ranks: Ranks, world: int, exact: bool) -> None:
     net = Freezes()
     [one] = fits(ranks, net, 1, exact, max_epochs=2)
@@ -152,7 +151,7 @@ def test_layers_that_are_frozen_in_the_run(ranks: Ranks, world: int, exact: bool
 # --- a stop -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2)])
 def test_a_run_continues_on_another_layout_to_the_same_bits(
     ranks: Ranks, net: Net, tmp_path: Path, before: int, after: int
 ) -> None:

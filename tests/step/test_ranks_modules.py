@@ -174,7 +174,7 @@ class Counts(Net):
         self.seen.reset()
 
 
-@pytest.mark.parametrize("evaluated", [1, 2, 3, 5])
+@pytest.mark.parametrize("evaluated", [1, 3])
 def test_more_ranks_than_validation_samples(ranks: Ranks, evaluated: int) -> None:
     """No rank waits for one without a sample, and what a metric of training counts meanwhile stays."""
     net = Counts()

@@ -61,9 +61,7 @@ def check_bits(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
     [
         ("double", 2, False),
         ("mixer muon clipped", 3, True),
-        ("small", 2, False),
         ("convolutions", 3, True),
-        ("twice", 2, False),
     ],
 )
 def test_the_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
@@ -72,7 +70,14 @@ def test_the_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world:
 
 @pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(
-    ("name", "world", "reshard"), [("vit adamw", 2, False), ("vit muon clipped", 3, True), ("stem", 2, True)]
+    ("name", "world", "reshard"),
+    [
+        ("vit adamw", 2, False),
+        ("vit muon clipped", 3, True),
+        ("stem", 2, True),
+        ("small", 2, False),
+        ("twice", 2, False),
+    ],
 )
 def test_other_weights_have_the_bits_of_one_device(ranks: Ranks, name: str, world: int, reshard: bool) -> None:
     check_bits(ranks, name, world, reshard)
