@@ -231,18 +231,18 @@ def index_of(columns: Mapping[str, str], size_limit: int, shards: Mapping[str, t
     return json.dumps({"version": 2, "shards": described}, sort_keys=True).encode()
 
 
-def names_in(description: bytes | None, where: str) -> list[str]:
+def names_in(description: bytes, where: str) -> list[str]:
     """Return the shards that an index.json of MDS names.
 
     Args:
-        description: the file's content; None: there is none.
+        description: the file's content.
         where: the file, for messages.
 
     Raises:
         UserError: It is damaged, or names other shards.
     """
     try:
-        content = json.loads(description or b"")
+        content = json.loads(description)
         names = [(each.get("zip_data") or each["raw_data"])["basename"] for each in content["shards"]]
         kinds = {(each["format"], (each.get("compression") or "zstd").partition(":")[0]) for each in content["shards"]}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -276,10 +276,15 @@ def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | N
             of_folder.setdefault(folder + slash, []).append(name)
     for folder in described:
         shards = {name.removesuffix(".zstd") for name in of_folder.get(folder, ())}
+        where = f"{root}/{folder}{INDEX}"
         try:
-            named = {name.removesuffix(".zstd") for name in names_in(read(folder + INDEX), f"{root}/{folder}{INDEX}")}
+            description = read(folder + INDEX)
         except OSError as error:
-            raise UserError(f"{root}/{folder}{INDEX}: can't be read ({error.strerror})") from error
+            raise UserError(f"{where}: can't be read ({error.strerror})") from error
+        if description is None:
+            continue
+        try:
+            named = {name.removesuffix(".zstd") for name in names_in(description, where)}
         except UserError:
             if not shards:  # it is of another program
                 continue
