@@ -205,7 +205,8 @@ class Ranks:
                 stopped.append(f"rank {rank} was stopped in {traceback.extract_tb(error.__traceback__)[-3:]}")
             else:
                 failures.append((rank, error))
-            private.ProcessLocalGroup.exception_handle(error)
+            if Ranks.calls is calls:  # a thread that outlives its world must not stop the ranks of the next one
+                private.ProcessLocalGroup.exception_handle(error)
 
         def run(rank: int) -> None:
             try:
@@ -238,6 +239,7 @@ class Ranks:
                 fail(-1, RanksHang(f"after {seconds:g} s: {', '.join(places + stopped)}"))
                 for thread in threads:
                     thread.join(5)
+            Ranks.calls = None
             private.ProcessLocalGroup.reset()
         if failures:
             rank, error = failures[0]
