@@ -150,7 +150,7 @@ def test_shards_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert "which is n" in message(whole.replace(old, new))
     shard.write_bytes(whole)
     shard.rename(folder / "train" / "shard.00001.mds.gz")
-    assert "shard.00001.mds: the index.json beside it names it: copy it, unpacked" in refusal_of(opened, folder)
+    assert "shard.00001.mds: train/index.json names it: copy it, or remove index.json" in refusal_of(opened, folder)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "need pyarrow: pip install pyarrow" in refusal_of(
         opened, Path(shutil.copytree(SHARDS / "zstd", tmp_path / "z"))
@@ -231,7 +231,7 @@ def test_shards_in_two_forms_or_of_an_earlier_data_set_are_refused(tmp_path: Pat
         for name in ("shard.00000.mds.zstd", "shard.00007.mds"):
             pytest.importorskip("fsspec").filesystem("memory").rm(place(folder) + f"/train/{name}")
     line = refusal_of(opened, place(folder), **BY_PLACE)
-    assert "/train/shard.00000.mds: the index.json beside it names it: copy it, unpacked" in line
+    assert "/train/shard.00000.mds: train/index.json names it: copy it, or remove index.json" in line
     shutil.move(tmp_path / "shard.00000.mds.zstd", train)
     raw = copied("raw", tmp_path)
     shutil.copy(train / "index.json", raw / "train")  # it names compressed shards, which were unpacked
@@ -245,6 +245,20 @@ def test_a_folder_whose_mds_shards_are_all_missing_is_refused(tmp_path: Path, pl
     for shard in (folder / "test").glob("*.mds"):
         shard.unlink()
     line = refusal_of(opened, place(folder), **BY_PLACE)
-    assert "/test/shard.00000.mds: the index.json beside it names it: copy it, unpacked" in line
-    (folder / "test" / "index.json").write_text('{"chunks": []}')  # as of another program
-    assert opened(place(folder), **BY_PLACE).test is None
+    assert "/test/shard.00000.mds: test/index.json names it: copy it, or remove index.json" in line
+    for strange in (
+        '{"chunks": []}',
+        '{"shardlist": []}',
+        "[]",
+        '{"shards": [{"raw_data": {"basename": "a"}, "format": 3}]}',
+    ):
+        (folder / "test" / "index.json").write_text(strange)  # of another program
+        assert opened(place(folder), **BY_PLACE).test is None
+    (folder / "test" / "index.json").write_text('{"shards": [{"raw_da')
+    assert "/test/index.json: damaged (" in refusal_of(opened, place(folder), **BY_PLACE)
+    (folder / "test" / "index.json").unlink()
+    merged = {"raw_data": {"basename": "test/shard.00000.mds"}, "format": "mds"}  # as merge_index writes it
+    (folder / "index.json").write_text(json.dumps({"shards": [merged]}))
+    if place is str:
+        line = refusal_of(opened, place(folder), **BY_PLACE)
+        assert "/test/shard.00000.mds: index.json names it: copy it, or remove index.json" in line

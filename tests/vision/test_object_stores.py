@@ -312,7 +312,10 @@ def test_a_new_shard_that_arrives_damaged_twice_is_refused(web: WebServer, monke
     with monkeypatch.context() as patch:
         patch.setattr(servers.Server, "_range", damaged)
         line = refusal_of(opened, web.url + NAMES, **EACH)
-    assert "/train-00001.tar: has arrived twice, with different bytes and another MD5 than its ETag: start " in line
+    assert (
+        "/train-00001.tar: has arrived twice, with different bytes and another MD5 than the server states: start "
+        in line
+    )
     places = iter([700] * 9)
     with monkeypatch.context() as patch:
         patch.setattr(servers.Server, "_range", damaged)
@@ -771,6 +774,7 @@ def test_the_md5_of_an_object_is_known_where_the_server_states_it(info: dict[str
         ({**ETAG, "size": None}, ETAG, True),
         ({}, ETAG, True),
         ({"created": 1.5}, {"created": datetime.fromtimestamp(1.5, UTC)}, True),  # a driver that lists other times
+        ({"mtime": 1}, {"mtime": datetime(1970, 1, 1, 0, 0, 1)}, True),  # in UTC
         ({"created": 2.5}, {"created": datetime.fromtimestamp(1.5, UTC)}, False),
     ],
 )
@@ -782,7 +786,7 @@ def test_objects_are_the_same_if_a_line_of_their_versions_is(one: Any, other: An
 def test_what_gcs_forbids_is_not_tried_for_long() -> None:
     """Its driver raises an OSError with a text, and errors with a code."""
     coded = RuntimeError("no, 401")
-    coded.code = 401  # type: ignore[attr-defined]
+    coded.status, coded.code = "FAILED", 401  # type: ignore[attr-defined]
     for error, number in ((OSError("Forbidden: bucket/a.tar\nno"), 403), (coded, 401)):
         assert servers.is_permanent(error)
         assert servers.reason(error) == f"access is denied ({number}), with the credentials of the environment"
@@ -797,7 +801,7 @@ def test_a_driver_that_lacks_an_account_is_no_missing_protocol(monkeypatch: pyte
     monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "az", Azure)
     line = refusal_of(opened, "az://container/images")
     assert line.startswith("az://container/images: az:// can't be opened: Must provide either a connection_string or ")
-    assert line.endswith("set what the driver needs in the environment (docs/use/object-stores.md)")
+    assert line.endswith("correct the URL, or set what the driver needs in the environment (docs/use/object-stores.md)")
 
 
 def test_a_protocol_that_does_not_exist_is_refused() -> None:

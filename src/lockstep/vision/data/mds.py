@@ -231,67 +231,70 @@ def index_of(columns: Mapping[str, str], size_limit: int, shards: Mapping[str, t
     return json.dumps({"version": 2, "shards": described}, sort_keys=True).encode()
 
 
+class NoMds(UserError):
+    """An index.json names no MDS shards."""
+
+
 def names_in(description: bytes, where: str) -> list[str]:
-    """Return the shards that an index.json of MDS names.
+    """Return the shards that an index.json of MDS names, by their paths from its folder.
 
     Args:
         description: the file's content.
         where: the file, for messages.
 
     Raises:
-        UserError: It is damaged, or names other shards.
+        NoMds: it names others.
+        UserError: it is damaged.
     """
     try:
         content = json.loads(description)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: damaged ({error}): copy it again, or remove it") from error
+    try:
         names = [(each.get("zip_data") or each["raw_data"])["basename"] for each in content["shards"]]
-        kinds = {(each["format"], (each.get("compression") or "zstd").partition(":")[0]) for each in content["shards"]}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}: names no MDS shards ({error})") from error
+        kinds = {
+            (str(each["format"]), (each.get("compression") or "zstd").partition(":")[0]) for each in content["shards"]
+        }
+    except (TypeError, KeyError, AttributeError) as error:
+        raise NoMds(f"{where}: names no MDS shards ({error})") from error
     if others := kinds - {("mds", "zstd")}:
         listed = " and ".join(" by ".join(each) for each in sorted(others))
-        raise UserError(f"{where}: its shards are {listed}: must be mds, zstd")
-    if any(not isinstance(name, str) or "/" in name or name in ("", ".", "..") for name in names):
+        raise NoMds(f"{where}: its shards are {listed}: must be mds, zstd")
+    if any(not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")) for name in names):
         raise UserError(f"{where}: names a file elsewhere")
     return names
 
 
 def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | None]) -> None:
-    """Refuse MDS shards other than those that the index.json beside them names: strange ones, and a cut copy.
+    """Refuse MDS shards other than those that an index.json names: strange ones beside it, and a cut copy.
 
     Args:
         root: the folder or URL, for messages.
         paths: of all shards and of all files index.json, below it.
-        read: returns the content of a file index.json; None: there is none.
+        read: returns the content of a file index.json; None: it can't be read.
 
     Raises:
-        UserError: There are such shards, or a file index.json is damaged.
+        UserError: There are such shards, one that is named is missing, or a file index.json is damaged or can't be
+            read.
     """
-    of_folder: dict[str, list[str]] = {}  # their names, by folder: an empty text, or one with a slash at its end
-    described = []
-    for path in paths:
-        folder, slash, name = path.rpartition("/")
-        if name == INDEX:
-            described.append(folder + slash)
-        elif name.endswith((".mds", ".mds.zstd")):
-            of_folder.setdefault(folder + slash, []).append(name)
-    for folder in described:
-        shards = {name.removesuffix(".zstd") for name in of_folder.get(folder, ())}
-        where = f"{root}/{folder}{INDEX}"
+    shards = {path.removesuffix(".zstd") for path in paths if path.endswith((".mds", ".mds.zstd"))}
+    folders = [path.removesuffix(INDEX) for path in paths if path.rpartition("/")[2] == INDEX]
+    for folder in folders:
+        beside = {path for path in shards if path.rpartition("/")[0] == folder.rstrip("/")}
+        where, reason = f"{root}/{folder}{INDEX}", "it is listed"
         try:
             description = read(folder + INDEX)
         except OSError as error:
-            raise UserError(f"{where}: can't be read ({error.strerror})") from error
+            description, reason = None, str(error.strerror)
         if description is None:
-            continue
+            raise UserError(f"{where}: can't be read ({reason})")
         try:
-            named = {name.removesuffix(".zstd") for name in names_in(description, where)}
-        except UserError:
-            if not shards:  # it is of another program
+            named = {folder + name.removesuffix(".zstd") for name in names_in(description, where)}
+        except NoMds:
+            if not beside:  # it is of another program
                 continue
             raise
-        if others := sorted(shards - named):
-            raise UserError(
-                f"{root}/{folder}{others[0]}: the index.json beside it does not name it: remove one of them"
-            )
+        if others := sorted(beside - named):
+            raise UserError(f"{root}/{others[0]}: the index.json beside it does not name it: remove one of them")
         if missing := sorted(named - shards):
-            raise UserError(f"{root}/{folder}{missing[0]}: the index.json beside it names it: copy it, unpacked")
+            raise UserError(f"{root}/{missing[0]}: {folder}{INDEX} names it: copy it, or remove {INDEX}")

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import IO, Any, TypeVar
 
@@ -231,24 +231,25 @@ def open_file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the URL's root in its own words.
 
     Raises:
-        UserError: There is no such protocol, its driver is missing, or it has what it needs neither in the URL nor in
-            the environment.
+        UserError: There is no such protocol, its driver is missing, or what it needs is neither in the URL nor in the
+            environment.
     """
     import fsspec
 
     protocol = url.partition(":")[0]
     try:
-        fsspec.get_filesystem_class(protocol)
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError as error:
+            known = ", ".join(sorted(DRIVERS))
+            raise UserError(f"{url}: there is no protocol {protocol}: known are {known}") from error
+        # its own one: fsspec would return one that was made with other credentials, or before them
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except ImportError as error:
         package = DRIVERS.get(protocol, error.name or protocol)
         raise UserError(f"{url}: {protocol}:// needs {package}: pip install {package}") from error
-    except ValueError as error:
-        raise UserError(f"{url}: there is no protocol {protocol}: known are {', '.join(sorted(DRIVERS))}") from error
-    try:
-        # its own one: fsspec would return one that was made with other credentials, or before them
-        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except ValueError as error:  # so Azure's driver says that there is no account
-        right = "set what the driver needs in the environment (docs/use/object-stores.md)"
+        right = "correct the URL, or set what the driver needs in the environment (docs/use/object-stores.md)"
         raise UserError(f"{url}: {protocol}:// can't be opened: {one_line(error)}: {right}") from error
     return fs, str(root).rstrip("/")
 
@@ -270,7 +271,9 @@ def stat_of(info: Any) -> Stat:
     """
     size, version = info.get("size"), next((info[key] for key in VERSIONS if info.get(key)), "")
     if isinstance(version, datetime):  # a driver may list times as numbers
-        version = version.timestamp()
+        version = (version if version.tzinfo else version.replace(tzinfo=UTC)).timestamp()
+    if isinstance(version, int):
+        version = float(version)
     lines = (md5_beside(info), str(version).strip('"'))
     return (-1 if size is None else int(size)), "\n".join(filter(None, lines))
 
@@ -298,7 +301,7 @@ def states(version: str, file: IO[bytes]) -> bool:
 def digest_of(file: Any, kind: str) -> str:
     """Return a hash of an open file, in hex."""
     file.seek(0)
-    return hashlib.file_digest(file, kind).hexdigest()
+    return hashlib.file_digest(file, partial(hashlib.new, kind, usedforsecurity=False)).hexdigest()
 
 
 def is_same(one: Stat, other: Stat) -> bool:
@@ -331,8 +334,9 @@ def status_of(error: BaseException) -> int | None:
     for each in causes(error):
         response = getattr(each, "response", None)
         meta = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+        stated = getattr(each, "status", None)
         for status in (
-            getattr(each, "status" if hasattr(each, "status") else "code", None),  # gcsfs calls it code
+            stated if isinstance(stated, int) else getattr(each, "code", None),  # gcsfs calls it so
             getattr(response, "status_code", None),
             meta.get("HTTPStatusCode"),
         ):

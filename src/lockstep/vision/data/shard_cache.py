@@ -502,14 +502,15 @@ class ShardCache:
                 self.counters.add("retries")
         part.unlink(missing_ok=True)
         if is_new:
-            raise UserError(f"{where}: has arrived twice, with different bytes and another MD5 than its ETag: {REMEDY}")
+            raise UserError(
+                f"{where}: has arrived twice, with different bytes and another MD5 than the server states: {REMEDY}"
+            )
         raise UserError(f"{where}: has arrived twice with another SHA-256 than that in the index: {self.advice}")
 
     def _is_what_was_sent(self, known: Known, file: IO[bytes], digests: list[str]) -> bool:
-        """Check a new shard by the MD5 that most servers give as its ETag. Refuse one that was replaced meanwhile.
+        """Check a new shard by the MD5 that most servers state. Refuse one that was replaced meanwhile.
 
-        If the same bytes arrive twice, the ETag is none: that of a shard in several parts, or encrypted, is something
-        else.
+        If the same bytes arrive twice, it is none: the ETag of an encrypted shard only looks like one.
 
         Args:
             digests: the MD5 of what has arrived before; this one is added.
@@ -711,13 +712,12 @@ def locked(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """
     while True:
         flags, is_writable = os.O_NOFOLLOW | os.O_CLOEXEC, True
-        try:
-            # first without O_CREAT: in a folder as /tmp, Linux refuses it for a file of another user
-            try:
-                number = os.open(path, os.O_RDWR | flags)
-            except FileNotFoundError:
-                number = os.open(path, os.O_RDWR | os.O_CREAT | flags, mode)
-        except PermissionError:
+        # first without O_CREAT: in a folder as /tmp, Linux refuses it for a file of another user
+        for creates in (0, os.O_CREAT, 0):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                number = os.open(path, os.O_RDWR | flags | creates, mode)
+                break
+        else:
             number, is_writable = os.open(path, os.O_RDONLY | flags), False
         with os.fdopen(number, "r+b" if is_writable else "rb") as file:
             with contextlib.suppress(OSError):  # a file system without locks
