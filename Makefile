@@ -5,7 +5,6 @@ BIN    := .venv/bin
 STAMP  := .venv/.from-lock
 UV     := $(BIN)/uv pip
 TEST   := $(BIN)/python -m pytest -n 2 --dist worksteal # two at a time; ARGS="-n 0": one after another, in this process
-RUNS   := $(BIN)/python -m pytest -n 3 --dist worksteal # whole runs wait for their processes
 QUICK  := $(TEST) -m "unit or ranks" --ignore tests/engines --ignore tests/lab # which have neither
 ROOMS  := arithmetic step strategies checkpoint config
 unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python store the bytecode of the first import
@@ -55,7 +54,7 @@ coverage: setup ## run them, and print how many lines of five rooms they run
 	    "$$($(BIN)/python -m coverage report --format=total --include="src/lockstep/$$room/*")"; done
 
 test: setup ## run all tests but those of engines, of the lab and of the night
-	@$(RUNS) -m "not engine and not lab and not nightly" $(ARGS)
+	@$(TEST) -m "not engine and not lab and not nightly" $(ARGS)
 
 engines: setup ## run the tests that start ranks by torchrun, SLURM, MPI and Ray (tests/engines/install.sh installs them)
 	@$(TEST) -m "engine and not nightly" $(ARGS)
