@@ -65,6 +65,7 @@ MOST_LISTED = 10_000  # shards; with more, a run takes the records beside them w
 CHECKED_DEEP = 4  # images of 16 bits of a shard that are decoded
 CONNECTIONS = 8  # shards that are indexed at the same time
 SECONDS_BETWEEN = 10.0  # between two lines about the progress
+READING = threading.Lock()  # see `arrays_in`
 
 
 @dataclass(eq=False)
@@ -216,8 +217,7 @@ class Records:
                 for name in ("shards", "images")
                 if re.fullmatch("[0-9a-f]{64}", sha256 := str(described[name]["sha256"]))
             }
-            with np.load(self.cache.fetch(self._files["shards"]), allow_pickle=False) as loaded:
-                table = {name: loaded[name] for name in loaded.files}
+            table = arrays_in(self.cache.fetch(self._files["shards"]))
             self._texts = json.loads(table.pop("texts").tobytes())
             self._table = table
             self._borders = np.cumsum([0, *table["counts"].tolist()])
@@ -279,8 +279,7 @@ class Records:
 
     @staticmethod
     def _read(file: Path) -> Record:
-        with np.load(file, allow_pickle=False) as content:
-            arrays = {name: content[name] for name in content.files}
+        arrays = arrays_in(file)
         facts = json.loads(arrays.pop("facts").tobytes())
         return Record.from_columns(arrays, facts)
 
@@ -319,8 +318,8 @@ class Records:
             images = self.cache.fetch(self._files["images"])
         except UserError as error:
             raise DamagedRecords(str(error)) from error
-        with np.load(images, allow_pickle=False) as content:
-            return {name: content[name] for name in ("names", "label_of", "starts", "sizes")}
+        arrays = arrays_in(images)
+        return {name: arrays[name] for name in ("names", "label_of", "starts", "sizes")}
 
     def _made(self, path: str, stat: Stat) -> Record:
         """Fetch a shard, and make its record."""
@@ -422,6 +421,16 @@ class Records:
         write(description, json.dumps(described).encode())
         self.server.write(f"{self.beside}.json", description)
         description.unlink()
+
+
+def arrays_in(file: Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an npz file.
+
+    One thread at a time reads: numpy parses the headers by `ast`, in which threads of Python 3.11 disturb each other
+    (CPython #106905).
+    """
+    with READING, np.load(file, allow_pickle=False) as content:
+        return {name: content[name] for name in content.files}
 
 
 def open_remote(
