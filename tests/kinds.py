@@ -34,7 +34,6 @@ from typing import Any
 import omegaconf.base
 import pytest
 import yaml
-from _pytest.logging import catching_logs
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
@@ -115,21 +114,6 @@ def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return loads
 
 
-def _catch_logs(self: "catching_logs[Any]") -> Any:
-    """Let pytest see no logger but the root: six times a test it looks among hundreds for those that pass nothing on.
-
-    Those are torch's.
-    """
-    manager = logging.root.manager
-    known, manager.loggerDict = manager.loggerDict, {}
-    try:
-        return CATCH_LOGS(self)
-    finally:
-        manager.loggerDict = known
-
-
-CATCH_LOGS = catching_logs.__enter__
-catching_logs.__enter__ = _catch_logs  # type: ignore[method-assign]
 gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time
 # torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
 sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
