@@ -2,14 +2,14 @@
 
 The server imports nothing of the project: a program is compiled, imported and run as `python <script>` would, and is a
 process with a session, an environment and an output of its own; `-m` and a module are taken, too. What such a program
-can't show is how long it takes to start, what it imports, and what an interpreter takes from its environment
-(PYTHONPATH, a hash seed of its own).
+can't show is how long it takes to start, what it imports, what an interpreter takes from its environment (PYTHONPATH, a
+hash seed of its own), and how it takes itself apart: that takes two seconds, so a program ends after all `atexit`.
 """
 
 import atexit
 import gc
-import importlib
 import json
+import logging
 import os
 import runpy
 import signal
@@ -26,6 +26,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import once
+
+CODE = 1  # with which a program ends, or minus the signal: that of an exception, unless another is set
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "src" / "lockstep" / "conf", ROOT / "conf")
 LIBRARIES = (
     "hydra._internal.hydra",
     "lightning.pytorch",
@@ -36,6 +41,8 @@ LIBRARIES = (
     "PIL.PngImagePlugin",
     "pydantic.dataclasses",
     "pydantic.json_schema",
+    "pydantic.type_adapter",
+    "s3fs",  # Lightning imports it to see whether a folder is on a server
     "tensorboard.plugins.hparams.plugin_data_pb2",
     "torch.utils.tensorboard",
     "torchmetrics.classification",
@@ -50,10 +57,9 @@ LIBRARIES = (
 def serve(requests: socket.socket) -> None:
     """Serve requests; return in each fork, as the program that it shall run: its arguments, environment and place
     are set."""
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    atexit.register(end)  # before all others, so it is called after them
+    once.do_ahead(LIBRARIES, PAGES)
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else what C++ made looks leaked when an interpreter takes itself apart
     while True:
         message, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         with suppress(ChildProcessError):
@@ -161,13 +167,39 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
+def end() -> None:
+    """End this process, whose other threads have ended. Its output is written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads, it is closed, or the program has removed it
+            stream.flush()
+    if CODE < 0:
+        signal.signal(-CODE, signal.SIG_DFL)
+        os.kill(os.getpid(), -CODE)
+    os._exit(CODE)
+
+
+def run(arguments: list[str]) -> None:
+    """Run a program as `__main__`."""
+    global CODE
+    try:
+        if arguments[0] == "-m":
+            del arguments[0]
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+        CODE = 0
+    except SystemExit as error:
+        CODE = error.code & 255 if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    except KeyboardInterrupt:
+        CODE = -signal.SIGINT
+        raise
+
+
 if __name__ == "__main__":
     requests = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     serve(requests)
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run(sys.argv)

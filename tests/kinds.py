@@ -17,7 +17,6 @@ import importlib.metadata
 import logging
 import multiprocessing.util
 import os
-import pickle
 import random
 import signal
 import socket
@@ -31,9 +30,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import omegaconf.base
+import once
 import pytest
-import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from lockstep.launch.environment import environment
@@ -98,27 +96,10 @@ def pytest_collection_finish() -> None:
 # --- what takes long, and is the same each time, is done once ---
 
 
-def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return `yaml.load` with a memory: Hydra parses the same pages for each config that it composes."""
-    contents: dict[tuple[Any, str], bytes] = {}
-
-    def loads(stream: Any, Loader: Any) -> Any:  # noqa: N803 # the name of PyYAML
-        is_file = hasattr(stream, "seek")
-        key = stream.read() if is_file else stream, Loader.__name__
-        if key not in contents:
-            if is_file:
-                stream.seek(0)  # an error names the file
-            contents[key] = pickle.dumps(load(stream, Loader))
-        return pickle.loads(contents[key])
-
-    return loads
-
-
 gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time
 # torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
 sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
-yaml.load = _loads_once(yaml.load)
-omegaconf.base.parse = cache(omegaconf.base.parse)  # the same interpolations of each config
+once.remember()
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
 
 
