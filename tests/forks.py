@@ -1,6 +1,6 @@
 """Programs as forks of an interpreter that has imported the libraries, three of a run's four seconds.
 
-The server imports nothing of the project: a program is compiled, imported and run as `python <script>` would, and is a
+A program is compiled, imported and run as `python <script>` would, Lockstep too if its folder has its own. It is a
 process with a session, an environment and an output of its own; `-m` and a module are taken, too. What such a program
 can't show is how long it takes to start, what it imports, what an interpreter takes from its environment (PYTHONPATH, a
 hash seed of its own), and how it takes itself apart: that takes two seconds, so a program ends after all `atexit`.
@@ -12,17 +12,19 @@ import json
 import logging
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ import once
 
 CODE = 1  # with which a program ends, or minus the signal: that of an exception, unless another is set
 ROOT = Path(__file__).resolve().parent.parent
+# What `src/train.py` imports beside the modules of commands, which keep when they were imported.
+LOCKSTEP = ("lockstep.job.training", "lockstep.job.run_folder", "lockstep.checkpoint.callback")
 PAGES = (ROOT / "src" / "lockstep" / "conf", ROOT / "conf")
 LIBRARIES = (
     "hydra._internal.hydra",
@@ -58,30 +62,39 @@ def serve(requests: socket.socket) -> None:
     """Serve requests; return in each fork, as the program that it shall run: its arguments, environment and place
     are set."""
     atexit.register(end)  # before all others, so it is called after them
-    once.do_ahead(LIBRARIES, PAGES)
+    once.do_ahead((*LIBRARIES, *LOCKSTEP), PAGES)
     gc.freeze()
-    while True:
+    programs: dict[int, int] = {}  # those that run, and where their ends are reported
+    woken, wake = os.pipe()
+    clients: list[Any] = [requests]
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while clients or programs:
+        ready = select.select([*clients, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 1 << 10)
+            report(programs)
+        if requests not in ready:
+            continue
         message, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # who waited for a program that has ended
-                pass
         if not message:
-            os._exit(0)
-        if os.fork() == 0:
+            clients.clear()
+            continue
+        *streams, status = files
+        if (program := os.fork()) == 0:
             break
-        for file in files:
-            os.close(file)
-    requests.close()
-    *streams, status = files
-    if program := os.fork():
+        programs[program] = status
+        os.write(status, f"{program}\n".encode())
         for file in streams:
             os.close(file)
-        code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-        os.write(status, f"{code}\n".encode())
+    else:
         os._exit(0)
     os.setsid()
-    os.write(status, f"{os.getpid()}\n".encode())
-    os.close(status)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for file in (requests.detach(), woken, wake, status, *programs.values()):
+        os.close(file)
     for number, file in enumerate(streams, 1):
         os.dup2(file, number)
         os.close(file)
@@ -92,47 +105,60 @@ def serve(requests: socket.socket) -> None:
     tempfile.tempdir = None
     sys.argv[:] = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
+    take_lockstep()
+
+
+def report(programs: dict[int, int]) -> None:
+    """Report the programs that have ended."""
+    for program in [*programs]:
+        ended, code = os.waitpid(program, os.WNOHANG)
+        if ended:
+            status = programs.pop(program)
+            with suppress(BrokenPipeError):  # who has started it is gone
+                os.write(status, f"{os.waitstatus_to_exitcode(code)}\n".encode())
+            os.close(status)
+
+
+def take_lockstep() -> None:
+    """Keep what was imported of Lockstep if it is what this program would import; another folder may have its own."""
+    found = PathFinder.find_spec("lockstep", sys.path)
+    if found is not None and found.origin == sys.modules["lockstep"].__file__:
+        vars(sys.modules["lockstep"])["command_started_at"] = time.time()
+        return
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "lockstep":
+            del sys.modules[name]
 
 
 # --- its client -------------------------------------------------------------------------------------------------------
 
 
-class Server:
-    """The interpreter that is forked. `start` starts it, as Popen does: on another machine, say."""
-
-    def __init__(self, start: Callable[..., subprocess.Popen[Any]] = subprocess.Popen) -> None:
-        self.asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = start([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
-
-    def close(self) -> None:
-        """End it; programs that it has started continue."""
-        self.asks.close()
-        self.process.wait()
-
-
 @cache
-def _here() -> Server:
-    return Server()
+def server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Return where to ask the interpreter that is forked, and its process."""
+    asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        return asks, subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
 
 
 def close() -> None:
-    """End the server of this machine, if there is one."""
-    if _here.cache_info().currsize:
-        _here().close()
-        _here.cache_clear()
+    """End the server, if there is one. Programs that it has started go on, and so does it until they have ended."""
+    if server.cache_info().currsize:
+        asks, process = server()
+        asks.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        server.cache_clear()
 
 
 class Fork:
     """A running program; what a test needs of subprocess.Popen[str], whose words it has."""
 
-    def __init__(self, args: Sequence[str], cwd: Path, env: dict[str, str], server: Server | None = None) -> None:
+    def __init__(self, args: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
         sys.audit("lockstep.start", args)  # the server starts it: see kinds.py
         self.args = args
         pipes = [os.pipe() for _ in range(3)]
-        socket.send_fds(
-            (server or _here()).asks, [json.dumps([args, str(cwd), env]).encode()], [end for _, end in pipes]
-        )
+        socket.send_fds(server()[0], [json.dumps([args, str(cwd), env]).encode()], [end for _, end in pipes])
         for _, end in pipes:
             os.close(end)
         *streams, status = (os.fdopen(end, errors="replace") for end, _ in pipes)
