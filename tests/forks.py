@@ -121,8 +121,8 @@ def report(programs: dict[int, int]) -> None:
 
 def take_lockstep() -> None:
     """Keep what was imported of Lockstep if it is what this program would import; another folder may have its own."""
-    found = PathFinder.find_spec("lockstep", sys.path)
-    if found is not None and found.origin == sys.modules["lockstep"].__file__:
+    theirs = PathFinder.find_spec("lockstep", sys.path)
+    if theirs is not None and theirs.origin == sys.modules["lockstep"].__file__:
         vars(sys.modules["lockstep"])["command_started_at"] = time.time()
         return
     for name in [*sys.modules]:

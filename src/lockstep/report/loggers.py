@@ -43,6 +43,8 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     Raises:
         UserError: A logger can't be made or opened.
     """
+    if not any(config.logger.values()):
+        return []
     path = folder / LOGGERS_FILE
     stored = {"title": title(folder)}
     try:
