@@ -12,6 +12,7 @@ Whoever starts a process asks for the fixture `processes`, by way of `run_train`
 `servers`. A unit that does either fails.
 """
 
+import atexit
 import gc
 import importlib.metadata
 import logging
@@ -93,7 +94,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what has been imported stays: it need not be searched for garbage again and again
 
 
-# --- what takes long, and is the same each time, is done once ---
+# --- what takes long, and is the same each time, is done once or not at all ---
+
+
+class AtOnce:
+    """Ends a process of pytest when all is done: an interpreter with all that was imported takes seconds to end.
+
+    It is registered before the first test, so it is called after whatever a test registers.
+    """
+
+    def __init__(self, session: pytest.Session) -> None:
+        self.session = session
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined] # it was registered before
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self.session.exitstatus)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """End the process of a session, of the controller or of a worker, as soon as its code is known."""
+    AtOnce(session)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """Spare pytest its last five searches for garbage."""
+    gc.freeze()
 
 
 gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time

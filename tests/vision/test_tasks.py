@@ -39,8 +39,19 @@ class TestRegression(ModuleTests):
 
 
 @pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
 class TestSegmentation(ModuleTests):
     overrides = [*ROWS["segmentation"], *SHORT]
+
+
+@pytest.mark.usefixtures("processes")
+def test_segmentation_has_the_same_bits_on_two_layouts(tmp_path: Path) -> None:
+    short = ("max_steps=3", "exact=true", "pieces=4", "accelerator=cpu", "threads=1", "logger=none", "callbacks=none")
+    one, two, control = (
+        Program(tmp_path / more[0])(*ROWS["segmentation"], *SHORT, *short, *more).summary["weights_sha256"]
+        for more in (["strategy=auto", "devices=1"], ["strategy=ddp", "devices=2"], ["seed=1"])
+    )
+    assert one == two != control
 
 
 @pytest.mark.usefixtures("processes")

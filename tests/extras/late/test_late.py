@@ -74,7 +74,7 @@ def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path
     assert run.summary["weights_sha256"] == weights_sha256(state)
 
 
-@pytest.mark.parametrize("exact", ["true", "false"])
+@pytest.mark.parametrize("exact", ["true", pytest.param("false", marks=pytest.mark.nightly)])
 def test_killed_it_goes_on_with_the_gradients_under_way(project: Path, tmp_path: Path, exact: str) -> None:
     task = ("checkpoint_every=5", *late_by(2), f"exact={exact}")
     undisturbed = train(project, tmp_path / "undisturbed", "Cut", *task, *DDP)
