@@ -47,9 +47,10 @@ class TestSegmentation(ModuleTests):
 @pytest.mark.usefixtures("processes")
 def test_segmentation_has_the_same_bits_on_two_layouts(tmp_path: Path) -> None:
     short = ("max_steps=3", "exact=true", "pieces=4", "accelerator=cpu", "threads=1", "logger=none", "callbacks=none")
+    layouts = {"one": ("devices=1",), "two": ("strategy=ddp", "devices=2"), "control": ("seed=1",)}
     one, two, control = (
-        Program(tmp_path / more[0])(*ROWS["segmentation"], *SHORT, *short, *more).summary["weights_sha256"]
-        for more in (["strategy=auto", "devices=1"], ["strategy=ddp", "devices=2"], ["seed=1"])
+        Program(tmp_path / name)(*ROWS["segmentation"], *SHORT, *short, *more).summary["weights_sha256"]
+        for name, more in layouts.items()
     )
     assert one == two != control
 
