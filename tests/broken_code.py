@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -262,11 +263,16 @@ class Integers(Items):
 class SharedFile(Items):
     """Items of a file that was opened before processes were forked: each moves the others' position."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, delay: float = 0) -> None:
         path.write_bytes(IMAGES.tobytes())
         self.file = os.open(path, os.O_RDONLY)
+        self.delay = delay  # of the first sample in one of two forks
 
     def __getitem__(self, index: int) -> Any:
+        *is_fork, number = current_process().name.split(":")
+        if is_fork and int(number) % 2:
+            time.sleep(self.delay)
+            self.delay = 0
         size = SIZE * SIZE
         os.lseek(self.file, index * size, os.SEEK_SET)
         time.sleep(0.005)
@@ -278,6 +284,10 @@ class SharedFile(Items):
 
 def sound() -> Source:
     return Source(Augmented(), Items(), SPEC, val_candidates=Items())
+
+
+def shared_file(folder: str, delay: float) -> Source:
+    return Source(SharedFile(Path(folder) / "images", delay), Items(), SPEC)
 
 
 def shuffled() -> Source:

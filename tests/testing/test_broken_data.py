@@ -1,7 +1,5 @@
 """`DataTests`: a data set without a fault passes them all, and each fault fails its test with a message that helps."""
 
-import time
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +81,15 @@ def test_what_is_another_one_when_it_is_opened_again(opener: str, what: str, req
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("delay", [0.0, 0.5])
-def test_a_file_that_processes_share(delay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_processes_share(delay: float, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """It is noticed, also on a busy machine, where one process begins later than the other needs for all samples."""
 
-    def begin_late(threads: int) -> None:
-        time.sleep(delay * (int(current_process().name.rpartition("-")[2]) % 2))  # one of two processes in a row
+    class Broken(DataTests):
+        overrides = [*overrides("shared_file"), f"+data.folder={tmp_path}", f"+data.delay={delay}"]
 
-    tests, shared = DataTests(), splits(broken_code.SharedFile(tmp_path / "images"))
-    getattr(tests, f"test_{KEYED}")(shared)  # the control: one process after the other
-    monkeypatch.setattr(torch, "set_num_threads", begin_late)
+    getattr(Broken(), f"test_{KEYED}")(data_tests.opened(Broken.overrides))  # the control: in one process
     with pytest.raises(pytest.fail.Exception, match="open a file at first use in __getitem__"):
-        getattr(tests, f"test_{SHARED}")(shared)
+        getattr(Broken(), f"test_{SHARED}")(request)
 
 
 def test_every_test_has_a_fault_that_it_finds() -> None:

@@ -2,10 +2,10 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from threading import BrokenBarrierError
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ SAMPLES = 16  # evenly spaced samples of each split that are compared
 HANGING = 60.0  # seconds until a process that fetches samples counts as hanging
 ROUNDS = 3  # how often two processes fetch the same samples at the same time
 EPOCHS = 2  # epochs whose first steps are compared
+Result = TypeVar("Result")
 
 
 class DataTests:
@@ -146,31 +147,14 @@ class DataTests:
                     "data.folds choose), or augment by conf/data/transforms/"
                 )
 
-    def test_processes_that_fetch_at_the_same_time_get_the_same(self, splits: Splits) -> None:
+    def test_processes_that_fetch_at_the_same_time_get_the_same(self, request: pytest.FixtureRequest) -> None:
         """Check that two forked processes fetch the same bits at the same time: they must not share a file position."""
-        context = get_context("fork")
-        begin, expected = context.Barrier(2, timeout=HANGING), samples_of(splits)
-
-        def compare() -> None:
-            """Exit with code 1 at the first difference in either process."""
-            torch.set_num_threads(1)  # a forked child does not have the parent's threads
-            try:
-                for _ in range(ROUNDS):
-                    begin.wait()  # otherwise a process that starts first may end before the other begins
-                    if samples_of(splits) != expected:
-                        sys.exit(1)
-            except BrokenBarrierError:  # the other process has failed, or hangs
-                sys.exit(1)
-            except BaseException:
-                begin.abort()  # so the other process does not wait
-                raise
-
-        children = [context.Process(target=compare, daemon=True) for _ in range(2)]
-        for child in children:
-            child.start()
-        for child in children:
-            child.join(ROUNDS * HANGING)
-        if [child.exitcode for child in children] != [0, 0]:
+        helper_process = server(request.session)  # pytest's process has threads, with which a fork may hang
+        try:
+            agree = helper_process.call("lockstep.testing.data_tests.forks_agree", overrides=list(self.overrides))
+        except UserError as error:
+            fail(f"another process could not open the data set: {error}")
+        if not agree:
             fail(
                 "two processes that fetch at the same time get other samples, or fail: open a file at first use in "
                 "__getitem__, never in __init__, since forked processes share an open file's position"
@@ -180,8 +164,7 @@ class DataTests:
 def opened(overrides: Sequence[str]) -> Splits:
     """Open the data set that overrides choose. Fail the test if it is refused."""
     try:
-        config = compose(*check_overrides(overrides))
-        return open_data(config["data"], config["data_dir"], config["seed"])
+        return opened_here(check_overrides(overrides))
     except UserError as error:
         fail(f"{' '.join(overrides)}: {error}")
 
@@ -287,12 +270,57 @@ def reopened(overrides: list[str]) -> dict[str, Any]:
         UserError: The data set can't be opened.
         WorkerFailed: Its samples can't be fetched.
     """
+    return in_worker(digests_of, overrides)
+
+
+def forks_agree(overrides: list[str]) -> bool:
+    """Open a data set in a new worker, and return whether two forks of it fetch the samples that it has fetched.
+
+    The helper process of the tests calls this. Errors are those of `reopened`.
+    """
+    return in_worker(compare_forks, overrides)
+
+
+def in_worker(function: Callable[[Sequence[str]], Result], overrides: list[str]) -> Result:
+    """Return what a function of the overrides returns in a new worker."""
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=1)
-    result: dict[str, Any] = launch(digests_of, overrides, layout=layout)
+    result: Result = launch(function, overrides, layout=layout)
     return result
 
 
 def digests_of(overrides: Sequence[str]) -> dict[str, Any]:
     """Open a data set in this process, and return its digests. Its errors are those of `reopened`."""
+    return digests(opened_here(overrides))
+
+
+def compare_forks(overrides: Sequence[str]) -> bool:
+    """Open a data set in this process, and return whether two forks fetch the samples that it has fetched."""
+    torch.set_num_threads(1)  # a fork does not have this process's threads
+    splits, context = opened_here(overrides), get_context("fork")
+    begin, expected = context.Barrier(2, timeout=HANGING), samples_of(splits)
+
+    def compare() -> None:
+        """Exit with code 1 at the first difference in either process."""
+        try:
+            for _ in range(ROUNDS):
+                begin.wait()  # otherwise a process that starts first may end before the other begins
+                if samples_of(splits) != expected:
+                    sys.exit(1)
+        except BrokenBarrierError:  # the other process has failed, or hangs
+            sys.exit(1)
+        except BaseException:
+            begin.abort()  # so the other process does not wait
+            raise
+
+    children = [context.Process(target=compare, daemon=True) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(ROUNDS * HANGING)
+    return [child.exitcode for child in children] == [0, 0]
+
+
+def opened_here(overrides: Sequence[str]) -> Splits:
+    """Open the data set that overrides choose."""
     config = compose(*overrides)
-    return digests(open_data(config["data"], config["data_dir"], config["seed"]))
+    return open_data(config["data"], config["data_dir"], config["seed"])
