@@ -286,6 +286,37 @@ def sound() -> Source:
     return Source(Augmented(), Items(), SPEC, val_candidates=Items())
 
 
+class LazyFile(SharedFile):
+    """The same without the fault: each process opens the file when it first fetches."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        os.close(self.file)
+        self.path, self.file = path, -1
+
+    def __getitem__(self, index: int) -> Any:
+        if self.file < 0:
+            self.file = os.open(self.path, os.O_RDONLY)
+        return super().__getitem__(index)
+
+
+class FailingFork(Items):
+    """It can't be fetched in a process that is a fork of a worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        if ":" in current_process().name:
+            raise OSError("no such file here")
+        return super().__getitem__(index)
+
+
+def lazy_file(folder: str) -> Source:
+    return Source(LazyFile(Path(folder) / "images"), Items(), SPEC)
+
+
+def failing_fork() -> Source:
+    return Source(FailingFork(), Items(), SPEC)
+
+
 def shared_file(folder: str, delay: float) -> Source:
     return Source(SharedFile(Path(folder) / "images", delay), Items(), SPEC)
 

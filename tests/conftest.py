@@ -226,8 +226,7 @@ def python_arguments(program: str | Path, home: Path = ROOT) -> list[str]:
 
 
 def forked(program: str | Path, *arguments: str, cwd: Path = ROOT) -> Run:
-    """Run a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end,
-    what the fork has imported is taken apart."""
+    """Run a program as it stands, in a fork: see forks.py."""
     return finished(forks.Fork([*python_arguments(program), *arguments], cwd, dict(os.environ)), cwd, TIMEOUT)
 
 

@@ -1,9 +1,10 @@
 """Programs as forks of an interpreter that has imported the libraries, three of a run's four seconds.
 
-A program is compiled, imported and run as `python <script>` would, Lockstep too if its folder has its own. It is a
-process with a session, an environment and an output of its own; `-m` and a module are taken, too. What such a program
-can't show is how long it takes to start, what it imports, what an interpreter takes from its environment (PYTHONPATH, a
-hash seed of its own), and how it takes itself apart: that takes two seconds, so a program ends after all `atexit`.
+A program is compiled, imported and run as `python <script>` would. If its folder has its own `lockstep`, that one is
+imported. It is a process with a session, an environment and an output of its own; `-m` and a module are taken, too.
+What such a program can't show is how long it takes to start, what it imports, what Lockstep prints while it is
+imported, what an interpreter takes from its environment (PYTHONPATH, a hash seed of its own), and how it takes itself
+apart: that takes two seconds, so a program ends after all `atexit`.
 """
 
 import atexit
@@ -28,11 +29,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import once
 
-CODE = 1  # with which a program ends, or minus the signal: that of an exception, unless another is set
+CODE = 1  # a program's exit code, or minus its signal; 1: an exception that nobody catches
 ROOT = Path(__file__).resolve().parent.parent
-# What `src/train.py` imports beside the modules of commands, which keep when they were imported.
+# What `src/train.py` imports beside the modules of commands, which store the time of their import.
 LOCKSTEP = ("lockstep.job.training", "lockstep.job.run_folder", "lockstep.checkpoint.callback")
 PAGES = (ROOT / "src" / "lockstep" / "conf", ROOT / "conf")
 LIBRARIES = (
@@ -85,7 +87,6 @@ def serve(requests: socket.socket) -> None:
         if (program := os.fork()) == 0:
             break
         programs[program] = status
-        os.write(status, f"{program}\n".encode())
         for file in streams:
             os.close(file)
     else:
@@ -93,6 +94,7 @@ def serve(requests: socket.socket) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
+    os.write(status, f"{os.getpid()}\n".encode())
     for file in (requests.detach(), woken, wake, status, *programs.values()):
         os.close(file)
     for number, file in enumerate(streams, 1):
@@ -104,7 +106,8 @@ def serve(requests: socket.socket) -> None:
     os.chdir(folder)
     tempfile.tempdir = None
     sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).parent)
+    sys.path[0] = folder if arguments[0] == "-m" else str(Path(arguments[0]).parent)
+    np.random.seed()  # noqa: NPY002 # else it is in the state of the server in all programs
     take_lockstep()
 
 
@@ -196,9 +199,9 @@ class Fork:
 def end() -> None:
     """End this process, whose other threads have ended. Its output is written."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
         with suppress(OSError, ValueError, AttributeError):  # nobody reads, it is closed, or the program has removed it
-            stream.flush()
+            stream.flush()  # type: ignore[union-attr]
     if CODE < 0:
         signal.signal(-CODE, signal.SIG_DFL)
         os.kill(os.getpid(), -CODE)

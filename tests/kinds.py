@@ -25,7 +25,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -97,32 +97,26 @@ def pytest_collection_finish() -> None:
 # --- what takes long, and is the same each time, is done once or not at all ---
 
 
-class AtOnce:
-    """Ends a process of pytest when all is done: an interpreter with all that was imported takes seconds to end.
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main() -> Generator[None, Any, Any]:
+    """End pytest's own process when all is done: an interpreter with all that was imported takes seconds to end.
 
-    It is registered before the first test, so it is called after whatever a test registers.
+    The function is registered before the first test, so it is called after whatever a test registers.
     """
+    codes: list[int] = []
+    if "PYTEST_XDIST_WORKER" in os.environ or "pytest" in Path(sys.argv[0]).parts[-2:]:  # else a program has called it
+        atexit.register(end_at_once, codes)
+    codes.append(code := (yield))
+    return code
 
-    def __init__(self, session: pytest.Session) -> None:
-        self.session = session
-        atexit.register(self.end)
 
-    def end(self) -> None:
+def end_at_once(codes: list[int]) -> None:
+    """End with the code that pytest has returned; without one, it has failed, and the interpreter says so."""
+    if codes:
         multiprocessing.util._exit_function()  # type: ignore[attr-defined] # it was registered before
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(self.session.exitstatus)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """End the process of a session, of the controller or of a worker, as soon as its code is known."""
-    AtOnce(session)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
-    """Spare pytest its last five searches for garbage."""
-    gc.freeze()
+        os._exit(codes[0])
 
 
 gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time

@@ -1,4 +1,4 @@
-"""What takes long and is the same in each process and test is done once; also before the server of forks.py forks."""
+"""What takes long and is the same in each process and test is done once. The server of forks.py does it ahead."""
 
 import importlib
 import pickle

@@ -146,7 +146,7 @@ def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.mark.usefixtures("engine")
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
-    program = Program(tmp_path / "outputs", launcher=TORCHRUN)
+    program = Program(tmp_path / "outputs", launcher=TORCHRUN, fresh=True)  # whose interpreter is taken apart
     process = program.start(*SAVES_OFTEN, "devices=2")
     program.wait_for_checkpoint(process)
     agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")

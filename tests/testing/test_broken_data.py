@@ -92,6 +92,23 @@ def test_a_file_that_processes_share(delay: float, tmp_path: Path, request: pyte
         getattr(Broken(), f"test_{SHARED}")(request)
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_file_that_each_process_opens(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    class Lazy(DataTests):
+        overrides = [*overrides("lazy_file"), f"+data.folder={tmp_path}"]
+
+    getattr(Lazy(), f"test_{SHARED}")(request)
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_error_of_a_fork_is_shown(request: pytest.FixtureRequest) -> None:
+    class Fails(DataTests):
+        overrides = overrides("failing_fork")
+
+    with pytest.raises(pytest.fail.Exception, match=r"fetch at the same time fail \(OSError: no such file here\): "):
+        getattr(Fails(), f"test_{SHARED}")(request)
+
+
 def test_every_test_has_a_fault_that_it_finds() -> None:
     assert {f"test_{test}" for test in (*(test for test, *_ in FAULTS), REOPENED, SHARED)} == set(NAMES)
 

@@ -1,7 +1,7 @@
 """Tests of a user's data set."""
 
 import hashlib
-import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from threading import BrokenBarrierError
@@ -24,7 +24,8 @@ from lockstep.testing.server import server
 
 SAMPLES = 16  # evenly spaced samples of each split that are compared
 HANGING = 60.0  # seconds until a process that fetches samples counts as hanging
-ROUNDS = 3  # how often two processes fetch the same samples at the same time
+HANGS = "it hangs"
+LEAST_ROUNDS, MOST_ROUNDS = 3, 50  # how often two processes fetch the same samples at the same time
 EPOCHS = 2  # epochs whose first steps are compared
 Result = TypeVar("Result")
 
@@ -149,15 +150,15 @@ class DataTests:
 
     def test_processes_that_fetch_at_the_same_time_get_the_same(self, request: pytest.FixtureRequest) -> None:
         """Check that two forked processes fetch the same bits at the same time: they must not share a file position."""
-        helper_process = server(request.session)  # pytest's process has threads, with which a fork may hang
-        try:
-            agree = helper_process.call("lockstep.testing.data_tests.forks_agree", overrides=list(self.overrides))
+        overrides, helper_process = check_overrides(self.overrides), server(request.session)
+        try:  # not in forks of pytest's process: it has threads, with which a fork may hang
+            problem = helper_process.call("lockstep.testing.data_tests.forks_differ", overrides=overrides)
         except UserError as error:
             fail(f"another process could not open the data set: {error}")
-        if not agree:
+        if problem:
             fail(
-                "two processes that fetch at the same time get other samples, or fail: open a file at first use in "
-                "__getitem__, never in __init__, since forked processes share an open file's position"
+                f"two processes that fetch at the same time {problem}: open a file at first use in __getitem__, never "
+                "in __init__, since forked processes share an open file's position"
             )
 
 
@@ -273,8 +274,8 @@ def reopened(overrides: list[str]) -> dict[str, Any]:
     return in_worker(digests_of, overrides)
 
 
-def forks_agree(overrides: list[str]) -> bool:
-    """Open a data set in a new worker, and return whether two forks of it fetch the samples that it has fetched.
+def forks_differ(overrides: list[str]) -> str:
+    """Open a data set in a new worker. Return in what two forks of it differ that fetch at the same time, or "".
 
     The helper process of the tests calls this. Errors are those of `reopened`.
     """
@@ -293,31 +294,55 @@ def digests_of(overrides: Sequence[str]) -> dict[str, Any]:
     return digests(opened_here(overrides))
 
 
-def compare_forks(overrides: Sequence[str]) -> bool:
-    """Open a data set in this process, and return whether two forks fetch the samples that it has fetched."""
+def compare_forks(overrides: Sequence[str]) -> str:
+    """Open a data set in this process, and return in what two forks differ, or "". This process fetches nothing."""
     torch.set_num_threads(1)  # a fork does not have this process's threads
-    splits, context = opened_here(overrides), get_context("fork")
-    begin, expected = context.Barrier(2, timeout=HANGING), samples_of(splits)
+    splits = opened_here(overrides)
+    [(alone, seconds)] = fetched_in_forks(splits, 1, 1)
+    rounds = min(max(int(1 / max(seconds, 0.001)), LEAST_ROUNDS), MOST_ROUNDS)  # a second long, if that is enough
+    both = [alone, *(fetched for fetched, _ in fetched_in_forks(splits, 2, rounds))]
+    failed = sorted((fetched for fetched in both if isinstance(fetched, str)), key=HANGS.__eq__)
+    return f"fail ({failed[0]})" if failed else "" if set().union(*map(set, both)) == {*alone} else "get other samples"
 
-    def compare() -> None:
-        """Exit with code 1 at the first difference in either process."""
+
+def fetched_in_forks(splits: Splits, count: int, rounds: int) -> list[tuple[list[bytes] | str, float]]:
+    """Let forks fetch the chosen samples at the same time, several times.
+
+    Returns:
+        By fork, hashes of what it has fetched, or its error; and the seconds that it has taken.
+    """
+    context = get_context("fork")
+    begin, ends = context.Barrier(count, timeout=HANGING), [context.Pipe(duplex=False) for _ in range(count)]
+
+    def fetch_and_send(sender: Any) -> None:
+        started, hashes = time.monotonic(), []
         try:
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 begin.wait()  # otherwise a process that starts first may end before the other begins
-                if samples_of(splits) != expected:
-                    sys.exit(1)
-        except BrokenBarrierError:  # the other process has failed, or hangs
-            sys.exit(1)
-        except BaseException:
+                samples = [sample for batch in samples_of(splits) for sample in batch]
+                hashes.append(b"".join(hashlib.sha256(sample).digest() for sample in samples))
+            sender.send((hashes, time.monotonic() - started))
+        except BaseException as error:
             begin.abort()  # so the other process does not wait
-            raise
+            text = HANGS if isinstance(error, BrokenBarrierError) else f"{type(error).__name__}: {error}"
+            sender.send((text, 0.0))
 
-    children = [context.Process(target=compare, daemon=True) for _ in range(2)]
+    children = [context.Process(target=fetch_and_send, args=(sender,), daemon=True) for _, sender in ends]
     for child in children:
         child.start()
+    deadline = time.monotonic() + (rounds + 1) * HANGING
+    results = []
+    for receiver, sender in ends:
+        sender.close()
+        try:
+            left = max(0.0, deadline - time.monotonic())
+            results.append(receiver.recv() if receiver.poll(left) else (HANGS, 0.0))
+        except EOFError:
+            results.append(("its process has ended", 0.0))
     for child in children:
-        child.join(ROUNDS * HANGING)
-    return [child.exitcode for child in children] == [0, 0]
+        child.kill()
+        child.join()
+    return results
 
 
 def opened_here(overrides: Sequence[str]) -> Splits:
