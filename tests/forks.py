@@ -123,9 +123,13 @@ def report(programs: dict[int, int]) -> None:
 
 
 def take_lockstep() -> None:
-    """Keep what was imported of Lockstep if it is what this program would import; another folder may have its own."""
+    """Keep what was imported of Lockstep for its commands and a project's programs, if it is what they would import.
+
+    Another folder may have its own, and a script may change files of Lockstep before it imports them.
+    """
     theirs = PathFinder.find_spec("lockstep", sys.path)
-    if theirs is not None and theirs.origin == sys.modules["lockstep"].__file__:
+    same = theirs is not None and theirs.origin == sys.modules["lockstep"].__file__
+    if same and (sys.argv[0] == "-m" or Path(sys.path[0]).name == "src"):
         vars(sys.modules["lockstep"])["command_started_at"] = time.time()
         return
     for name in [*sys.modules]:
