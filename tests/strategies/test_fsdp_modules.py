@@ -51,6 +51,7 @@ class Example(Classifier):
         self.tested = {name: value.clone() for name, value in strategy.lightning_module_state_dict().items()}
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_layers_in_lists_recurrent_layers_examples_and_a_test_after_averages(ranks: Ranks) -> None:
     """The test would run in torch's inference mode, as on GPUs, where parts can't be used."""
     module = Example()

@@ -30,6 +30,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.errors import UserError
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_layouts_and_sources_of_data_give_one_hash(tmp_path: Path) -> None:
     exact: dict[str, Any] = {"exact": True, "pieces": 4}
     one = fit(tmp_path, **exact)

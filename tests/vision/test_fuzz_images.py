@@ -135,6 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("images")
 
 
+@pytest.mark.usefixtures("whole_run")
 @often(40)
 @given(picture=pictures(), ending=st.sampled_from(SUFFIXES), channels=st.sampled_from([1, 3]))
 def test_pixels_are_those_that_were_stored(folder: Path, picture: Picture, ending: str, channels: int) -> None:
@@ -187,6 +188,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.usefixtures("whole_run")
 @often(40)
 @given(content=damaged(), channels=st.sampled_from([1, 3]))
 def test_damage_is_refused_or_as_pillow_shows_it(folder: Path, content: bytes, channels: int) -> None:

@@ -55,6 +55,7 @@ def test_images_are_numbered_by_their_place(folder: Path, tmp_path: Path) -> Non
     assert data.test.shard_borders.tolist() == [0, 3, 6, 8, 10, 12]
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_the_form_of_the_shards_changes_no_number(folder: Path, tmp_path: Path) -> None:
     """With the same images in the same shards."""
     pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings pyarrow, which parquet files need")

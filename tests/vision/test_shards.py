@@ -344,6 +344,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
     assert "damaged index (" in (line := refusal(root)), line  # nothing is unpickled
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_parquet_files_that_are_refused(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason=PARQUET)
     pq = pytest.importorskip("pyarrow.parquet", reason=PARQUET)
