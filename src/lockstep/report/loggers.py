@@ -56,7 +56,7 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     loggers = [
         _logger(f"logger.{name}", options, known, stored, step) for name, options in config.logger.items() if options
     ]
-    if loggers and environment().rank == 0:
+    if environment().rank == 0:
         write(path, json.dumps(stored).encode())
     return loggers
 

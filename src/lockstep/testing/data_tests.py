@@ -236,11 +236,6 @@ def unequal(ids: Ids, one: Sequence[bytes], other: Sequence[bytes]) -> list[int]
     return [int(number) for number, a, b in zip(ids, one, other, strict=False) if a != b]
 
 
-def samples_of(splits: Splits) -> list[list[bytes]]:
-    """Return the chosen samples of each split as bytes."""
-    return [samples_as_bytes(batch) for _, _, batch in fetched(splits)]
-
-
 def steps(splits: Splits, backwards: bool = False) -> dict[tuple[int, int], list[int]]:
     """Return the sample numbers of some steps by (epoch, step). `backwards`: the last step is computed first."""
     size = min(SAMPLES, len(splits.train))
@@ -302,26 +297,27 @@ def compare_forks(overrides: Sequence[str]) -> str:
     rounds = min(max(int(1 / max(seconds, 0.001)), LEAST_ROUNDS), MOST_ROUNDS)  # a second long, if that is enough
     both = [alone, *(fetched for fetched, _ in fetched_in_forks(splits, 2, rounds))]
     failed = sorted((fetched for fetched in both if isinstance(fetched, str)), key=HANGS.__eq__)
-    return f"fail ({failed[0]})" if failed else "" if set().union(*map(set, both)) == {*alone} else "get other samples"
+    if failed:
+        return f"fail ({failed[0]})"
+    return "" if all(digest == alone[0] for fetched in both for digest in fetched) else "get other samples"
 
 
-def fetched_in_forks(splits: Splits, count: int, rounds: int) -> list[tuple[list[bytes] | str, float]]:
+def fetched_in_forks(splits: Splits, count: int, rounds: int) -> list[tuple[list[dict[str, Any]] | str, float]]:
     """Let forks fetch the chosen samples at the same time, several times.
 
     Returns:
-        By fork, hashes of what it has fetched, or its error; and the seconds that it has taken.
+        By fork, the digests of each time, or its error; and the seconds that it has taken.
     """
     context = get_context("fork")
     begin, ends = context.Barrier(count, timeout=HANGING), [context.Pipe(duplex=False) for _ in range(count)]
 
     def fetch_and_send(sender: Any) -> None:
-        started, hashes = time.monotonic(), []
+        started, fetched = time.monotonic(), []
         try:
             for _ in range(rounds):
                 begin.wait()  # otherwise a process that starts first may end before the other begins
-                samples = [sample for batch in samples_of(splits) for sample in batch]
-                hashes.append(b"".join(hashlib.sha256(sample).digest() for sample in samples))
-            sender.send((hashes, time.monotonic() - started))
+                fetched.append(digests(splits))
+            sender.send((fetched, time.monotonic() - started))
         except BaseException as error:
             begin.abort()  # so the other process does not wait
             text = HANGS if isinstance(error, BrokenBarrierError) else f"{type(error).__name__}: {error}"
