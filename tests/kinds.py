@@ -119,6 +119,17 @@ def end_at_once(codes: list[int]) -> None:
         os._exit(codes[0])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Let a worker send the text of a warning, not its class.
+
+    The process that distributes tests would import the class, and with one of Lightning's all of Lightning and torch.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        builtin = (each for each in warning_message.category.__mro__ if each.__module__ == "builtins")
+        warning_message.message, warning_message.category = str(warning_message.message), next(builtin)
+
+
 gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time
 # torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
 sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
