@@ -177,9 +177,9 @@ def test_a_second_fit_of_a_trainer_goes_back_to_a_checkpoint_with_its_grids(tmp_
     class Grows(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
-            return super().training_step((x * 4.0**self.trainer.current_epoch, y), batch_idx)
+            return super().training_step((x * 64.0**self.trainer.current_epoch, y), batch_idx)
 
-    options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 4}
+    options: dict[str, Any] = {"exact": True, "pieces": 4, "max_epochs": 2}
     save = ModelCheckpoint(tmp_path / "all", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     module, data = Grows(), loader(shuffle=False)
     twice = trainer(tmp_path, callbacks=[save], **options)
