@@ -65,6 +65,13 @@ def serve(requests: socket.socket) -> None:
     are set."""
     atexit.register(end)  # before all others, so it is called after them
     once.do_ahead((*LIBRARIES, *LOCKSTEP), PAGES)
+    from lockstep.config.check import check_keys
+    from lockstep.data.build import check_data
+    from lockstep.errors import UserError
+
+    for check in (check_keys, check_data):
+        with suppress(UserError):  # pydantic prepares a check when it is first made
+            check("", {})
     gc.freeze()
     programs: dict[int, int] = {}  # those that run, and where their ends are reported
     woken, wake = os.pipe()

@@ -14,7 +14,6 @@ Whoever starts a process asks for the fixture `processes`, by way of `run_train`
 
 import atexit
 import gc
-import importlib.metadata
 import logging
 import multiprocessing.util
 import os
@@ -27,7 +26,6 @@ import types
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +132,6 @@ gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is
 # torchmetrics imports it, a second long, only to give it this name. Nobody here uses either.
 sys.modules.setdefault("scipy.signal", types.ModuleType("scipy.signal")).__dict__.setdefault("hamming", None)
 once.remember()
-importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment] # each Trainer reads those of all packages
 
 
 # --- no unit starts a process or a server ---

@@ -1,8 +1,10 @@
 """What takes long and is the same in each process and test is done once. The server of forks.py does it ahead."""
 
 import importlib
+import importlib.metadata
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ def remember() -> None:
     """Let this process parse each text once: Hydra reads the same pages for each config that it composes."""
     yaml.load = _loads_once(yaml.load)
     omegaconf.base.parse = cache(omegaconf.base.parse)  # the same interpolations of each config
+    metadata: Any = importlib.metadata  # each Trainer reads the entry points of all packages
+    metadata.entry_points, metadata.version = cache(metadata.entry_points), cache(metadata.version)
 
 
 def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -36,14 +40,44 @@ def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return loads
 
 
+def _composes_once(compose: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method by which Hydra composes a config, with a memory of the last one that nobody has got.
+
+    A program composes its config twice: the first time only to read `hydra.mode`, which says whether it is a sweep.
+    """
+    from hydra.types import RunMode
+
+    left: dict[tuple[str, ...], Any] = {}
+
+    def composes(self: Any, **wanted: Any) -> Any:
+        name, overrides = wanted["config_name"], wanted["overrides"]
+        if not wanted.get("validate_sweep_overrides", True):  # for the mode
+            with suppress(Exception):  # the second time raises it
+                left[name, *overrides] = config = compose(self, **wanted | {"run_mode": RunMode.RUN})
+                return config
+        elif overrides[-1:] == ["hydra.mode=RUN"] and (name, *overrides[:-1]) in left:  # Hydra has added it
+            parsed, _ = self._parse_overrides_and_create_caching_repo(name, overrides)
+            self.validate_sweep_overrides_legal(parsed, RunMode.RUN, wanted.get("from_shell", True))
+            config = left.pop((name, *overrides[:-1]))
+            self._apply_overrides_to_config(parsed[-1:], config)
+            config.hydra.overrides.hydra.append(overrides[-1])
+            return config
+        return compose(self, **wanted)
+
+    return composes
+
+
 def do_ahead(libraries: Sequence[str], pages: Sequence[Path]) -> None:
     """Import libraries, and parse the pages of configs, for the processes that will be forks of this one."""
+    remember()
     for name in libraries:
         importlib.import_module(name)
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    remember()
+    loader: Any = ConfigLoaderImpl
+    loader.load_configuration = _composes_once(loader.load_configuration)
     OverridesParser.create().parse_overrides([*OVERRIDES])
     for folder in pages:
         for page in folder.rglob("*.yaml"):
