@@ -3,7 +3,8 @@
 A program is compiled, imported and run as `python <script>` would. If its folder has its own `lockstep`, that one is
 imported. It is a process with a session, an environment and an output of its own; `-m` and a module are taken, too.
 What such a program can't show is how long it takes to start, what it imports, what Lockstep prints while it is
-imported, what an interpreter takes from its environment (PYTHONPATH, a hash seed of its own), and how it takes itself
+imported, what an interpreter takes from its environment (PYTHONPATH, a hash seed of its own), packages that lie in its
+own folder and say which versions they are, that Hydra composes each config twice, and how an interpreter takes itself
 apart: that takes two seconds, so a program ends after all `atexit`.
 """
 

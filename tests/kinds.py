@@ -124,8 +124,9 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
     The process that distributes tests would import the class, and with one of Lightning's all of Lightning and torch.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
-        builtin = (each for each in warning_message.category.__mro__ if each.__module__ == "builtins")
-        warning_message.message, warning_message.category = str(warning_message.message), next(builtin)
+        has_these = ("builtins", "pytest", "_pytest.warning_types")
+        known = (kind for kind in warning_message.category.__mro__ if kind.__module__ in has_these)
+        warning_message.message, warning_message.category = str(warning_message.message), next(known)
 
 
 gc.set_threshold(1_000, 50, 50)  # else the search for garbage among all that is kept takes a twentieth of the time

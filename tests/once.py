@@ -17,10 +17,13 @@ OVERRIDES = ("a=b", "a.b=1", "a=-0.5", "a=1e-3", "+a={b: 1, c: [x, y]}", "~a", "
 
 
 def remember() -> None:
-    """Let this process parse each text once: Hydra reads the same pages for each config that it composes."""
+    """Let this process parse each text once, and read what is said about the installed packages once.
+
+    Hydra reads the same pages for each config that it composes, and each Trainer the entry points of all packages.
+    """
     yaml.load = _loads_once(yaml.load)
     omegaconf.base.parse = cache(omegaconf.base.parse)  # the same interpolations of each config
-    metadata: Any = importlib.metadata  # each Trainer reads the entry points of all packages
+    metadata: Any = importlib.metadata
     metadata.entry_points, metadata.version = cache(metadata.entry_points), cache(metadata.version)
 
 
@@ -41,35 +44,37 @@ def _loads_once(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _composes_once(compose: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method by which Hydra composes a config, with a memory of the last one that nobody has got.
+    """Return Hydra's method that composes a config. It keeps that which is composed to learn whether to run a sweep.
 
-    A program composes its config twice: the first time only to read `hydra.mode`, which says whether it is a sweep.
+    Hydra composes a program's config for `hydra.mode` alone, adds `hydra.mode=RUN` to the overrides, and composes the
+    same again.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode
 
-    left: dict[tuple[str, ...], Any] = {}
-
-    def composes(self: Any, **wanted: Any) -> Any:
-        name, overrides = wanted["config_name"], wanted["overrides"]
-        if not wanted.get("validate_sweep_overrides", True):  # for the mode
-            with suppress(Exception):  # the second time raises it
-                left[name, *overrides] = config = compose(self, **wanted | {"run_mode": RunMode.RUN})
+    def composes(self: Any, **options: Any) -> Any:
+        composed = vars(self).pop("composed", None)
+        name, overrides = options["config_name"], options["overrides"]
+        if not options.get("validate_sweep_overrides", True):  # for the mode
+            with suppress(Exception):  # as that of a sweep, where a choice may be missing; what is wrong is said later
+                config = compose(self, **options | {"run_mode": RunMode.RUN})
+                self.composed = (name, [*overrides, "hydra.mode=RUN"], config)
                 return config
-        elif overrides[-1:] == ["hydra.mode=RUN"] and (name, *overrides[:-1]) in left:  # Hydra has added it
-            parsed, _ = self._parse_overrides_and_create_caching_repo(name, overrides)
-            self.validate_sweep_overrides_legal(parsed, RunMode.RUN, wanted.get("from_shell", True))
-            config = left.pop((name, *overrides[:-1]))
-            self._apply_overrides_to_config(parsed[-1:], config)
+        elif composed and composed[:2] == (name, overrides):
+            parsed = OverridesParser.create().parse_overrides(overrides)
+            self.validate_sweep_overrides_legal(parsed, RunMode.RUN, options.get("from_shell", True))
+            config = composed[-1]
+            config.hydra.mode = RunMode.RUN
             config.hydra.overrides.hydra.append(overrides[-1])
             return config
-        return compose(self, **wanted)
+        return compose(self, **options)
 
     return composes
 
 
 def do_ahead(libraries: Sequence[str], pages: Sequence[Path]) -> None:
     """Import libraries, and parse the pages of configs, for the processes that will be forks of this one."""
-    remember()
+    remember()  # before libraries take the names of these functions
     for name in libraries:
         importlib.import_module(name)
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
