@@ -167,6 +167,7 @@ def test_layouts_with_more_pieces_divide_the_batch_and_load_devices_equally() ->
 
     assert pieces(batch_size=48, devices=2, pieces=2) == [4, 8, 16, 48]
     assert pieces(batch_size=48, devices=3, pieces=3) == [6, 12, 24, 48]
+    assert pieces(batch_size=30, devices=2, pieces=2) == [6, 30], "5 pieces and 15 would load them unequally"
     assert pieces(batch_size=48, devices=3, pieces=4) == [8, 16, 48]  # unequal already
     assert pieces(batch_size=48, pieces=48) == []
 

@@ -133,9 +133,15 @@ def test_the_shards_ahead_are_those_that_the_next_steps_read(
         assert one.shard != other.shard or one.first_step > other.last_step + 1
     for need in (need for need in needs if need.first_step > now):  # a window that is read may be done with a shard
         assert any(need.shard in read[at] for at in range(need.first_step, need.last_step + 1))
+    assert all(need.last_step >= now for need in needs), "none has been done with"
     everything = order.shards_ahead(epoch, index, pieces, 10**6)[0]
     assert len(needs) >= min(count, len(everything))
     assert now < due
+
+
+def test_the_next_window_is_listed_however_few_shards_are_wanted() -> None:
+    order = order_of([10] * 12, batch_size=10, pieces=1, window=2)
+    assert {need.first_step for need in order.shards_ahead(0, 0, [0], 0)[0]} == {0, 2}
 
 
 def test_no_shard_is_listed_for_steps_after_the_end_of_the_run() -> None:

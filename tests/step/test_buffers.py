@@ -126,12 +126,13 @@ class Rare(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("rare", torch.ones(FEATURES))
+        self.inner: Any = nn.Module()
         self.calls = 0
 
     def forward(self, x: Tensor) -> None:
-        if not hasattr(self, "late"):
-            self.register_buffer("late", torch.zeros(FEATURES))
-        self.late = self.late + x.mean(0)
+        if not hasattr(self.inner, "late"):
+            self.inner.register_buffer("late", torch.zeros(FEATURES))
+        self.inner.late = self.inner.late + x.mean(0)
         if x.max() > 0.97:
             self.rare.mul_(x.mean())
 

@@ -86,7 +86,9 @@ class Loud(Net):
 
 def _loud(name: str) -> Any:
     def hook(self: Loud, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(f"module {name} {self._current_fx_name} {self.trainer.global_step} {len(args)}")
+        optimizers = [each in self.trainer.optimizers for each in args if isinstance(each, torch.optim.Optimizer)]
+        call = f"module {name} {self._current_fx_name} {self.trainer.global_step} {len(args)} {optimizers}"
+        self.calls.append(call)
 
     return hook
 
@@ -284,6 +286,17 @@ class Forgets(Net):
         pass
 
 
+class HasNoMemory(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        closure()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+
+class TooLarge(Net):
+    def configure_optimizers(self) -> Any:
+        return HasNoMemory(self.parameters(), lr=0.1)
+
+
 class Skips(Net):
     """Leaves out the rest of an epoch, of which the number of steps could not tell."""
 
@@ -297,6 +310,7 @@ class Skips(Net):
         (Skips, "on_train_batch_start returned -1, but the rest of an epoch can't be skipped"),
         (Leaves, "training_step returned NoneType: it must return"),
         (Many, r"training_step returned a loss of shape \[4\]: it must be one number"),
+        (TooLarge, "step 1: out of memory in the optimizer: use an optimizer with less state"),
         (Forgets, "Forgets.optimizer_step did not call its closure: it must"),
     ],
 )

@@ -18,8 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import TensorHeader, gather_objects
-from lockstep.step.collectives import MetricStates, StateGather, gather_tensors
-from lockstep.step.evaluation_logs import EvaluationLogs
+from lockstep.step.collectives import MetricStates, StateGather, find_metrics, gather_tensors
+from lockstep.step.evaluation_logs import EvaluationLogs, Logged, reduced
 from lockstep.step.metrics import Count, ExactMean
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -170,6 +170,37 @@ def test_tensors_of_any_size_are_gathered(ranks: Ranks, sizes: Sequence[int], dt
         for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
             assert (part.dtype, part.shape) == (dtype, (size, 2))
             assert torch.equal(part, torch.full((size, 2), rank + 1).to(dtype))
+
+
+def test_only_the_ranks_of_a_group_are_asked(ranks: Ranks) -> None:
+    def of_rank(rank: int) -> list[int]:
+        group = torch.distributed.new_group([0, 2])
+        return [len(part) for part in gather_tensors(torch.ones(rank + 1), "a state", group)] if rank != 1 else []
+
+    assert ranks(3, of_rank) == [[1, 3], [], [1, 3]]
+
+
+def test_metrics_are_seen_in_callbacks_too() -> None:
+    class Own(pl.Callback):
+        def __init__(self) -> None:
+            self.metric, self.more = MeanMetric(), {"sums": [CatMetric()]}
+
+    module, own = Net(), Own()
+    module.accuracy = MulticlassAccuracy(CLASSES)
+    trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[own])
+    assert find_metrics(trainer) == [
+        ("accuracy", module.accuracy),
+        ("Own.metric", own.metric),
+        ("Own.more.sums.0", own.more["sums"][0]),
+    ]
+
+
+def test_values_are_weighted_by_any_number_of_samples() -> None:
+    """Whose difference float32 does not have."""
+    count = 2**25
+    logged = [Logged("", "", value, 1.0, "mean", False, True, torch.float64, {}) for value in (1.0, 0.0)]
+    numbers = reduced([(count + 1, logged[0]), (count, logged[1])])[0]
+    assert numbers == (count + 1) / (2 * count + 1) != 0.5
 
 
 def test_a_gathered_tensor_keeps_its_gradient(ranks: Ranks) -> None:
@@ -352,6 +383,7 @@ def test_a_collective_in_a_batch_is_refused_on_all_ranks_where_some_have_more(ra
     for error in errors:
         start = f"strategy=ddp: validation_step can't {MESSAGES[kind]}, since the ranks have 2 and 3 "
         assert str(error).startswith(start)
+        assert ("leave out dist_sync_on_step, and log the metric" in str(error)) is issubclass(kind, SyncsMetric)
     even = ranks(2, lambda rank: evaluate(rank, module, 2, 8), errors=UserError)
     assert not any(isinstance(result, UserError) for result in even), "the control"
 

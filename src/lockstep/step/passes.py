@@ -332,8 +332,6 @@ def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
         raise StepRefused(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, the mean")
     numbers = {"loss": loss.detach()}
     for name, value in values.items():
-        if name == "loss":
-            continue
         if isinstance(value, Tensor) and value.numel() == 1:
             numbers[name] = value.detach()
         elif isinstance(value, int | float):
