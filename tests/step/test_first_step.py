@@ -540,3 +540,16 @@ def test_the_samples_of_a_batch_are_repeated() -> None:
     for unknown in (torch.ones(5), object(), [torch.ones(3)] * 4):
         with pytest.raises(CannotRepeat):
             repeated((x, unknown), 4, range(2), 2)
+
+
+def test_it_takes_few_samples(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Seen(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            sizes.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path, Seen(), pieces=1, exact=True)
+    assert sizes[-2:] == [BATCH, BATCH], "the steps"
+    assert max(sizes[:-2]) == 8
