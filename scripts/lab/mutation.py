@@ -47,6 +47,23 @@ SURVIVED = ("survived", "no test")
 COLUMNS = ("killed", "out of time", "survived", "no test", "same program")
 STRICT = re.compile(r",? *(strict=\w+)?(?=\))")  # of `zip`, which then checks that its lists have one length
 EQUIVALENT = {  # a change as `change` returns it, and why no test can tell
+    **dict.fromkeys(
+        (
+            '`maxima = _norms(list(flats.values())).to("cpu", non_blocking=True)` becomes '
+            "`maxima = _norms(list(flats.values())).to(non_blocking=True)`",
+            "`units += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)` becomes "
+            "`units += (value.to(None).double() + constant).view(torch.int64) - _bits(constant)`",
+            "`return torch.stack([norm if device in (None, norm.device) else norm.to(device) for norm in norms]).max()` "
+            "becomes "
+            "`return torch.stack([norm if device in (None, norm.device) else norm.to(None) for norm in norms]).max()`",
+        ),
+        "Without a GPU, the same program: all tensors are on one device",
+    ),
+    "`self.exact_sum.add([None if flat is None else flat.nan_to_num(0, 0, 0) for flat in floats], unchanged=True)` "
+    "becomes "
+    "`self.exact_sum.add([None if flat is None else flat.nan_to_num(None, 0, 0) for flat in floats], unchanged=True)`": (
+        "The same program: a nan becomes 0 if no number is given"
+    ),
     "`return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]` becomes "
     "`return [max(-float(flat.numpy().min(initial=1)), float(flat.numpy().max(initial=0))) for flat in flats]`": (
         "The same program: the largest value starts at 0"
