@@ -64,6 +64,8 @@ EQUIVALENT = {  # a part of a line, what it becomes, and why no test can tell
     ('.to("cpu", non_blocking=True)', ".to(non_blocking=True)"): GPU,
     ("value.to(self.device)", "value.to(None)"): GPU,
     ("norm.to(device)", "norm.to(None)"): GPU,
+    ('.to("cpu", non_blocking=True)', '.to("cpu", non_blocking=False)'): GPU,
+    ("max(1, len(result))", "max(2, len(result))"): "The same program: chunks of one element are taken two at a time",
 }
 
 

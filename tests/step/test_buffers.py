@@ -423,15 +423,16 @@ def test_a_change_through_data_is_seen_in_the_first_steps() -> None:
             if self.changes:
                 super().forward(x)
 
-    def is_seen(first: int) -> bool:
+    def is_seen(first: int, end: int | None = None) -> bool:
         module = Late()
         after = step_buffers(module, True, 1, {})
         for number in range(5):
             module.changes = number >= first
-            step(after, number, data(number), len(data(number)), ends_epoch=False)
+            step(after, number, data(number), len(data(number)), ends_epoch=number == end)
         return "center" in after.averaged
 
     assert [is_seen(first) for first in range(4)] == [True, True, True, False]
+    assert is_seen(3, end=3)
 
 
 def test_a_checkpoint_without_other_buffers_is_that_of_earlier_versions() -> None:

@@ -25,6 +25,7 @@ from lockstep.errors import NonFinite, UserError
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 from lockstep.step.loop import StepTrainer
 from lockstep.step.strategy import SingleDevice
 from lockstep.strategies import Auto
@@ -186,6 +187,47 @@ def test_one_piece_is_lightnings_loop(tmp_path: Path, options: dict[str, Any]) -
     for name, value in plain.callback_metrics.items():
         assert torch.equal(trainer.callback_metrics[name], value), name
     assert trainer.fit_loop.state_dict() == plain.fit_loop.state_dict()
+
+
+class Follows(pl.Callback):
+    """Asks after each step whether a validation or the end of the epoch follows, and writes down what does."""
+
+    def __init__(self) -> None:
+        self.answers: list[bool] = []
+        self.followed: list[bool] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.answers.append(validation_or_epoch_end_follows(trainer))
+        self.followed.append(False)
+
+    def on_validation_start(self, *args: Any) -> None:
+        self.followed[-1] = True
+
+    on_train_epoch_end = on_validation_start
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 2},
+        {"val_check_interval": 2, "limit_val_batches": 0},
+        {"val_check_interval": 2, "check_val_every_n_epoch": 2, "max_epochs": 4},
+        {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
+        {"val_check_interval": 100, "check_val_every_n_epoch": None, "max_steps": 4},
+    ],
+)
+def test_what_follows_a_step_is_known(tmp_path: Path, options: dict[str, Any]) -> None:
+    follows = Follows()
+    fit(tmp_path, Net(), ours=True, callbacks=[follows], **options)
+    assert follows.answers == follows.followed
+    assert {*follows.answers} == {True, False}
+
+
+def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
+    trainer, _ = fit(tmp_path, Net(), ours=True)
+    for weights_only in (False, True):
+        trainer.save_checkpoint(file := tmp_path / f"{weights_only}.ckpt", weights_only=weights_only)
+        assert ("optimizer_states" in torch.load(file, weights_only=False)) is not weights_only
 
 
 def plural(line: str) -> str:

@@ -421,7 +421,8 @@ def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
     """
     if trainer.is_last_batch:
         return True
-    if not (trainer.enable_validation and any(trainer.num_val_batches)):
+    batches = trainer.num_val_batches  # none before the first epoch with a validation
+    if not trainer.enable_validation or (batches and not any(batches)):
         return False
     every, step = trainer.check_val_every_n_epoch, trainer.global_step
     if every is not None:  # then Lightning counts the steps of each epoch
