@@ -172,7 +172,7 @@ def test_tensors_of_any_size_are_gathered(ranks: Ranks, sizes: Sequence[int], dt
             assert torch.equal(part, torch.full((size, 2), rank + 1).to(dtype))
 
 
-def test_only_the_ranks_of_a_group_are_asked(ranks: Ranks) -> None:
+def test_only_the_ranks_of_a_group_send_their_parts(ranks: Ranks) -> None:
     def of_rank(rank: int) -> list[int]:
         group = torch.distributed.new_group([0, 2])
         return [len(part) for part in gather_tensors(torch.ones(rank + 1), "a state", group)] if rank != 1 else []
@@ -181,17 +181,17 @@ def test_only_the_ranks_of_a_group_are_asked(ranks: Ranks) -> None:
 
 
 def test_metrics_are_seen_in_callbacks_too() -> None:
-    class Own(pl.Callback):
+    class HasMetrics(pl.Callback):
         def __init__(self) -> None:
             self.metric, self.more = MeanMetric(), {"sums": [CatMetric()]}
 
-    module, own = Net(), Own()
+    module, callback = Net(), HasMetrics()
     module.accuracy = MulticlassAccuracy(CLASSES)
-    trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[own])
+    trainer: Any = SimpleNamespace(lightning_module=module, callbacks=[callback])
     assert find_metrics(trainer) == [
         ("accuracy", module.accuracy),
-        ("Own.metric", own.metric),
-        ("Own.more.sums.0", own.more["sums"][0]),
+        ("HasMetrics.metric", callback.metric),
+        ("HasMetrics.more.sums.0", callback.more["sums"][0]),
     ]
 
 
