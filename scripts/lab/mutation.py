@@ -40,7 +40,7 @@ ROOMS = ("arithmetic", "step", "checkpoint")
 OUTCOMES = {0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed"}  # pytest's codes; else: out of time
 SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightnings_loop"  # counts calls, mutmut's too
 ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", "unit or ranks", f"--deselect={SLOWED}"]
-# Those of documents read what mutants/ does not have, and call none of these functions.
+# Those of documents read what mutants/ does not have.
 TESTS = ("tests", *(f"--ignore=tests/{name}" for name in ("docs", "engines", "lab", "test_repo.py")))
 SECONDS, TIMES = 30, 5  # a mutant's tests may take so many seconds, and so many times what they take without it
 SURVIVED = ("survived", "no test")
@@ -122,7 +122,8 @@ class Calls:
         elif report.when == "call":
             for function in state()._stats:
                 self.tests.setdefault(function, {})[report.nodeid] = report.duration
-        state()._stats.clear()
+        if report.when == "teardown":
+            state()._stats.clear()
 
 
 def tests_of_functions(room: str) -> dict[str, dict[str, float]]:
@@ -197,7 +198,7 @@ def change(diff: str) -> str:
 def why_equivalent(text: str) -> str:
     """Return why no test can tell a change, as `change` returns it, from the original; empty if one could."""
     old, _, new = text.strip("`").partition("` becomes `")
-    if STRICT.sub("", old) == STRICT.sub("", new):
+    if "strict=True" in old and STRICT.sub("", old) == STRICT.sub("", new):
         return "The same program: the lists always have one length"
     return next(
         (why for (part, other), why in EQUIVALENT.items() if part in old and old.replace(part, other) == new), ""

@@ -114,10 +114,12 @@ class Logs(pl.loggers.Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-def splits() -> Splits:
+def splits(validation: bool = True) -> Splits:
     random = np.random.default_rng(1)
     data = ArrayDataset(random.integers(0, 256, (SAMPLES, 1, 4, 4), dtype=np.uint8), random.integers(0, 3, SAMPLES))
-    return Splits(data, data, data, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
+    return Splits(
+        data, data if validation else None, data, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment()
+    )
 
 
 class Whole(ImageDataModule):
@@ -139,6 +141,7 @@ def fit(
     exact: bool = False,
     policy: str = "stop",
     later: bool = False,
+    validation: bool = True,
     **options: Any,
 ) -> Any:
     layout = resolve(
@@ -154,7 +157,9 @@ def fit(
         trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
     else:
         trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
-    trainer.fit(module, datamodule=(ImageDataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
+    trainer.fit(
+        module, datamodule=(ImageDataModule if ours else Whole)(splits(validation), layout, seed=3, num_workers=0)
+    )
     return trainer, recorder.calls
 
 
@@ -212,6 +217,7 @@ class Follows(pl.Callback):
     [
         {"val_check_interval": 2},
         {"val_check_interval": 2, "limit_val_batches": 0},
+        {"val_check_interval": 2, "validation": False},
         {"val_check_interval": 2, "check_val_every_n_epoch": 2, "max_epochs": 4},
         {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
         {"val_check_interval": 100, "check_val_every_n_epoch": None, "max_steps": 4},
@@ -224,7 +230,7 @@ def test_what_follows_a_step_is_known(tmp_path: Path, options: dict[str, Any]) -
     assert {*follows.answers} == {True, False}
 
 
-def test_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_may_have_weights_alone(tmp_path: Path) -> None:
     trainer, _ = fit(tmp_path, Net(), ours=True)
     for weights_only in (False, True):
         trainer.save_checkpoint(file := tmp_path / f"{weights_only}.ckpt", weights_only=weights_only)
@@ -357,7 +363,7 @@ class Skips(Net):
         (Forgets, "Forgets.optimizer_step did not call its closure: it must"),
     ],
 )
-def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, output: str) -> None:
+def test_a_step_needs_a_loss_its_closure_and_memory(tmp_path: Path, net: Any, output: str) -> None:
     with pytest.raises(UserError, match=output):
         fit(tmp_path, net(), ours=True)
 

@@ -196,7 +196,7 @@ def test_metrics_are_seen_in_callbacks_too() -> None:
 
 
 def test_values_are_weighted_by_any_number_of_samples() -> None:
-    """Whose difference float32 does not have."""
+    """Float32 would round these numbers to the same one."""
     count = 2**25
     logged = [Logged("", "", value, 1.0, "mean", False, True, torch.float64, {}) for value in (1.0, 0.0)]
     numbers = reduced([(count + 1, logged[0]), (count, logged[1])])[0]

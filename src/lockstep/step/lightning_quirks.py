@@ -291,11 +291,16 @@ class StepEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """Call the module's `on_train_epoch_start` also if a run continues inside an epoch.
 
-        Callbacks are left out, since they may not expect a second call.
+        Callbacks are left out, since they may not expect a second call. Validation batches are counted, which Lightning
+        does when a validation is first due: `validation_or_epoch_end_follows` asks for them before.
 
-        See it: a module that resets a counter there, resumed inside an epoch.
+        See it: a module that resets a counter there, resumed inside an epoch; check_val_every_n_epoch=2.
         """
         super().on_run_start(data_fetcher)
+        if self.trainer.enable_validation:
+            self.trainer.validating = True
+            self.val_loop.setup_data()
+            self.trainer.training = True
         self._batches_that_stepped = self.global_step
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         if self.trainer.fit_loop.restarted_mid_epoch:
@@ -421,8 +426,7 @@ def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
     """
     if trainer.is_last_batch:
         return True
-    batches = trainer.num_val_batches  # none before the first epoch with a validation
-    if not trainer.enable_validation or (batches and not any(batches)):
+    if not (trainer.enable_validation and any(trainer.num_val_batches)):
         return False
     every, step = trainer.check_val_every_n_epoch, trainer.global_step
     if every is not None:  # then Lightning counts the steps of each epoch
