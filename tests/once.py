@@ -56,7 +56,7 @@ def _composes_once(compose: Callable[..., Any]) -> Callable[..., Any]:
         composed = vars(self).pop("composed", None)
         name, overrides = options["config_name"], options["overrides"]
         if not options.get("validate_sweep_overrides", True):  # for the mode
-            with suppress(Exception):  # as that of a sweep, where a choice may be missing; what is wrong is said later
+            with suppress(Exception):  # then as Hydra does: a sweep may lack a choice, and an error comes again
                 config = compose(self, **options | {"run_mode": RunMode.RUN})
                 self.composed = (name, [*overrides, "hydra.mode=RUN"], config)
                 return config

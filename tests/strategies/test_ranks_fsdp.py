@@ -174,6 +174,7 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(
         ("vit adamw", "fsdp 2", "one"),
         ("vit adamw", "parts 2", "one"),
         ("mixer muon clipped", "parts 2", "fsdp 3"),
+        ("convolutions", "parts 3", "parts 2"),
         ("convolutions ema", "parts 3", "parts 2"),
         ("convolutions ema", "parts 2", "one"),
         ("vit muon clipped", "fsdp 3", "ddp 2"),
