@@ -1,8 +1,10 @@
 """Run the trials that need a GPU, the most informative first, and write one page:
 
-    python scripts/lab/gpu_day.py --minutes=9 first probe    # some parts; without names all, in their order
-    python scripts/lab/gpu_day.py page FOLDER                # put a folder's results into docs/results/gpu.md
-    python scripts/lab/gpu_day.py --accelerator=cpu --short  # a rehearsal without a GPU: minutes
+    python scripts/lab/gpu_day.py one --to FOLDER                 # the first call: nine minutes at most
+    python scripts/lab/gpu_day.py two --from FOLDER --to ANOTHER  # the second: three; also what was not as promised
+    python scripts/lab/gpu_day.py mnist kills --minutes=20        # parts that only a longer day has
+    python scripts/lab/gpu_day.py page FOLDER                     # put a folder's results into docs/results/gpu.md
+    python scripts/lab/gpu_day.py --accelerator=cpu --short       # a rehearsal of both calls without a GPU: minutes
 
 Each trial runs programs under a time limit and kills all their processes if one hangs. After each trial the program
 writes gpu_day.md, gpu_day.json and gpu_day.log into the folder `--to`; gpu_probe.py and benchmark.py write their
@@ -52,10 +54,13 @@ OUTPUTS, TO = "OUTPUTS", "FOLDER_OF_THE_PAGE"  # placeholders in a command: the 
 PAGE = ROOT / "docs" / "results" / "gpu.md"
 BEGIN, END = "<!-- results: gpu_day.py page writes them -->", "<!-- end of the results -->"
 PART_MINUTES = 8
-TOGETHER = ("bits", "layouts", "kills")  # parts that measure no time: their trials may run at once
+FIRST_CALL = ("first", "bits", "price", "steps", "hashes", "traps")
+CALLS = {"one": (8.5, FIRST_CALL), "two": (3.0, ("tests", *FIRST_CALL))}  # minutes, and parts
+TOGETHER = ("bits", "hashes", "layouts", "kills")  # parts that measure no time: their trials may run at once
 TASK = ["data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128"]
 TASK += ["max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60"]
-EXACT = ["exact=true", "pieces=4", "model.dropout=0.3"]
+EXACT = ["exact=true", "pieces=8", "model.dropout=0.3", "checkpoint_every=2"]
+KILLED_AT = 5  # the optimizer step after which a worker of the trial "killed" is killed
 FEW_STEPS = ["batch_size=8", "max_epochs=1", "max_steps=30"]  # of a recipe, in a rehearsal: its data may be large
 LAYOUTS = {
     "one device": "devices=1",
@@ -68,25 +73,66 @@ LAYOUTS = {
 }
 REFUSED = ("4 pieces, exact, 16-mixed", "4 pieces, exact, bf16-true", "ddp, bf16 on the wire, 64-true")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
+PHOTOS = "data=synthetic data.channels=3 data.image_size=32"
 NETWORKS = ("resnet18", "resnet9", "fast_cnn")
+# Runs whose weights another card of the same kind must end with; docs/results/gpu.md has the commands and the digests.
+HASHES = {
+    "mnist_cnn": "model=mnist_cnn data=synthetic accelerator=gpu exact=true pieces=8 max_steps=50",
+    "resnet18": f"model=resnet18 {PHOTOS} accelerator=gpu exact=true pieces=8 max_steps=20",
+    "resnet18, bf16-mixed": f"model=resnet18 {PHOTOS} accelerator=gpu exact=true pieces=8 max_steps=20 "
+    "precision=bf16-mixed",
+    "resnet18, no TF32": f"model=resnet18 {PHOTOS} accelerator=gpu exact=true pieces=8 max_steps=20 speed.tf32=false",
+}
 RECIPES = {"mnist_fast": (0.99, "0.9932, 6 to 15 s"), "mnist_best": (0.995, "0.9955, 10 to 25 s")}
 DESCRIBE_MACHINE = """
 import glob, platform, shutil, torch
 gpus = torch.cuda.is_available()
+backends = torch.distributed.Backend
+getattr(backends, "_ensure_backend_registered", lambda name: None)("nccl")
+made = getattr(backends, "_plugins", {}).get("NCCL")  # torch 2.15 builds "nccl" as nccl2
 print("Python", platform.python_version(), "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN",
-      torch.backends.cudnn.version(), "NCCL", torch.cuda.nccl.version() if gpus else None, "TF32 of convolutions",
+      torch.backends.cudnn.version(), "NCCL", torch.cuda.nccl.version() if gpus else None, "which backend=nccl is",
+      made.creator_fn.__name__.strip("_") if made else "ProcessGroupNCCL", "TF32 of convolutions",
       torch.backends.cudnn.allow_tf32, "of products", torch.backends.cuda.matmul.allow_tf32, "devices",
       glob.glob("/dev/nvidia[0-9]*"), f"/dev/shm {shutil.disk_usage('/dev/shm').total >> 20} MiB", "compiler",
       shutil.which("gcc"))
 """
-# One of two ranks on one GPU. NCCL refuses two ranks on one GPU; gloo accepts GPU tensors.
+# One of several ranks on one GPU. NCCL refuses two ranks on one device; gloo takes tensors of a GPU, but not in each
+# collective of each version, so the two that fsdp needs beside go through the host's memory.
 AS_RANK = """
-import os, runpy, sys, torch.distributed as dist
-os.environ["RANK"], os.environ["MASTER_PORT"], *sys.argv = sys.argv[1:]
-os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+import os, runpy, sys, torch, torch.distributed as dist
+os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_PORT"], *sys.argv = sys.argv[1:]
+os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 start = dist.init_process_group
 dist.init_process_group = lambda backend, **options: start(backend.replace("nccl", "gloo"), **options)
+def through_host(collective):
+    def call(output, input, *args, **options):
+        on_host = torch.empty(output.shape, dtype=output.dtype)
+        work = collective(on_host, input.cpu(), *args, **options)
+        if work is not None:
+            work.wait()
+        output.copy_(on_host)
+        return work
+    return call
+dist.all_gather_into_tensor = through_host(dist.all_gather_into_tensor)
+dist.reduce_scatter_tensor = through_host(dist.reduce_scatter_tensor)
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# A run whose worker is killed by SIGKILL after an optimizer step.
+AS_KILLED = """
+import os, runpy, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+if (child := os.fork()) == 0:
+    left, *sys.argv = sys.argv[1:]
+    left = [int(left)]
+    def count(*_):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    register_optimizer_step_post_hook(count)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)
+sys.exit("error: the run was not killed" if os.waitpid(child, 0)[1] == 0 else 0)
 """
 RUNNING: set[subprocess.Popen[Any]] = set()
 
@@ -139,32 +185,59 @@ def trials(day: Day) -> Iterator[Trial]:
     probe += ["--short"] * short + ["--again"] * day.again
 
     yield Trial("first", "what is there", [[("-c", DESCRIBE_MACHINE)]], 60, expected="torch 2.11 or newer, one GPU")
-    yield Trial("first", "a short run", [[(*train, "max_steps=null", "max_epochs=2")]], expected="completes, 4 to 15 s")
-    for model in NETWORKS[2 if short else 0 :]:
-        sizes = (f"model={model}", "data.channels=3", "data.image_size=32", "pieces=4", "exact=true")
-        yield Trial("first", f"{model}, exact, 4 pieces", [[(*train, *sizes)]], expected="no operation is refused")
+    smoke = (*train, "model=fast_cnn", "data.image_size=28", "exact=true", "pieces=4")
+    yield Trial("first", "a short run, exact", [[smoke]], expected="completes, 4 to 15 s")
 
-    yield Trial("probe", "gpu_probe.py", [[probe]], 470, expected="see the table of steps")
+    def ranks(count: int, *more: str) -> list[tuple[str, ...]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        common = (*exact, "hang_timeout=60", *more)
+        return [("-c", AS_RANK, str(n), str(count), port, *common, f"outputs={OUTPUTS}/{n}") for n in range(count)]
 
     begun = f"{OUTPUTS}/begun"
-    yield Trial("bits", "4 pieces", [[exact]], task="exact", expected="the first")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    ranks = [("-c", AS_RANK, rank, port, *exact, "strategy=ddp", f"outputs={OUTPUTS}/{rank}") for rank in "01"]
+    yield Trial("bits", "one device, which owns 8 pieces", [[exact]], task="exact", expected="the first")
     same: Row = {"task": "exact", "expected": "the same"}
-    yield Trial("bits", "two ranks on one device, gloo", [ranks], **same)
+    accumulated = tuple(each for each in exact if each != "pieces=8")
+    yield Trial("bits", "accumulate_grad_batches=8", [[(*accumulated, "accumulate_grad_batches=8")]], **same)
+    yield Trial("bits", "ddp, two ranks on one card, gloo", [ranks(2, "strategy=ddp")], **same)
+    yield Trial("bits", "fsdp, two ranks on one card, gloo", [ranks(2, "strategy=fsdp")], **same)
+    killed = ("-c", AS_KILLED, str(KILLED_AT), *exact, f"hydra.run.dir={begun}")
+    moved = ranks(2, "strategy=ddp", f"resume={begun}")
+    yield Trial("bits", f"killed after step {KILLED_AT}, moved to ddp of two ranks", [[killed], moved], **same)
     another: Row = {"task": "exact", "differs": True, "expected": "others"}
-    yield Trial("bits", "control: another seed", [[(*exact, "seed=1")]], **another)
+    plain = ranks(2, "strategy=ddp", "exact=false")
+    yield Trial("bits", "control: two ranks without exact", [plain], **another)
     if not short:
+        yield Trial("bits", "ddp, 8 ranks on one card, a piece each", [ranks(8, "strategy=ddp")], 120, **same)
         on_host = "speed.resident=auto" if cpu else "speed.resident=false"
         yield Trial("bits", "data on the host", [[(*exact, on_host)]], **same)
-        stopped, resumed = (*exact, "max_steps=6", f"hydra.run.dir={begun}"), (*exact, f"resume={begun}", "max_steps=8")
-        yield Trial("bits", "stopped in mid-epoch, resumed", [[stopped], [resumed]], **same)
         yield Trial("bits", "dp on one device", [[(*exact, "strategy=dp", "devices=1")]], **same)
+        yield Trial("bits", "control: another seed", [[(*exact, "seed=1")]], **another)
         for strategy in ("ddp", "dp") if day.devices > 1 else ():
             command = (*exact, f"strategy={strategy}", all_devices)
             yield Trial("bits", f"{strategy} on {day.devices}", [[command]], **same)
 
+    price = (*probe, "--part=price", "--minutes=2.5")
+    yield Trial("price", "gpu_probe.py --part=price", [[price]], 190, expected="exact: 1.02 to 1.2 of ours")
+    steps = (*probe, "--part=steps", "--minutes=2")
+    yield Trial("steps", "gpu_probe.py --part=steps", [[steps]], 160, expected="see the table of steps")
+    for name, options in HASHES.items():
+        if short and name != "mnist_cnn":
+            continue
+        command = ("src/train.py", *options.split(), f"outputs={OUTPUTS}", *([on, "max_steps=4"] if cpu else []))
+        yield Trial("hashes", name, [[command]], expected=f"python src/train.py {options}")
+    traps = ("scripts/lab/gpu_traps.py", f"--device={'cpu' if cpu else 'cuda'}")
+    yield Trial("traps", "gpu_traps.py", [[traps]], 60, expected="others in a few convolutions: the trap is there")
+
+    last_line = "skipped" if cpu else " passed"  # without a GPU they are skipped
+    tests = [[("-m", "pytest", "-q", "tests/test_gpu.py")]]
+    yield Trial("tests", "tests/test_gpu.py", tests, 150, last_line=last_line, expected="6 passed")
+
+    # What follows runs by name only: a longer day.
+    for model in NETWORKS[2 if short else 0 :]:
+        sizes = (f"model={model}", "data.channels=3", "data.image_size=32", "pieces=4", "exact=true")
+        yield Trial("networks", f"{model}, exact, 4 pieces", [[(*train, *sizes)]], expected="no operation is refused")
+    yield Trial("probe", "gpu_probe.py", [[probe]], 470, expected="see the table of steps")
     for (layout, options), precision in product(LAYOUTS.items(), PRECISIONS):
         if short and (layout not in ("one device", "4 pieces, exact") or precision not in ("32-true", "16-mixed")):
             continue
@@ -173,13 +246,10 @@ def trials(day: Day) -> Iterator[Trial]:
         limit = 240 if "compile" in options else 90
         yield Trial("layouts", f"{layout}, {precision}", [[command]], limit, expected=expected)
 
-    last_line = "skipped" if cpu else " passed"  # without a GPU they are skipped
-    tests = [[("-m", "pytest", "-q", "tests/test_gpu.py")]]
-    yield Trial("tests", "tests/test_gpu.py", tests, 400, last_line=last_line, expected="6 passed")
     yield Trial(
         "exact",
-        "gpu_probe.py --exact",
-        [[(*probe, "--exact", "--minutes=4")]],
+        "gpu_probe.py --part=exact",
+        [[(*probe, "--part=exact", "--minutes=4")]],
         300,
         expected="4 pieces: 1.1 to 2 times ours",
     )
@@ -369,12 +439,13 @@ def results(rows: Sequence[Row], machine: Sequence[str], steps: Sequence[Row], r
         cells = [f"{row['part']}: {row['trial']}", "" if row["good"] else "**NOT**", row["verdict"], figures]
         table.append([*cells, row["expected"], f"{row['seconds']:.1f}", (row["weights_sha256"] or "")[:12]])
     lines += [markdown(("trial", "", "verdict", "figures", "expected before", "s", "weights"), table)]
+    if recorded := [row for row in rows if row["part"] == "hashes" and row["good"]]:
+        lines += ["", "Another card of the same kind must end with the same `weights_sha256`:", ""]
+        cells = [[f"`{row['expected']}`", f"`{row['weights_sha256']}`"] for row in recorded]
+        lines += [markdown(("command", "weights_sha256"), cells)]
     if steps:
-        lines += [
-            "",
-            "Microseconds, launches and waits are those of a step; `of plain` is relative to the plain loop.",
-            "",
-        ]
+        legend = "Microseconds, launches and waits are those of a step; a ratio without a name is to the plain loop."
+        lines += ["", legend, ""]
         lines += [markdown(STEP_NAMES, step_cells(steps))]
     if ratios:
         lines += ["", "Both sides in turns, seconds a step:", ""]
@@ -389,7 +460,7 @@ STEP_NAMES: tuple[str, ...] = (
     "network, batch, precision: side",
     "us",
     "expected before",
-    "of plain",
+    "ratio",
     "cpu us",
     "images/s",
     "launches",
@@ -401,9 +472,7 @@ def step_cells(steps: Sequence[Row]) -> Iterator[list[str]]:
     """Yield a line of the table for each row of gpu_probe.py. The expectations are an H100's."""
     from gpu_probe import PREDICTIONS
 
-    plain = {
-        (row["model"], row["batch"], row["precision"]): row.get("us") for row in steps if row["side"] == "plain loop"
-    }
+    known = {(row["model"], row["batch"], row["precision"], row["side"]): row.get("us") for row in steps}
     for row in sorted(steps, key=lambda row: (row["model"], row["batch"], row["precision"])):
         case = row["model"], row["batch"], row["precision"]
         name = "{}, {}, {}: {}".format(*case, row["side"])
@@ -412,7 +481,10 @@ def step_cells(steps: Sequence[Row]) -> Iterator[list[str]]:
         if "us" not in row:
             yield [name, f"**FAILED** {row.get('error')}", expected, *[""] * 7]
             continue
-        relative = f"{row['us'] / plain[case]:.2f}" if plain.get(case) else ""
+        exact = row["side"].endswith(", exact")
+        base = row["side"].removesuffix(", exact") if exact else "plain loop"
+        other = known.get((*case, base))
+        relative = f"{row['us'] / other:.2f}{f' of {base}' * exact}" if other else ""
         waits = ", ".join(f"{each} {count}" for each, count in row["waits"].items()) or "0"
         speed = [f"{row['cpu_us']:,.0f}", f"{row['batch'] / row['us'] * 1e6:,.0f}", f"{row['launches']}", waits]
         memory = f"{row['peak_mib']:,.0f}" if "peak_mib" in row else ""
@@ -451,12 +523,10 @@ def write_page(folder: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="some parts (default: all), or: page FOLDER")
+    parser.add_argument("parts", nargs="*", help="a call (one, two), some parts (default: both calls), or: page FOLDER")
     parser.add_argument("--accelerator", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--short", action="store_true", help="few and small trials, for a rehearsal")
-    parser.add_argument(
-        "--minutes", type=float, default=30, help="time for all trials; those that have not begun by then are left out"
-    )
+    parser.add_argument("--minutes", type=float, help="time for all trials (default: the call's, else 30)")
     parser.add_argument("--jobs", type=int, default=6, help=f"trials at once in {', '.join(TOGETHER)}")
     parser.add_argument("--again", action="store_true", help="run again what was as promised, too")
     parser.add_argument(
@@ -475,9 +545,12 @@ def main() -> int:
     day = Day(options.accelerator, devices, data_dir and data_dir.absolute(), options.short, options.again)
     listed = list(trials(day))
     known = dict.fromkeys(trial.part for trial in listed)
-    if wrong := [part for part in options.parts if part not in known]:
-        print(f"error: {wrong[0]}: {unknown_name_message(wrong[0], known)}", file=sys.stderr)
+    if wrong := [part for part in options.parts if part not in (known | CALLS)]:
+        print(f"error: {wrong[0]}: {unknown_name_message(wrong[0], known | CALLS)}", file=sys.stderr)
         return 2
+    calls = [CALLS[part] for part in options.parts or CALLS if part in CALLS]
+    parts = {part for _, names in calls for part in names} | set(options.parts)
+    minutes = sum(minutes for minutes, _ in calls) or 30 if options.minutes is None else options.minutes
     if options.begun and not (options.begun / "gpu_day.json").exists():
         print(f"error: --from={options.begun} has no gpu_day.json", file=sys.stderr)
         return 2
@@ -485,8 +558,8 @@ def main() -> int:
     to.mkdir(parents=True, exist_ok=True)
     if options.begun:
         shutil.copytree(options.begun, to, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    chosen = [part for part in known if part in (options.parts or known)]
-    return carry_out(day, [trial for trial in listed if trial.part in chosen], to, options.minutes, options.jobs)
+    listed.sort(key=lambda trial: options.parts == ["two"] and trial.part != "tests")  # what is new comes first
+    return carry_out(day, [trial for trial in listed if trial.part in parts], to, minutes, options.jobs)
 
 
 def carry_out(day: Day, listed: Sequence[Trial], to: Path, minutes: float, jobs: int) -> int:
@@ -517,10 +590,10 @@ def carry_out(day: Day, listed: Sequence[Trial], to: Path, minutes: float, jobs:
         with ThreadPoolExecutor(jobs if part in TOGETHER else 1) as pool:
             for row in (each for some in (first, rest) for each in pool.map(one, some)):
                 rows.append(row)
-                print("{part}: {trial}: {verdict} ({seconds:.1f} s; expected: {expected})".format(**row), flush=True)
                 write_summary(to / "gpu_day.json", {"machine": machine, "rows": rows})
                 contents = read(to)
                 (to / "gpu_day.md").write_text("# A day on a GPU\n\n" + results(**contents))
+                print("{part}: {trial}: {verdict} ({seconds:.1f} s; expected: {expected})".format(**row), flush=True)
     return 0 if all(row["good"] for row in rows) else 1
 
 

@@ -1,6 +1,8 @@
 """Measure steps of Lockstep, of Lightning's Trainer and of plain loops on one device, in one process:
 
-    python scripts/lab/gpu_probe.py --to FOLDER                           # about 8 minutes on an H100
+    python scripts/lab/gpu_probe.py --to FOLDER --part=steps              # loops, Lightning and ours: 2 minutes
+    python scripts/lab/gpu_probe.py --to FOLDER --part=price              # what exact=true costs: 2.5 minutes
+    python scripts/lab/gpu_probe.py --to FOLDER                           # all else, about 8 minutes on an H100
     python scripts/lab/gpu_probe.py --to FOLDER --device=cpu --short      # a rehearsal, seconds
 
 Rows come in the order of their information, and after each the program writes probe.json. It continues that file: rows
@@ -48,8 +50,9 @@ from lockstep.step.compile import compile_networks
 
 WAITS = ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
 WAITS += ["cuStreamSynchronize", "cuCtxSynchronize"]
-IMAGES = {"mnist_cnn": (1, 28), "fast_cnn": (1, 28), "resnet18": (3, 32)}  # channels and size
+IMAGES = {"mnist_cnn": (1, 28), "fast_cnn": (1, 28), "resnet18": (3, 32), "vit_b_16": (3, 64)}  # channels and size
 SAMPLES = 30_000
+SAMPLES_OF = {"vit_b_16": 8_000}  # fewer, since its images are larger
 ORDERS = 64  # steps before a loop takes the same batches again
 PRECISIONS = ("TF32", "float32", "bf16")
 TUNED = ("+optimizer.fused=true", "+debug.trainer.benchmark=true")
@@ -75,10 +78,14 @@ OURS: dict[str, tuple[str, ...]] = {
     "ours, 4 pieces": ("pieces=4",),
     "ours, exact": ("exact=true",),
     "ours, 4 pieces, exact": ("pieces=4", "exact=true"),
+    "ours, 8 pieces": ("pieces=8",),
+    "ours, 8 pieces, exact": ("pieces=8", "exact=true"),
 }
 TRAINER = "Lightning's Trainer"
 FIRST = ("plain loop", "loop, every lever", "ours", "loop, CUDA graph", TRAINER, "ours, tuned", "ours, no callbacks")
 EXACT = ("ours", "ours, 4 pieces", "ours, 4 pieces, exact", "ours, exact")
+PRICE = ("ours", "ours, exact", "ours, 8 pieces", "ours, 8 pieces, exact")
+STEPS = ("plain loop", "loop, every lever", TRAINER, "ours")
 OPTIONS = ("ours, not fused", "ours, data on the host", "ours, augmented", "ours, contiguous", "loop, contiguous")
 COMPILED = ("loop, compiled", "ours, compiled", "ours, compiled, CUDA graphs")
 # Sides that the cases of other batch sizes and precisions have.
@@ -189,7 +196,9 @@ def composed(case: Case, device: torch.device, steps: int, more: tuple[str, ...]
     """Return the checked config of a case, and its data."""
     channels, size = IMAGES[case.model]
     precision = "bf16-mixed" if case.precision == "bf16" else "32-true"
-    overrides = [f"model={case.model}", "data=synthetic", f"data.samples={SAMPLES}", f"data.channels={channels}"]
+    model = ["model=torchvision", f"model.arch={case.model}"] if "vit" in case.model else [f"model={case.model}"]
+    samples = SAMPLES_OF.get(case.model, SAMPLES)
+    overrides = [*model, "data=synthetic", f"data.samples={samples}", f"data.channels={channels}"]
     overrides += [f"data.image_size={size}", f"batch_size={case.batch}", f"precision={precision}", "lr=0.01"]
     overrides += ["scheduler=constant", f"max_steps={steps}", "checkpoint_every=null", "threads=1"]
     overrides += ["+debug.trainer.limit_val_batches=0", f"accelerator={'gpu' if device.type == 'cuda' else 'cpu'}"]
@@ -234,8 +243,9 @@ def optimizer_of(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def samples(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return images, labels and the ids of each step's samples, on the device."""
     channels, size = IMAGES[case.model]
-    images, labels = torch.randn(SAMPLES, channels, size, size), torch.randint(10, (SAMPLES,))
-    order = torch.stack([torch.randperm(SAMPLES)[: case.batch] for _ in range(ORDERS)])
+    count = SAMPLES_OF.get(case.model, SAMPLES)
+    images, labels = torch.randn(count, channels, size, size), torch.randint(10, (count,))
+    order = torch.stack([torch.randperm(count)[: case.batch] for _ in range(ORDERS)])
     return images.to(device), labels.to(device), order.to(device)
 
 
@@ -342,18 +352,26 @@ def measured(case: Case, device: torch.device, clock: Clock) -> Row:
     return row | {"took": round(time.perf_counter() - began, 1)}
 
 
-def cases(exact: bool, short: bool) -> list[Case]:
-    """Return all cases, the most informative first.
+def cases(part: str, short: bool) -> list[Case]:
+    """Return the cases of a part, the most informative first.
 
     Args:
-        exact: what exact=true costs, instead of the other questions.
+        part: `steps` (loops, Lightning and ours), `price` and `exact` (what exact=true costs), `all` (all else).
         short: small batches and few cases, for a rehearsal on a CPU.
     """
+    if part == "price":
+        kinds = [("resnet18", "float32"), ("resnet18", "bf16"), ("vit_b_16", "bf16"), ("vit_b_16", "float32")]
+        kinds, batch = ([("mnist_cnn", "float32")], 8) if short else (kinds, 128)
+        return [Case(model, batch, precision, side) for model, precision in kinds for side in PRICE]
+    if part == "steps":
+        sizes = [("mnist_cnn", 8)] if short else [("mnist_cnn", 64), ("resnet18", 1024), ("resnet18", 64)]
+        sizes += [] if short else [("mnist_cnn", 1024)]
+        return [Case(model, batch, "TF32", side) for model, batch in sizes for side in STEPS]
     models, batches = ["mnist_cnn", "resnet18", "fast_cnn"], [128, 1024, 512]
     if short:
         models, batches = ["mnist_cnn"], [8]
     big = batches[1:]
-    if exact:
+    if part == "exact":
         sizes = [(model, batch) for batch in batches[:2] for model in models]
         return [Case(model, batch, "TF32", side) for model, batch in sizes for side in EXACT]
     cases = [Case(model, batches[0], "TF32", side) for model in models for side in FIRST]
@@ -371,7 +389,7 @@ def cases(exact: bool, short: bool) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, required=True, help="folder of probe.json")
-    parser.add_argument("--exact", action="store_true", help="what exact=true costs, instead of the other cases")
+    parser.add_argument("--part", choices=["steps", "price", "exact", "all"], default="all", help="which cases")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--minutes", type=float, default=7, help="cases that have not begun by then are left out")
     parser.add_argument("--steps", type=int, default=200)
@@ -387,7 +405,7 @@ def main() -> int:
     options.to.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
     left_out = failed = 0
-    chosen = cases(options.exact, options.short)
+    chosen = cases(options.part, options.short)
     if options.again:
         rows = [row for row in rows if _key(row) not in {case.key for case in chosen}]
     for case in chosen:
@@ -397,7 +415,8 @@ def main() -> int:
         if time.monotonic() > end:
             left_out += 1
             continue
-        steps = 5 if options.short else max(20, options.steps // (5 if case.batch > 128 else 1))
+        slow = 5 if case.batch > 128 or "8 pieces" in case.side or "vit" in case.model else 1
+        steps = 5 if options.short else max(20, options.steps // slow)
         row = measured(case, device, Clock(device, steps, *((3, 3) if options.short else (30, 20))))
         failed += "error" in row
         rows = [each for each in rows if _key(each) != case.key] + [row]

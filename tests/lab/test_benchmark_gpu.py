@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +115,8 @@ def test_a_day_reports_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: p
     ]
     wrong[-1] = replace(wrong[-1], seconds=2)
     monkeypatch.setattr(gpu_day, "trials", lambda *_: [*right, *wrong])
-    call = ["gpu_day.py", "--accelerator=cpu", f"--data-dir={tmp_path}"]
+    options = ["--accelerator=cpu", f"--data-dir={tmp_path}"]
+    call = ["gpu_day.py", "bits", "layouts", *options]
     monkeypatch.setattr(sys, "argv", [*call, f"--to={tmp_path}"])
     assert gpu_day.main() == 1
     actual = {row["trial"]: row for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]}
@@ -136,7 +140,7 @@ def test_a_day_reports_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: p
         trial("not yet begun", "pass"),
     ]
     monkeypatch.setattr(gpu_day, "trials", lambda *_: later)
-    request = [*call, "bits", f"--from={tmp_path}", f"--to={tmp_path / 'next'}"]
+    request = ["gpu_day.py", "bits", *options, f"--from={tmp_path}", f"--to={tmp_path / 'next'}"]
     for minutes, verdicts in {0: ["left out: the time is up"] * 2, 1: ["the same bits", "no output"]}.items():
         monkeypatch.setattr(sys, "argv", [*request, f"--minutes={minutes}"])
         assert gpu_day.main() == 1  # others of the first call are still wrong
@@ -147,19 +151,38 @@ def test_a_day_reports_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: p
         )
 
 
-def test_the_whole_day_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part, in its short form, with programs in processes of their own; then its page."""
-    write_mnist(tmp_path / "data")
-    write_images(tmp_path / "data" / "cifar10_images")
-    to = tmp_path / "to"
-    request = ["--accelerator=cpu", "--short", "--jobs=2", f"--data-dir={tmp_path / 'data'}", f"--to={to}"]
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *request])
-    assert gpu_day.main() == 0, (to / "gpu_day.log").read_text()
+def test_both_calls_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their short form, with programs in processes of their own. The first call is killed and leaves its results."""
+    first, to = tmp_path / "first", tmp_path / "to"
+    common = [sys.executable, gpu_day.__file__, "--accelerator=cpu", "--short", "--jobs=2"]
+    cut = subprocess.Popen([*common, "one", f"--to={first}"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert cut.stdout is not None
+    for line in cut.stdout:
+        if line.startswith("bits: accumulate"):
+            break
+    os.killpg(cut.pid, signal.SIGKILL)
+    cut.wait()
+    for process in Path("/proc").glob("[0-9]*/cmdline"):  # the trials have sessions of their own
+        with suppress(OSError):
+            if str(first) in (command := process.read_bytes().decode(errors="replace")) and "gpu" in command:
+                os.kill(int(process.parent.name), signal.SIGKILL)
+    begun = gpu_day.read(first)["rows"]
+    assert [row["part"] for row in begun if row["good"]][:4] == ["first", "first", "bits", "bits"]
+
+    request = ["two", "--minutes=30", f"--from={first}", f"--to={to}"]
+    ended = subprocess.run([*common, *request], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert sorted(path.name for path in to.iterdir()) == ["gpu_day.json", "gpu_day.log", "gpu_day.md", "probe.json"]
+    assert sum(path.stat().st_size for path in to.iterdir()) < 2**20  # 16 MiB a file may come back
     actual = gpu_day.read(to)
-    assert len({row["part"] for row in actual["rows"]}) == 11
-    assert {row["verdict"] for row in actual["rows"] if row["part"] == "bits"} == {"the same bits", "other bits"}
-    assert {row["side"] for row in actual["steps"]} >= {*gpu_probe.FIRST, *gpu_probe.EXACT} - {"loop, CUDA graph"}
+    assert actual["rows"][: len(begun)] == begun
+    assert actual["rows"][len(begun)]["part"] == "tests"
+    assert {row["part"] for row in actual["rows"]} == {"tests", *gpu_day.FIRST_CALL}
+    of_bits = {row["trial"]: row["verdict"] for row in actual["rows"] if row["part"] == "bits"}
+    assert {name for name, verdict in of_bits.items() if verdict == "other bits"} == {
+        "control: two ranks without exact"
+    }
+    assert {row["side"] for row in actual["steps"]} == {*gpu_probe.STEPS, *gpu_probe.PRICE}
     assert not [row for row in actual["steps"] if "error" in row]
 
     # The page is for GPUs, so it refuses the rehearsal.
@@ -174,11 +197,23 @@ def test_the_whole_day_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert text.startswith("before\n")
     assert text.endswith(f"{gpu_day.END}\nafter\n")
     assert "## Measured on NVIDIA X" in text
+    assert "of ours, 8 pieces" in text
+    assert "| `python src/train.py model=mnist_cnn" in text
     assert "nothing yet" not in text
 
 
+def test_parts_of_a_longer_day_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path / "data")
+    write_images(tmp_path / "data" / "cifar10_images")
+    parts = ["networks", "layouts", "exact", "mnist", "cifar", "utilisation", "kills", "memory"]
+    request = ["--accelerator=cpu", "--short", "--jobs=2", f"--data-dir={tmp_path / 'data'}", f"--to={tmp_path / 'to'}"]
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *parts, *request])
+    assert gpu_day.main() == 0, (tmp_path / "to" / "gpu_day.log").read_text()
+    assert {row["part"] for row in gpu_day.read(tmp_path / "to")["rows"]} == set(parts)
+
+
 def test_predictions_are_for_cases_of_the_probe() -> None:
-    measured = {case.key for exact in (False, True) for case in gpu_probe.cases(exact, short=False)}
+    measured = {case.key for part in ("all", "exact", "steps", "price") for case in gpu_probe.cases(part, short=False)}
     assert set(gpu_probe.PREDICTIONS) <= measured
 
 

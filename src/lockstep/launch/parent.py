@@ -55,7 +55,7 @@ from lockstep.text import signal_name
 
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
 ANSWER_SECONDS = 3.0  # after a timeout, for the other workers' answers
-NCCL_HINT = "its message, with the collective, is above; a rank without one is the lost one"
+NCCL_HINT = "its message is above; a rank without one is the lost one"
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -159,7 +159,9 @@ class _Worker:
         text += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
         failure: type[WorkerFailed] = WorkerFailed
         if self.uses_nccl and code == -signal.SIGABRT:
-            # Where gloo raises an error, NCCL's watchdog aborts the process: after a timeout, or if a rank is lost.
+            # Where gloo raises an error, NCCL's watchdog aborts the process: after a timeout, or if a rank is lost. It
+            # does so in torch's old backend and, since torch 2.15, in nccl2, unless TORCH_NCCL_ASYNC_ERROR_HANDLING is
+            # 0 or 2. The old one's message names the collective.
             failure = LostRank
             text += f" (NCCL does so if another rank is lost or does not join within hang_timeout): {NCCL_HINT}"
         self.answered, self.died, self.error = True, True, failure(f"rank {self.rank} {text}", self.rank)
