@@ -81,6 +81,26 @@ def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, message: st
     assert str(file) in line
 
 
+@pytest.mark.parametrize(
+    ("comment", "message"),
+    [
+        ('"unclosed', "of row 3 ends in row 4: a value must be in one line: close its quotation mark"),
+        ('"two\nlines"', "the value 'two\\nlines' of row 3 ends in row 4"),
+        ('"a\rb"', "'a\\rb'"),
+    ],
+)
+def test_a_quotation_mark_swallows_no_row_whatever_column_it_is_in(tmp_path: Path, comment: str, message: str) -> None:
+    rows = ["images/0.png,1,fine", f"images/1.png,2,{comment}", "images/2.png,3,fine"]
+    file = write_list(tmp_path, "path,age,comment", rows)
+    line = refusal_of(opened, file, values=["age"])
+    assert message in line, line
+    assert "\n" not in line
+    closed = [rows[0], 'images/1.png,2,"a ""quote"", closed"', 'images/2.png,3,6"']
+    file.write_text("\n".join(["path,age,comment", *closed]))
+    data = opened(file, values=["age"], val_fraction=0, test_fraction=0)
+    assert len(data.train) == 3
+
+
 def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
     for file, message in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
         line = refusal_of(opened, file)

@@ -14,9 +14,9 @@ from typing import IO, Any
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.vision.data.shard_files import LONGEST, TEXTS, Sample, Shard
+from lockstep.vision.data.shard_files import LONGEST, TEXTS, Endings, Sample, Shard, one_column
 
-IMAGE_ENCODINGS = ("jpeg", "jpegarray", "jpeg_array", "png", "bytes")  # whose bytes are those of an image file
+IMAGE_ENCODINGS = ("jpeg", "png", "bytes")  # whose bytes are those of an image file
 NUMBERS = {
     "int": "<i8",
     "int8": "<i1",
@@ -35,7 +35,7 @@ INDEX = "index.json"  # names the shards of a folder
 PIECE = 1 << 20  # bytes that are unpacked at a time
 
 
-def scan_mds(path: Path | str, image: str | None, label: str, source: Path, packed: IO[bytes]) -> Shard:
+def scan_mds(path: Path | str, image: Endings, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
     """Return the images of an MDS shard. Those of a compressed shard are copied to `packed`.
 
     Args:
@@ -48,8 +48,9 @@ def scan_mds(path: Path | str, image: str | None, label: str, source: Path, pack
     Raises:
         UserError: The shard is damaged, has other columns or encodings, or is compressed otherwise than by zstd.
     """
-    is_compressed = str(path).endswith(".zstd")
+    is_compressed = str(path).lower().endswith(".zstd")
     shard, at = Shard(TEXTS), "its start"
+    image, label = one_column(path, image, label)
     try:
         content = decompressed(path, source) if is_compressed else np.memmap(source, mode="r").data
         (count,) = struct.unpack_from("<I", content, 0)
@@ -108,14 +109,16 @@ def chosen(
     listed = f"its columns are {', '.join(f'{name} ({kind})' for name, (kind, _) in columns.items())}"
     right = "choose by data.image= and data.label="
     if image is None:
-        of_images = [name for name, (kind, _) in columns.items() if kind in IMAGE_ENCODINGS]
+        of_images = [name for name, (kind, _) in columns.items() if kind.partition(":")[0] in IMAGE_ENCODINGS]
         image = of_images[0] if len(of_images) == 1 and "image" not in columns else "image"
     if missing := [name for name in (image, label) if name not in columns]:
         raise UserError(f"{path}: no column {missing[0]}, {listed}: {right}")
     for name, known in ((image, IMAGE_ENCODINGS), (label, LABEL_ENCODINGS)):
         kind = columns[name][0]
-        if kind not in known:
+        if kind.partition(":")[0] not in known:  # jpeg:90 states a quality
             why = "is never unpickled" if kind == "pkl" else "is not read"
+            if "jpeg" in kind and ("list" in kind or "array" in kind):
+                why = "has several images, and a sample is one"
             raise UserError(
                 f"{path}: the column {name} has the encoding {kind}, which {why}: known are {', '.join(known)}"
             )

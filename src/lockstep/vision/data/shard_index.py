@@ -30,11 +30,11 @@ from lockstep.vision.data.classes import class_names as names_of_classes
 from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.shard_files import IMAGES
+from lockstep.vision.data.shard_files import GONE, IMAGES
 from lockstep.vision.data.shard_scan import Scanned, is_packed, scan
 from lockstep.vision.data.walk import passed_over_text
 
-VERSION = 2  # of the index's format
+VERSION = 3  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
 BORDERS = "shard_borders"  # one more file of a part, in an index by place
 PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
@@ -137,12 +137,15 @@ def open_index(
         UserError: A shard or an image is damaged, a column is missing, or the index can't be written.
     """
     files = [*chain(*shards.values())]
-    stamps = [stamp(file.stat()) for file in files]
+    stats = [stat_of(file) for file in files]
+    stamps = [stamp(each) for each in stats]
+    # Tools that set the time of a file (rsync, DVC, SOURCE_DATE_EPOCH) can't set that of its last change of status.
+    changes = [each.st_ctime_ns for each in stats]
     paths_by_part = {part: [str(file.relative_to(root)) for file in paths] for part, paths in shards.items()}
     # The folder's name has two hashes, of the options and of the shards. So an index that was made with the same
     # options before the shards changed is found by the first hash.
     options_prefix = f"shards-{digest([VERSION, dict(options)])[:16]}"
-    name = f"{options_prefix}-{digest([paths_by_part, stamps])[:24]}"
+    name = f"{options_prefix}-{digest([paths_by_part, stamps, changes])[:24]}"
 
     def load(folder: Path) -> Index:
         # images.bin has the images copied from packed shards. Without them there is none.
@@ -204,6 +207,18 @@ def first_writable(folders: Sequence[Path]) -> Path:
         except OSError as error:
             reason = error.strerror
     raise UserError(f"{folder} can't hold an index ({reason}): use data.index_dir=<a folder that can be written>")
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """Return what the system states of a shard.
+
+    Raises:
+        UserError: It is gone.
+    """
+    try:
+        return file.stat()
+    except OSError as error:
+        raise UserError(f"{file}: {GONE if isinstance(error, FileNotFoundError) else error.strerror}") from error
 
 
 def stamp(stat: os.stat_result) -> Stamp:
@@ -309,6 +324,9 @@ def build(
             raise UserError(f"{paths[0]}: no image in it: {known}")
     assert first is not None
     first_path, _, listed = first
+    if not listed and label_numbers.keys() >= {"-1", "0"}:
+        right = "leave such images out, or give the class another name"
+        raise UserError(f"shards: {first_path.rpartition('/')[0]}: the label -1 is how programs write none: {right}")
     counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
     class_of, classes = names_of_classes(
         dict.fromkeys(listed, 0) | dict(zip(label_numbers, counts, strict=True)),
