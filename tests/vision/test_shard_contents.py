@@ -267,7 +267,7 @@ def test_the_part_is_that_of_the_nearest_name(path: str, part: str) -> None:
         part_of("root", path)
 
 
-def test_shards_of_a_test_run_are_trained_and_validated_as_their_folders_say(tmp_path: Path) -> None:
+def test_shards_of_a_test_run_are_of_the_part_of_their_folder(tmp_path: Path) -> None:
     for part in ("train", "val"):
         write_tar(tmp_path / "test-run-3" / part / "a.tar", FIRST)
     data = opened(tmp_path)
@@ -421,7 +421,7 @@ def test_files_beside_the_shards(tmp_path: Path, name: str, message: str) -> Non
         assert f"passed over 1 file (1 .{name.rpartition('.')[2]})" in data.about
 
 
-def test_capital_endings_of_shards(tmp_path: Path) -> None:
+def test_capitals_in_the_ending_of_a_shard(tmp_path: Path) -> None:
     write_tar(tmp_path / "A.TAR", FIRST)
     assert len(opened(tmp_path).train) == 8
     write_tar(tmp_path / "A.tar", FIRST)

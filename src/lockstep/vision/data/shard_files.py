@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.text import join_names
 from lockstep.vision.data.walk import is_left_behind
 
-# Endings of other images, which are counted.
+# Suffixes of other images, which are counted.
 OTHER_IMAGES = ("jfif", "jpe", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "heic", "heif", "jp2", "tga")
 IMAGES, LABELS = ("jpg", "jpeg", "png"), ("cls", "txt", "json")
 FOLDERS, TEXTS = (
@@ -43,7 +43,7 @@ COMPRESSED = {
     b"PK\3\4": "zip",
     b"7z\xbc\xaf\x27\x1c": "7z",
 }  # by the first bytes
-Endings = str | Sequence[str] | None  # of images' names
+Suffixes = str | Sequence[str] | None  # of images' names
 DAMAGED = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError)
 
 
@@ -66,7 +66,7 @@ class Shard:
     passed_over: Counter[str] = field(default_factory=Counter)  # other images by kind, as of `walk.Walk`
 
 
-def scan_tar(path: Path | str, image: Endings, label: str | None, source: Path) -> Shard:
+def scan_tar(path: Path | str, image: Suffixes, label: str | None, source: Path) -> Shard:
     """Return the images of a tar file.
 
     The label of an image is the text of the member `<key>.cls`, else the value of `label` in `<key>.json`, else the
@@ -84,7 +84,7 @@ def scan_tar(path: Path | str, image: Endings, label: str | None, source: Path) 
         UserError: The file is damaged or has no end, an image has no label, or a member may be a label and is not used.
     """
     shard, members, last = Shard(""), TarLabels(path, label), "its start"
-    endings = (image.lstrip(".").lower(),) if isinstance(image, str) else image
+    suffixes = (image.lstrip(".").lower(),) if isinstance(image, str) else image
     try:
         with open(source, "rb") as file:
             if kind := other_kind(file.read(tarfile.BLOCKSIZE)):
@@ -100,13 +100,13 @@ def scan_tar(path: Path | str, image: Endings, label: str | None, source: Path) 
                 folder, _, file_name = name.rpartition("/")
                 stem, _, ending = file_name.partition(".")
                 ending = ending.lower()
-                if kind := passed_over_kind(member, folder, ending, endings):
+                if kind := passed_over_kind(member, folder, ending, suffixes):
                     shard.passed_over[kind] += 1
                 elif member.isdir() or not stem or left_behind_in(folder):
                     continue
                 elif not member.isreg() or member.issparse():
-                    members.refuse_indirect(member, name, ending, endings)
-                elif is_image(ending, endings):
+                    members.refuse_indirect(member, name, ending, suffixes)
+                elif is_image(ending, suffixes):
                     members.images.append(Sample(name, "", member.offset_data, member.size))
                 elif label is not None:
                     members.add(member, name, tar.extractfile)
@@ -128,7 +128,7 @@ def other_kind(head: bytes) -> str:
         if head.startswith(magic):
             return f"is compressed by {program}: unpack it, since its images are read singly"
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "is a web page or an error message, as servers send to who must log in: fetch the tar file"
+        return "is a web page or an error message, as servers send to who must log in: give the file itself"
     if head.startswith(b"version https://git-lfs"):
         return "is a pointer of Git LFS: fetch the file by `git lfs pull`"
     return ""
@@ -161,9 +161,9 @@ def check_end(file: IO[bytes], offset: int, size: int) -> None:
         raise ValueError(f"{size - offset:,} zeros from byte {offset:,} to its end, as of a file that is not complete")
 
 
-def is_image(ending: str, endings: Sequence[str] | None) -> bool:
+def is_image(ending: str, suffixes: Sequence[str] | None) -> bool:
     """Check whether a member with this ending, in lower case, is an image that is wanted."""
-    return ending.rpartition(".")[2] in IMAGES if endings is None else ending in endings
+    return ending.rpartition(".")[2] in IMAGES if suffixes is None else ending in suffixes
 
 
 def left_behind_in(folder: str) -> str:
@@ -171,15 +171,15 @@ def left_behind_in(folder: str) -> str:
     return next((each for each in folder.split("/") if each not in (".", "..") and is_left_behind(each)), "")
 
 
-def passed_over_kind(member: tarfile.TarInfo, folder: str, ending: str, endings: Sequence[str] | None) -> str:
+def passed_over_kind(member: tarfile.TarInfo, folder: str, ending: str, suffixes: Sequence[str] | None) -> str:
     """Return why an image of a tar file is passed over, by kind; empty if it is not, or no image."""
     last = ending.rpartition(".")[2]
     if last not in (*IMAGES, *OTHER_IMAGES):
         return ""
     if left_behind := left_behind_in(folder):
         return f"in {left_behind}"
-    if not is_image(ending, endings):
-        others = f" other than {', '.join(endings)}" if endings and last in IMAGES else ""
+    if not is_image(ending, suffixes):
+        others = f" other than {', '.join(suffixes)}" if suffixes and last in IMAGES else ""
         return f".{last}{others}" if member.isreg() else ""
     return "links" if member.islnk() or member.issym() else ""
 
@@ -215,10 +215,10 @@ class TarLabels:
         self.others: dict[str, str] = {}  # by key: the first other member
         self.tables: list[str] = []  # members that may list labels
 
-    def refuse_indirect(self, member: tarfile.TarInfo, name: str, ending: str, endings: Sequence[str] | None) -> None:
+    def refuse_indirect(self, member: tarfile.TarInfo, name: str, ending: str, suffixes: Sequence[str] | None) -> None:
         """Refuse an image or a label that is stored otherwise than as its bytes: as a sparse file, or as a link."""
         is_label = self.label is not None and ending.rpartition(".")[2] in LABELS
-        if not is_label and not is_image(ending, endings):
+        if not is_label and not is_image(ending, suffixes):
             return
         if member.issparse():
             raise UserError(f"{self.path}: {name} is a sparse member: write the shard again without `tar --sparse`")
@@ -396,20 +396,20 @@ def check_parts(path: Path | str, shard: Shard) -> None:
         raise UserError(f"{path}: {first}: its first folder names a part, and must be its class: {right}")
 
 
-def one_column(path: Path | str, image: Endings, label: str | None) -> tuple[str | None, str]:
+def one_column(path: Path | str, image: Suffixes, label: str | None) -> tuple[str | None, str]:
     """Return the columns of a shard that has columns.
 
     Raises:
         UserError: `image` is a list, or `label` is None: these are for tar files.
     """
     if not isinstance(image, str | None):
-        raise UserError(f"{path}: data.image={[*image]} are endings of names in tar files: must be one column here")
+        raise UserError(f"{path}: data.image={[*image]} are suffixes of names in tar files: must be one column here")
     if label is None:
         raise UserError(f"{path}: data.label=null is for folders in tar files: must be the column of the labels here")
     return image, label
 
 
-def scan_parquet(path: Path | str, image: Endings, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
+def scan_parquet(path: Path | str, image: Suffixes, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
     """Copy the images of a parquet file to `packed` and return where they lie there.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.vision.data.mds import scan_mds
-from lockstep.vision.data.shard_files import Endings, Shard, scan_parquet, scan_tar
+from lockstep.vision.data.shard_files import Shard, Suffixes, scan_parquet, scan_tar
 
 EXTENSIONS = (".tar", ".parquet", ".mds", ".mds.zstd")
 PACKED = (".parquet", ".zstd")
@@ -22,7 +22,7 @@ def is_packed(path: Path | str) -> bool:
     return str(path).lower().endswith(PACKED)
 
 
-def scan(path: Path | str, image: Endings, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
+def scan(path: Path | str, image: Suffixes, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
     """Return the images of a shard, and copy them to `packed` if it is compressed.
 
     Args:

@@ -13,7 +13,7 @@ from lockstep.vision.data.labelled import PARTS, SPLIT_RULE, check_bits, image_s
 from lockstep.vision.data.mds import INDEX, check_named
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote import Remote
-from lockstep.vision.data.shard_files import IMAGES, PART_FOLDERS, Endings
+from lockstep.vision.data.shard_files import IMAGES, PART_FOLDERS, Suffixes
 from lockstep.vision.data.shard_index import Index, digest, open_index
 from lockstep.vision.data.shard_scan import EXTENSIONS
 from lockstep.vision.data.walk import passed_over_text, walk
@@ -31,7 +31,7 @@ WANTED = "hold .tar or .parquet files, or .mds files of MosaicML, at any depth"
 
 def shards(
     data_dir: str,
-    image: Endings = None,
+    image: Suffixes = None,
     label: str | None = "label",
     index_dir: str | None = None,
     image_size: int = 32,
@@ -64,7 +64,7 @@ def shards(
     """
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
     reading = Reading(background, bits)
-    options: dict[str, Any] = {"image": checked_endings(image), "label": label}
+    options: dict[str, Any] = {"image": checked_suffixes(image), "label": label}
     if window is not None:  # without a window the options, which name the index, stay what they were
         options["by_place"] = True
     passed_over = ""
@@ -82,7 +82,7 @@ def shards(
         if not root.is_dir():
             raise UserError(f"shards: data_dir={data_dir} is no folder: it must {WANTED}")
         files_walk = walk(root, lambda name: name == INDEX or SHARD.search(name) is not None)
-        check_named(str(root), files_walk.paths, lambda path: (root / path).read_bytes())
+        hashes = check_named(str(root), files_walk.paths, lambda path: (root / path).read_bytes())
         names = [path for path in files_walk.paths if SHARD.search(path)]
         passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
     of_part = parts_of(root, names)
@@ -91,7 +91,8 @@ def shards(
         if is_url(data_dir):
             return remote.open(of_part, {**options, **more}, image_size, channels, reading)
         files = {part: [root / name for name in names] for part, names in of_part.items()}
-        return open_index(root, files, {**options, **more}, index_dir, image_size, channels, reading)
+        of_files = {root / name: of_file for name, of_file in hashes.items()}
+        return open_index(root, files, {**options, **more}, index_dir, image_size, channels, reading, of_files)
 
     alone, split_here = len(of_part) == 1, bool(val_fraction or test_fraction)
     if window is not None and alone and split_here:
@@ -134,7 +135,7 @@ def shards(
     return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window)
 
 
-def checked_endings(image: Endings) -> str | list[str] | None:
+def checked_suffixes(image: Suffixes) -> str | list[str] | None:
     """Return the option data.image: a column, or endings of names in tar files in lower case, without a dot before."""
     if image is None:
         return None
