@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from written_shards import write_tar
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep.errors import UserError
-from lockstep.vision.data import shard_scan
+from lockstep.vision.data import shard_index, shard_scan
 from lockstep.vision.data.shards import part_of
 
 WHOLE = {"val_fraction": 0, "test_fraction": 0}
@@ -477,3 +478,59 @@ def test_a_replaced_file_of_the_same_size_and_time_is_indexed_again(tmp_path: Pa
     os.replace(other / "a.tar", path)
     assert labels(data)["b0/0.png"] == "neve"
     assert np.unique(innermost_dataset(opened(data).train).labels).tolist() == [0, 1]
+
+
+def test_the_folder_of_the_shards_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the index is made, and in a run."""
+    path = write_tar(tmp_path / "shards" / "a.tar", FIRST)
+    part = opened(path.parent).train
+    shutil.rmtree(path.parent)
+    line = refusal_of(lambda: part[0])
+    assert f"{path}: is gone, and was there when the shards were listed: put it back" in line, line
+    write_tar(path, FIRST)
+    build = shard_index.build
+
+    def build_and_remove(*arguments: Any) -> None:
+        shutil.rmtree(path.parent)
+        build(*arguments)
+
+    monkeypatch.setattr(shard_index, "build", build_and_remove)
+    line = refusal(path.parent)
+    assert "is gone" in line or "its folder was removed while it was written" in line, line
+
+
+# --- parquet files ---
+
+
+def parquet(path: Path, **columns: Any) -> Path:
+    pa = pytest.importorskip("pyarrow", reason="pip install -e .[huggingface] brings pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 1, -1, 1], "the label -1 is how programs write none: leave such images out"),
+        ([0.0, 1.0, 2.0, 1.0], "row 0 has the label 0.0"),
+        ([True, False, True, False], "row 0 has the label True"),
+        ([[0], [1], [0], [1]], "row 0 has the label [0]"),
+    ],
+)
+def test_labels_of_parquet_files_that_are_refused(tmp_path: Path, labels: list[Any], message: str) -> None:
+    parquet(tmp_path / "a.parquet", image=[picture(n) for n in range(4)], label=labels)
+    assert message in (line := refusal(tmp_path)), line
+
+
+def test_minus_one_beside_one_is_a_class(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", image=[picture(n) for n in range(4)], label=[1, -1, 1, -1])
+    assert opened(tmp_path).spec.classes == ("-1", "1")
+
+
+def test_options_of_tar_files_are_refused_for_parquet_files(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", image=[picture(n) for n in range(2)], label=[0, 1])
+    assert "data.image=['jpg', 'webp'] are endings of names in tar files" in refusal(tmp_path, image=["jpg", "webp"])
+    assert "data.label=null is for folders in tar files" in refusal(tmp_path, label=None)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert "a.parquet: is compressed by gzip: unpack it" in refusal(tmp_path)

@@ -296,7 +296,7 @@ def _paths(source: Path) -> list[str]:
     if kind not in (".txt", ".csv"):
         return [str(source)]
     try:
-        lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+        lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"images={source}: can't be read ({error.strerror})") from error
     try:

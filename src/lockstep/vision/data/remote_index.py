@@ -392,7 +392,7 @@ class Records:
                     try:
                         record = pending.pop(0).result()
                     except UserError as error:
-                        if getattr(error.__cause__, "errno", None) not in FULL or (most == 1 and not pending):
+                        if getattr(error.__cause__, "errno", None) not in FULL:
                             raise
                         most = 1  # a small disk may have room for one shard at a time
                         wait(pending)

@@ -403,7 +403,7 @@ def one_column(path: Path | str, image: Suffixes, label: str | None) -> tuple[st
         UserError: `image` is a list, or `label` is None: these are for tar files.
     """
     if not isinstance(image, str | None):
-        raise UserError(f"{path}: data.image={[*image]} are suffixes of names in tar files: must be one column here")
+        raise UserError(f"{path}: data.image={[*image]} are endings of names in tar files: must be one column here")
     if label is None:
         raise UserError(f"{path}: data.label=null is for folders in tar files: must be the column of the labels here")
     return image, label
