@@ -1,5 +1,6 @@
 """`lockstep index` and `lockstep shards`: what they write, that they go on, and what a run finds."""
 
+import io
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from small_data import config, refusal_of
 from store_servers import WebServer, client, files_in, s3_server
-from written_shards import write_folder, write_shards
+from written_shards import write_folder, write_shards, write_tar
 
 from lockstep.data.build import open_data
 from lockstep.programs import index, shards
@@ -139,6 +140,32 @@ def test_a_list_becomes_shards_with_labels(folder: Path, tmp_path: Path) -> None
     assert "x.webp: shards have images of the kinds jpg, jpeg, png: convert it" in refusal_of(
         shards.main, [str(tmp_path / "list.csv"), str(tmp_path / "other")]
     )
+
+
+def test_a_list_of_images_in_folders_of_two_parts_becomes_shards(folder: Path, tmp_path: Path) -> None:
+    """The list decides the part of an image, and not the folder in which it lies."""
+    paths = sorted(path for part in ("train", "test") for path in (folder / part).rglob("*.*"))
+    (tmp_path / "list.csv").write_text("\n".join(["path,label", *(f"{path},{path.parent.name}" for path in paths)]))
+    shards.main([str(tmp_path / "list.csv"), str(tmp_path / "made")])
+    assert len(opened(tmp_path / "made").train) == len(paths)
+
+
+def test_an_index_of_several_kinds_of_images(tmp_path: Path, s3: dict[str, str]) -> None:
+    from store_servers import upload
+
+    members = {}
+    for number in range(8):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(file, ("PNG", "WEBP")[number % 2])
+        members[f"{'ab'[number // 4]}/{number}.{('png', 'webp')[number % 2]}"] = file.getvalue()
+        members[f"{'ab'[number // 4]}/{number}.id"] = b"7"
+    write_tar(tmp_path / "webp" / "a.tar", members)
+    url = upload(tmp_path / "webp", s3, "webp")
+    index.main([url, "--image", "webp,png", "--label", "null", *KEEP])
+    options = {"image": ["png", "webp"], "label": None}
+    (tmp_path / "webp" / "a.tar").unlink()
+    assert len(opened(url, **options).train) == 8
+    assert [key for key in contents(s3, "webp") if key.startswith(".index/")] != []
 
 
 def test_webdataset_reads_the_shards(folder: Path, tmp_path: Path) -> None:

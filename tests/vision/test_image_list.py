@@ -11,6 +11,7 @@ from small_data import config, refusal_of
 
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.vision.data.folders import ImageFiles
 
 
 def write_list(folder: Path, head: str, rows: list[str], coding: str = "utf-8") -> Path:
@@ -79,6 +80,34 @@ def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, message: st
     line = refusal_of(opened, file)
     assert message in line, line
     assert str(file) in line
+
+
+@pytest.mark.parametrize(
+    ("comment", "message"),
+    [
+        ('"unclosed', "of row 3 ends in row 4: a value must be in one line: close its quotation mark"),
+        ('"two\nlines"', "the value 'two\\nlines' of row 3 ends in row 4"),
+        ('"a\rb"', "'a\\rb'"),
+    ],
+)
+def test_a_quotation_mark_swallows_no_row_whatever_column_it_is_in(tmp_path: Path, comment: str, message: str) -> None:
+    rows = ["images/0.png,1,fine", f"images/1.png,2,{comment}", "images/2.png,3,fine"]
+    file = write_list(tmp_path, "path,age,comment", rows)
+    line = refusal_of(opened, file, values=["age"])
+    assert message in line, line
+    assert "\n" not in line
+    closed = [rows[0], 'images/1.png,2,"a ""quote"", closed"', 'images/2.png,3,6"']
+    file.write_text("\n".join(["path,age,comment", *closed]))
+    data = opened(file, values=["age"], val_fraction=0, test_fraction=0)
+    assert len(data.train) == 3
+
+
+def test_a_list_of_files_to_predict_has_a_value_in_each_line(tmp_path: Path) -> None:
+    file = write_list(tmp_path, "path,comment", ["images/0.png,fine", 'images/1.png,"unclosed', "images/2.png,fine"])
+    line = refusal_of(ImageFiles, str(file), 8, 3)
+    assert f"images={file}: the value 'unclosed" in line, line
+    file.write_text(file.read_text().replace('"', ""))
+    assert len(ImageFiles(str(file), 8, 3)) == 3
 
 
 def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from written_mds import EXPECTED, SHARDS, as_tar
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep.vision.data import mds
+from lockstep.vision.data.mds import write_mds
 from lockstep.vision.data.remote import Remote
 
 FORMS = ("raw", "zstd")
@@ -263,3 +264,73 @@ def test_a_folder_whose_mds_shards_are_all_missing_is_refused(tmp_path: Path, pl
     (folder / "index.json").write_text(json.dumps({"shards": [merged]}))
     line = refusal_of(opened, place(folder), **BY_PLACE)
     assert "/test/shard.00000.mds: index.json names it: copy it, or remove index.json" in line
+
+
+def hashed(folder: Path, kinds: tuple[str, ...]) -> Path:
+    """Write hashes of the shards into the files index.json, as MosaicML's writer does."""
+    import xxhash
+
+    for index in folder.rglob("index.json"):
+        content = json.loads(index.read_text())
+        for shard in content["shards"]:
+            for each in filter(None, (shard["raw_data"], shard["zip_data"])):
+                file = index.parent / each["basename"]
+                data = file.read_bytes() if file.exists() else b""
+                each["hashes"] = {
+                    kind: getattr(xxhash if kind.startswith("xxh") else hashlib, kind)(data).hexdigest()
+                    for kind in kinds
+                    if kind != "other"
+                } | {kind: "0" for kind in kinds if kind == "other"}
+        index.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("kinds", [("sha1",), ("xxh64",), ("sha1", "xxh64", "other"), ("xxh3_128", "sha256")])
+@pytest.mark.parametrize("form", ["raw", "zstd"])
+@pytest.mark.parametrize("place", [str, in_memory])
+def test_hashes_in_index_json_are_checked(tmp_path: Path, kinds: tuple[str, ...], form: str, place: Any) -> None:
+    pytest.importorskip("xxhash")
+    folder = hashed(copied(form, tmp_path), kinds)
+    assert len(opened(place(folder)).train) > 0
+    shard = sorted((folder / "train").glob("*.mds*"))[1]
+    content = bytearray(shard.read_bytes())
+    content[-40] ^= 1
+    shard.write_bytes(content)
+    line = refusal_of(opened, place(folder))
+    assert f"{shard.name}: damaged: its " in line, line
+    assert "is not that in index.json: it must be written or copied again" in line
+
+
+def test_hashes_that_cannot_be_computed_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xxhash")
+    folder = hashed(copied("raw", tmp_path), ("xxh64",))
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    opened(folder)
+    assert "the hashes xxh64 of MDS shards are not checked: pip install xxhash checks them" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["jpeg_array", "jpegarray", "list[jpeg]"])
+def test_several_images_in_a_sample_are_refused(tmp_path: Path, kind: str) -> None:
+    columns = {"image": kind, "label": "str"}
+    with open(tmp_path / "shard.00000.mds", "wb") as file:
+        write_mds(file, columns, 1 << 20, 1, [{"image": b"x", "label": b"a"}])
+    wanted = f"the column image has the encoding {kind}, which has several images, and a sample is one: known are jpeg"
+    assert wanted in refusal_of(opened, tmp_path)
+
+
+def test_a_quality_beside_the_encoding_of_a_column(tmp_path: Path) -> None:
+    folder = copied("raw", tmp_path)
+    count_before = len(opened(folder).train)
+    for shard in folder.rglob("*.mds"):
+        old = shard.read_bytes()
+        (count,) = np.frombuffer(old, "<u4", 1)
+        if b'"jpeg"' not in old:
+            continue
+        starts = np.frombuffer(old, "<u4", count + 1, 4) + 3
+        head = 4 + 4 * (count + 1)
+        shard.write_bytes(old[:4] + starts.astype("<u4").tobytes() + old[head:].replace(b'"jpeg"', b'"jpeg:90"', 1))
+        index = shard.parent / "index.json"
+        index.write_text(index.read_text().replace('"hashes": {"', '"other": {"'))
+    assert len(opened(folder).train) == count_before

@@ -1,6 +1,7 @@
 """Shards on a server: any driver of fsspec, one result, a cache that is checked, and faults that end in one line."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -8,9 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,13 +30,15 @@ from written_shards import flip, write_folder, write_shards, write_tar
 from lockstep.arithmetic.layout import resolve
 from lockstep.arithmetic.streams import ShardNeed
 from lockstep.config.check import check
+from lockstep.config.value_checks import place as checked_place
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset, is_other_data
 from lockstep.data.streams import room_note
+from lockstep.errors import UserError
 from lockstep.report import provenance
 from lockstep.vision.data import server as servers
 from lockstep.vision.data import shard_cache
-from lockstep.vision.data.remote import Remote
+from lockstep.vision.data.remote import Remote, expanded
 
 pytestmark = pytest.mark.usefixtures("servers")
 fsspec = pytest.importorskip("fsspec")
@@ -686,6 +693,17 @@ def test_a_disk_for_a_part_of_the_shards_is_enough(web: WebServer, small_disk: A
     assert sum(path.stat().st_size for path in folder.rglob("*") if len(path.name) == 64) <= 2 * max(sizes) + 30_000
 
 
+def test_a_disk_for_a_part_of_the_shards_is_enough_for_an_index(web: WebServer, small_disk: Any) -> None:
+    """Several shards are indexed at a time, as long as there is room."""
+    expected = opened(web.url + NAMES, **EACH)
+    sizes = [(web.folder / f"train-{number:05}.tar").stat().st_size for number in range(3)]
+    folder = small_disk(max(sizes) + 40_000)
+    web.latency = 0.1  # so that they are fetched at the same time
+    index_dir = str(web.folder.parent / "other")
+    data = opened(web.url + NAMES, **EACH, cache=str(folder), index_dir=index_dir)
+    assert data.fingerprint == expected.fingerprint
+
+
 def test_a_disk_below_a_shard_ends_in_a_line(web: WebServer, small_disk: Any) -> None:
     opened(web.url + NAMES, **EACH)
     folder = small_disk(8192)
@@ -847,6 +865,247 @@ def test_patterns_that_are_refused() -> None:
     assert "{a} is no pattern" in refusal_of(opened, "http://127.0.0.1:9/{a}.tar")
     assert "the braces of" in refusal_of(opened, "http://127.0.0.1:9/{0..1.tar")
     assert "{5..2} names 0 shards" in refusal_of(opened, "http://127.0.0.1:9/{5..2}.tar")
+    assert "{0..9..0} is no pattern" in refusal_of(opened, "http://127.0.0.1:9/{0..9..0}.tar")
+    assert "has a *, which is not expanded: name the shards" in refusal_of(opened, "http://127.0.0.1:9/train-*.tar")
+    assert "has a *, which is not expanded: name the shards" in refusal_of(opened, "s3://bucket/*/0.tar")
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("pipe:curl -s https://host/a.tar", "data_dir: pipe: names a command, and none is run"),
+        ("https://host/a.tar::https://host/b.tar", "data_dir: it has ::, which joins URLs or protocols: must be one"),
+        ("s3://bucket/a#1", "data_dir: its s3 URL has a #, which begins a URL's fragment: rename"),
+        ("https://host/a-{0..1}#b.tar", "write %23 on a web server"),
+    ],
+)
+def test_places_that_webdataset_reads_otherwise(place: str, message: str) -> None:
+    assert message in (line := refusal_of(checked_place, place)), line
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("{000..010..2}.tar", ["000.tar", "002.tar", "004.tar", "006.tar", "008.tar", "010.tar"]),
+        ("{1..9..04}.tar", ["1.tar", "5.tar", "9.tar"]),
+        ("a-{0..1..5}.tar", ["a-0.tar"]),
+    ],
+)
+def test_steps_in_braces(pattern: str, names: list[str]) -> None:
+    assert expanded(pattern) == names
+
+
+def test_the_url_of_one_shard(shards: Path, web: WebServer, tmp_path: Path) -> None:
+    one = opened(f"{web.url}/train-00001.tar", **EACH)
+    (tmp_path / "one").mkdir()
+    shutil.copy(shards / "train-00001.tar", tmp_path / "one")
+    assert same(one.train, opened(tmp_path / "one", **EACH).train)
+
+
+# --- what a server answers ---
+
+
+class Answers:
+    """A server that gives one answer to each request: a status, a body and headers, by the method."""
+
+    def __init__(self, answer: Any) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                status, body, headers = answer(self.command, self.path)
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_HEAD = do_GET  # noqa: N815
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *arguments: Any) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def s3_error(code: str) -> bytes:
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (
+            403,
+            "InvalidObjectState",
+            "the object is archived (Glacier), and must be restored first (InvalidObjectState)",
+        ),
+        (400, "ExpiredToken", "the credentials have expired (ExpiredToken)"),
+        (403, "SignatureDoesNotMatch", "the secret key of the environment does not fit its access key"),
+        (403, "InvalidAccessKeyId", "the server does not know the access key"),
+        (403, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        (403, "AccessDenied", "access is denied (403), with the credentials of the environment"),
+        (403, "AllAccessDisabled", "access is denied (403, AllAccessDisabled)"),
+        (404, "NoSuchBucket", "there is no such bucket (NoSuchBucket)"),
+    ],
+)
+def test_what_s3_answers_is_named(
+    s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, status: int, code: str, message: str
+) -> None:
+    with Answers(lambda method, path: (status, s3_error(code), {"Content-Type": "application/xml"})) as server:
+        for name, value in {**s3, "AWS_ENDPOINT_URL": server.url}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(servers.Unavailable) as error:
+            servers.Server("s3://images/x", 1).read("a.tar", 10, lambda content: None)
+        assert message in str(error.value)
+        with pytest.raises(UserError) as of_list:
+            servers.Server("s3://images/x", 1).files()
+        assert message in str(of_list.value)
+        hint = "if its objects may be read, a pattern names them: s3://images/x/train-{000..099}.tar"
+        assert (hint in str(of_list.value)) == (status == 403)
+
+
+def test_a_bucket_whose_list_is_denied_is_read_by_a_pattern(
+    shards: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the line on the denied list says."""
+
+    def answer(method: str, path: str) -> Any:
+        file = shards / path.partition("?")[0].rpartition("/")[2]
+        if "list-type" in path or not file.is_file():
+            return 403, s3_error("AccessDenied"), {"Content-Type": "application/xml"}
+        return (
+            200,
+            file.read_bytes(),
+            {"ETag": f'"{len(file.name)}-x"', "Last-Modified": "Wed, 01 Jul 2026 10:00:00 GMT"},
+        )
+
+    with Answers(answer) as server:
+        for name, value in {**s3, "AWS_ENDPOINT_URL": server.url}.items():
+            monkeypatch.setenv(name, value)
+        assert "a pattern names them" in refusal_of(opened, "s3://images/same")
+        assert len(opened("s3://images/same" + NAMES, **EACH).train) == 42
+
+
+def test_without_credentials_the_remedy_is_named() -> None:
+    class NoCredentialsError(Exception):
+        pass
+
+    assert "a public bucket needs FSSPEC_S3_ANON=true there" in servers.reason(NoCredentialsError())
+
+
+@pytest.mark.parametrize("pattern", [NAMES, ""])
+def test_a_page_to_log_in_is_no_damaged_index(pattern: str) -> None:
+    page = b"<!DOCTYPE html><html>log in</html>"
+    with Answers(lambda method, path: (200, page, {"Content-Type": "text/html", "ETag": '"1"'})) as server:
+        line = refusal_of(opened, server.url + pattern)
+    assert "is a web page or an error message, as servers send to who must log in" in line, line
+    assert ("index.json" if not pattern else "train-0000") in line
+
+
+def test_replicas_with_etags_of_their_own_are_named(shards: Path) -> None:
+    """The bytes are the same, and nothing was replaced."""
+    heads: Counter[str] = Counter()
+
+    def answer(method: str, path: str) -> Any:
+        heads[path] += method == "HEAD"
+        file = shards / path.rpartition("/")[2]
+        if not file.is_file():
+            return 404, b"", {}
+        return 200, file.read_bytes(), {"ETag": f'"replica-{heads[path] % 2}"'}
+
+    with Answers(answer) as server:
+        line = refusal_of(opened, server.url + "/{train,test}-00000.tar", **EACH)
+    assert "the server states two versions (ETags) in turns, as replicas do: let all of them" in line, line
+
+
+@pytest.mark.parametrize("form", ["seconds", "date", "too long"])
+def test_a_server_that_asks_to_wait_is_waited_for(web: WebServer, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    in_two_seconds = format_datetime(datetime.now(UTC) + timedelta(seconds=7), usegmt=True)
+    value = {"seconds": "3", "date": in_two_seconds, "too long": "9999"}[form]
+    pauses: list[Any] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    tries = itertools.count()
+
+    def answer(method: str, path: str) -> Any:
+        return (429, b"", {"Retry-After": value}) if next(tries) < 2 else (200, b"content", {})
+
+    with Answers(answer) as server:
+        read = partial(servers.Server(server.url, 60).read, "a", -1, pauses.append)
+        if form == "too long":
+            with pytest.raises(servers.Unavailable, match="status 429"):
+                read()
+            assert pauses == []
+            return
+        read()
+    assert pauses[-1] == b"content"
+    assert all(3 <= pause <= 8 for pause in pauses[:-1])
+    assert len(pauses) == 3
+
+
+# --- file systems without locks ---
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_without_locks_two_processes_never_write_one_file(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    part = opened(web.url + NAMES, **EACH).train
+    expected = samples(part)
+    forget(tmp_path)
+
+    def no_locks(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(shard_cache.fcntl, "flock", no_locks)
+    web.latency = 0.1
+    parts = set()
+    complete = shard_cache.ShardCache._complete
+
+    def noted(self: Any, known: Any, temporary: Path, *arguments: Any) -> Any:
+        assert temporary not in parts
+        parts.add(temporary)
+        return complete(self, known, temporary, *arguments)
+
+    monkeypatch.setattr(shard_cache.ShardCache, "_complete", noted)
+    others = [opened(web.url + NAMES, **EACH).train for _ in range(3)]
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda each=each: results.append(samples(each))) for each in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    for each in results:
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(each, expected, strict=True))
+    assert not [*(tmp_path / "cache").rglob("*.part")]
+
+
+def test_without_locks_what_a_process_has_left_goes_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(shard_cache.fcntl, "flock", no_locks)
+    for age, is_gone in ((60, False), (2 * shard_cache.ABANDONED, True)):
+        part, plan = tmp_path / f"{'0' * 64}.9.part", tmp_path / "plan"
+        for path in (part, plan):
+            path.touch()
+            os.utime(path, (time.time() - age,) * 2)
+        assert shard_cache.removed(str(part)) == is_gone
+        assert part.exists() != is_gone
+        assert shard_cache.is_free(str(plan)) == is_gone
 
 
 def test_damaged_records_beside_the_shards_are_refused(web: WebServer) -> None:

@@ -260,7 +260,7 @@ GOOD = {"cat/1.png": png(), "cat/2.png": png(1), "dog/1.png": png(2), "dog/2.png
             "a.tar: only dog/3.png has one: all images must have a label",
         ),
         ({"a/1.cls": b"1", "a/1.png": png(), "a/2.png": png()}, "a.tar: a/2.png has no .cls, .txt or .json member"),
-        ({"1.cls": b"1", "2.cls": b"1", "2.png": png()}, "a.tar: a label after its start has no image"),
+        ({"1.cls": b"1", "2.cls": b"1", "2.png": png()}, "a.tar: the label 1.cls has no image: known are jpg"),
         ({"1.cls": b"\xff", "1.png": png()}, "a.tar: truncated or damaged tar file ('utf-8' codec can't decode"),
         ({"1.json": b"{", "1.png": png()}, "a.tar: truncated or damaged tar file (Expecting"),
         ({"1.cls": b"a\nb", "1.png": png()}, "a.tar: the label of 1.png is no class: it must be one line"),

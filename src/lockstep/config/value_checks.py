@@ -38,17 +38,25 @@ def place(text: str) -> str:
     Raises:
         UserError: The URL has a password or a query, or names several servers. The message does not have the URL.
     """
+    if text.startswith("pipe:"):
+        raise UserError("data_dir: pipe: names a command, and none is run: must be a folder, or a URL of the shards")
     if not is_url(text):
         return absolute(text)
     scheme, _, rest = text.partition(":")
-    if "::" in text or not rest.startswith("//"):
+    if "::" in text:
+        right = "must be one URL, whose braces may name several shards: s3://bucket/train-{000..099}.tar"
+        raise UserError(f"data_dir: it has ::, which joins URLs or protocols: {right}")
+    if not rest.startswith("//"):
         raise UserError("data_dir: the URL names no place: must be <protocol>://<place>, such as s3://bucket/images")
     user, at, _ = rest[2:].partition("/")[0].rpartition("@")
     is_container = scheme.lower() in ("abfs", "abfss") and ":" not in user  # abfs://<container>@<account>...
-    if (at and not is_container) or "?" in rest or "#" in rest:
+    if (at and not is_container) or "?" in rest:
         holds = "a user or password" if at and not is_container else "a query, which may hold a token"
         right = "leave it out, and set the credentials as the protocol's driver reads them (docs/use/object-stores.md)"
         raise UserError(f"data_dir: its {scheme} URL has {holds}, and URLs are written into configs and logs: {right}")
+    if "#" in rest:
+        right = "rename the file or folder, or write %23 on a web server"
+        raise UserError(f"data_dir: its {scheme} URL has a #, which begins a URL's fragment: {right}")
     return absolute(rest[2:]) if scheme.lower() in ("file", "local") else text.rstrip("/")
 
 

@@ -22,14 +22,14 @@ from lockstep.text import is_url, join_names, plural
 from lockstep.vision.data.remote import Remote
 from lockstep.vision.data.server import Unavailable
 from lockstep.vision.data.shard_index import digest, index_root
-from lockstep.vision.data.shards import parts_of
+from lockstep.vision.data.shards import checked_suffixes, parts_of
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the program's arguments."""
     made = parser_of("index", __doc__)
     made.add_argument("url", help="of the shards, or a pattern with braces")
-    made.add_argument("--image", help="as the key data.image")
+    made.add_argument("--image", help="as the key data.image; several: jpg,webp")
     made.add_argument("--label", default="label", help="as the key data.label")
     made.add_argument("--index-dir", help="as the key data.index_dir")
     made.add_argument("--cache", help="as the key data.cache")
@@ -50,7 +50,8 @@ def main(words: list[str]) -> int:
         raise UserError(
             f"lockstep index {chosen.url}: a run indexes a folder by itself: give a URL, s3://bucket/images"
         )
-    options = {"image": chosen.image, "label": chosen.label}
+    image = chosen.image.split(",") if "," in (chosen.image or "") else chosen.image
+    options = {"image": checked_suffixes(image), "label": None if chosen.label == "null" else chosen.label}
     remote = Remote(url, options, chosen.cache, chosen.cache_gb, chosen.retry_seconds, chosen.index_dir, anew=True)
     if left_out := remote.left_out():  # a run that names no pattern takes the index for the whole folder
         raise UserError(

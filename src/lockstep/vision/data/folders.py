@@ -30,6 +30,7 @@ from lockstep.vision.data.labelled import (
     unique_images,
 )
 from lockstep.vision.data.pixels import Reading
+from lockstep.vision.data.targets import table_lines
 from lockstep.vision.data.walk import Walk, entries, is_folder, is_left_behind, local_folder, passed_over_text, walk
 
 # .jfif and .jpe are JPEG.
@@ -295,11 +296,12 @@ def _paths(source: Path) -> list[str]:
     if kind not in (".txt", ".csv"):
         return [str(source)]
     try:
-        lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+        lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"images={source}: can't be read ({error.strerror})") from error
     try:
-        rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
+        of_table = [] if kind == ".txt" else table_lines(csv.reader(lines), f"images={source}")
+        rows = [[line.strip()] for line in lines] if kind == ".txt" else [values for _, values in of_table]
     except csv.Error as error:
         raise UserError(f"images={source}: not a list of files ({error})") from error
     head = rows[0] if rows else []

@@ -24,7 +24,7 @@ from lockstep.vision.data.labelled import (
 )
 from lockstep.vision.data.masks import MaskedFiles
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.targets import Columns, columns, read_targets
+from lockstep.vision.data.targets import Columns, columns, read_targets, table_lines
 
 
 def image_list(
@@ -133,12 +133,12 @@ def read(file: Path, of: Columns) -> list[dict[str, Any]]:
         of: the columns that it must have beside `path`. If an option names them, further ones are ignored.
 
     Raises:
-        UserError: The file can't be read or has other columns, or a row has more values than columns.
+        UserError: The file can't be read or has other columns, a row has more values than columns, or a value has a
+            line break, as behind a quotation mark that is not closed.
     """
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
-            table = csv.reader(text, skipinitialspace=True)
-            lines = [(table.line_num, values) for values in table if values]
+            lines = table_lines(csv.reader(text, skipinitialspace=True), f"data.csv={file}")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
     head = [*map(clean, lines[0][1])] if lines else []

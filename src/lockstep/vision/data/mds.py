@@ -5,18 +5,21 @@ begins with the sizes of its columns that have no fixed size. Nothing is unpickl
 labels are read, and their encodings must be those of an image file, a text or a whole number.
 """
 
+import contextlib
+import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.vision.data.shard_files import LONGEST, TEXTS, Sample, Shard
+from lockstep.vision.data.shard_files import LONGEST, TEXTS, Sample, Shard, Suffixes, one_column, other_kind
 
-IMAGE_ENCODINGS = ("jpeg", "jpegarray", "jpeg_array", "png", "bytes")  # whose bytes are those of an image file
+IMAGE_ENCODINGS = ("jpeg", "png", "bytes")  # whose bytes are those of an image file
 NUMBERS = {
     "int": "<i8",
     "int8": "<i1",
@@ -33,9 +36,11 @@ MOST_COLUMNS = 10_000
 MOST_BYTES = 1 << 32  # of a shard: its places are numbers of 32 bits
 INDEX = "index.json"  # names the shards of a folder
 PIECE = 1 << 20  # bytes that are unpacked at a time
+XXHASHES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")  # of the package xxhash
+Hashes = Mapping[str, str]  # of a file, in hex, by kind: sha1, xxh64
 
 
-def scan_mds(path: Path | str, image: str | None, label: str, source: Path, packed: IO[bytes]) -> Shard:
+def scan_mds(path: Path | str, image: Suffixes, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
     """Return the images of an MDS shard. Those of a compressed shard are copied to `packed`.
 
     Args:
@@ -48,8 +53,9 @@ def scan_mds(path: Path | str, image: str | None, label: str, source: Path, pack
     Raises:
         UserError: The shard is damaged, has other columns or encodings, or is compressed otherwise than by zstd.
     """
-    is_compressed = str(path).endswith(".zstd")
+    is_compressed = str(path).lower().endswith(".zstd")
     shard, at = Shard(TEXTS), "its start"
+    image, label = one_column(path, image, label)
     try:
         content = decompressed(path, source) if is_compressed else np.memmap(source, mode="r").data
         (count,) = struct.unpack_from("<I", content, 0)
@@ -108,14 +114,16 @@ def chosen(
     listed = f"its columns are {', '.join(f'{name} ({kind})' for name, (kind, _) in columns.items())}"
     right = "choose by data.image= and data.label="
     if image is None:
-        of_images = [name for name, (kind, _) in columns.items() if kind in IMAGE_ENCODINGS]
+        of_images = [name for name, (kind, _) in columns.items() if kind.partition(":")[0] in IMAGE_ENCODINGS]
         image = of_images[0] if len(of_images) == 1 and "image" not in columns else "image"
     if missing := [name for name in (image, label) if name not in columns]:
         raise UserError(f"{path}: no column {missing[0]}, {listed}: {right}")
     for name, known in ((image, IMAGE_ENCODINGS), (label, LABEL_ENCODINGS)):
         kind = columns[name][0]
-        if kind not in known:
+        if kind.partition(":")[0] not in known:  # jpeg:90 states a quality
             why = "is never unpickled" if kind == "pkl" else "is not read"
+            if "jpeg" in kind and ("list" in kind or "array" in kind):
+                why = "has several images, and a sample is one"
             raise UserError(
                 f"{path}: the column {name} has the encoding {kind}, which {why}: known are {', '.join(known)}"
             )
@@ -235,8 +243,8 @@ class NoMds(UserError):
     """An index.json names no MDS shards."""
 
 
-def names_in(description: bytes, where: str) -> list[str]:
-    """Return the shards that an index.json of MDS names, by their paths from its folder.
+def shards_in(description: bytes, where: str) -> dict[str, Hashes]:
+    """Return the shards that an index.json of MDS names, by their paths from its folder, with their hashes.
 
     Args:
         description: the file's content.
@@ -246,12 +254,16 @@ def names_in(description: bytes, where: str) -> list[str]:
         NoMds: it names others.
         UserError: it is damaged.
     """
+    if kind := other_kind(description[:512]):
+        raise UserError(f"{where}: {kind}")
     try:
         content = json.loads(description)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: damaged ({error}): copy it again, or remove it") from error
     try:
-        names = [(each.get("zip_data") or each["raw_data"])["basename"] for each in content["shards"]]
+        files = [each.get("zip_data") or each["raw_data"] for each in content["shards"]]
+        names = [each["basename"] for each in files]
+        hashes = [{str(kind): str(value) for kind, value in (each.get("hashes") or {}).items()} for each in files]
         kinds = {
             (str(each["format"]), (each.get("compression") or "zstd").partition(":")[0]) for each in content["shards"]
         }
@@ -262,11 +274,31 @@ def names_in(description: bytes, where: str) -> list[str]:
         raise NoMds(f"{where}: its shards are {listed}: must be mds, zstd")
     if any(not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")) for name in names):
         raise UserError(f"{where}: names a file elsewhere")
-    return names
+    return dict(zip(names, hashes, strict=True))
 
 
-def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | None]) -> None:
-    """Refuse MDS shards other than those that an index.json names: strange ones beside it, and a cut copy.
+def check_hashes(path: Path | str, file: Any, hashes: Hashes) -> set[str]:
+    """Compare a shard with its hashes in index.json. Return their kinds if none of them can be computed here.
+
+    Raises:
+        UserError: One differs.
+    """
+    makers = {kind: partial(hashlib.new, kind, usedforsecurity=False) for kind in hashlib.algorithms_available}
+    with contextlib.suppress(ImportError):
+        import xxhash
+
+        makers |= {kind: getattr(xxhash, kind) for kind in XXHASHES}
+    for kind in hashes.keys() & makers.keys():
+        file.seek(0)
+        if hashlib.file_digest(file, makers[kind]).hexdigest() != hashes[kind].lower():
+            raise UserError(f"{path}: damaged: its {kind} is not that in {INDEX}: it must be written or copied again")
+    return set() if hashes.keys() & makers.keys() else {*hashes}
+
+
+def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | None]) -> dict[str, Hashes]:
+    """Return the hashes of MDS shards in files index.json, by the shards' paths.
+
+    Refuse MDS shards other than those that an index.json names: strange ones beside it, and a cut copy.
 
     Args:
         root: the folder or URL, for messages.
@@ -279,6 +311,7 @@ def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | N
     """
     shards = {path.removesuffix(".zstd") for path in paths if path.endswith((".mds", ".mds.zstd"))}
     folders = [path.removesuffix(INDEX) for path in paths if path.rpartition("/")[2] == INDEX]
+    hashes: dict[str, Hashes] = {}
     for folder in folders:
         beside = {path for path in shards if path.rpartition("/")[0] == folder.rstrip("/")}
         where, reason = f"{root}/{folder}{INDEX}", "it is listed"
@@ -289,7 +322,9 @@ def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | N
         if description is None:
             raise UserError(f"{where}: can't be read ({reason})")
         try:
-            named = {folder + name.removesuffix(".zstd") for name in names_in(description, where)}
+            of_folder = shards_in(description, where)
+            hashes |= {folder + name: of_shard for name, of_shard in of_folder.items() if of_shard}
+            named = {folder + name.removesuffix(".zstd") for name in of_folder}
         except NoMds:
             if not beside:  # it is of another program
                 continue
@@ -298,3 +333,4 @@ def check_named(root: str, paths: Iterable[str], read: Callable[[str], bytes | N
             raise UserError(f"{root}/{others[0]}: the index.json beside it does not name it: remove one of them")
         if missing := sorted(named - shards):
             raise UserError(f"{root}/{missing[0]}: {folder}{INDEX} names it: copy it, or remove {INDEX}")
+    return hashes

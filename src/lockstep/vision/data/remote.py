@@ -14,11 +14,12 @@ from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.text import plural
 from lockstep.vision.data.labelled import PARTS
-from lockstep.vision.data.mds import INDEX, check_named, names_in
+from lockstep.vision.data.mds import INDEX, check_named, shards_in
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
 from lockstep.vision.data.server import REMEDY, UNKNOWN, Server, Stat, Unavailable
 from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
+from lockstep.vision.data.shard_files import Suffixes
 from lockstep.vision.data.shard_index import Index, cache_folder, index_root
 from lockstep.vision.data.shard_scan import scan
 
@@ -67,6 +68,9 @@ class Remote:
         )
         self.folder = (Path(cache).expanduser().absolute() if cache else cache_folder()) / "shards"
         self.options = {name: options[name] for name in ("image", "label")}
+        if "*" in self.data_dir:
+            right = "name the shards with braces, train-{000..099}.tar, or give their folder"
+            raise UserError(f"data_dir={self.data_dir} has a *, which is not expanded: {right}")
         base, pattern = split_pattern(self.data_dir)
         self.server = Server(base, retry_seconds)
         self.records = Records(self.server, self.options, index_root(index_dir), self.cache_of(None), anew)
@@ -117,7 +121,7 @@ class Remote:
             shards = {path: stat for path, stat in files.items() if SHARD.search(path)}
             if not may_be_empty:  # a writer replaces index.json at the end
                 described = [path for path in files if path.rpartition("/")[2] == INDEX]
-                check_named(self.server.url, [*shards, *described], self._description)
+                self.records.hashes = check_named(self.server.url, [*shards, *described], self._description)
             return shards
         return self._of_mds()
 
@@ -128,8 +132,9 @@ class Remote:
         for folder in ("", *(f"{part}/" for part in PARTS)):
             description = self._description(folder + INDEX)
             if description is not None:
-                names = names_in(description, f"{url}/{folder}{INDEX}")
-                shards |= {f"{folder}{name}": UNKNOWN for name in names}
+                for name, hashes in shards_in(description, f"{url}/{folder}{INDEX}").items():
+                    shards[f"{folder}{name}"] = UNKNOWN
+                    self.records.hashes[f"{folder}{name}"] = hashes
         if not shards:
             right = f"give a pattern, such as {url}/train-{{000..099}}.tar, or make an index beside the shards"
             raise UserError(f"shards: {url} has no list of its files that could be read: {right} (lockstep index)")
@@ -186,16 +191,18 @@ class Remote:
             raise UserError(f"{limit}: {each}: give data.window=4, say, or more room")
 
 
-def packed_again(image: str | None, label: str, where: str, source: Path, target: Any) -> None:
+def packed_again(image: Suffixes, label: str | None, where: str, source: Path, target: Any) -> None:
     """Write the images of a packed shard, as when it was indexed; see `Examine` of the cache."""
     scan(where, image, label, source, target)
 
 
 def split_pattern(url: str) -> tuple[str, str]:
     """Return the URL before the first part of a path with braces, and the rest; an empty text without braces."""
+    from lockstep.vision.data.shards import SHARD
+
     at = url.find("{")
     if at < 0:
-        return url, ""
+        return url.rpartition("/")[::2] if SHARD.search(url) else (url, "")  # the URL of a shard names it
     base, _, begin = url[:at].rpartition("/")
     return base, begin + url[at:]
 
@@ -214,9 +221,9 @@ def expanded(pattern: str) -> list[str]:
                 raise UserError(f"data_dir: the braces of {pattern} don't fit: must be {{000..099}} or {{train,val}}")
             choices.append([part])
             continue
-        if match := re.fullmatch(r"(\d+)\.\.(\d+)", part):
-            first, last = match.groups()
-            numbers = range(int(first), int(last) + 1)
+        if match := re.fullmatch(r"(\d+)\.\.(\d+)(?:\.\.0*([1-9]\d*))?", part):
+            first, last, step = match.groups()
+            numbers = range(int(first), int(last) + 1, int(step or 1))
             width = len(first) if first.startswith("0") else 0
             if not numbers or len(numbers) * count > MOST_SHARDS:
                 raise UserError(

@@ -18,7 +18,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +32,7 @@ from lockstep.errors import UserError
 from lockstep.files import replacing, write
 from lockstep.text import join_names, plural
 from lockstep.vision.data.labelled import CHECKED_FILES, UNREADABLE, LabelledFiles
+from lockstep.vision.data.mds import Hashes, check_hashes
 from lockstep.vision.data.pixels import (
     TOO_DEEP,
     Reading,
@@ -43,7 +44,8 @@ from lockstep.vision.data.pixels import (
     too_large_text,
 )
 from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same
-from lockstep.vision.data.shard_cache import Known, ShardCache, Table
+from lockstep.vision.data.shard_cache import FULL, Known, ShardCache, Table
+from lockstep.vision.data.shard_files import other_kind
 from lockstep.vision.data.shard_index import (
     BORDERS,
     COLUMNS,
@@ -54,11 +56,12 @@ from lockstep.vision.data.shard_index import (
     first_writable,
     index_root,
     make_once,
+    warn_of_unchecked,
 )
 from lockstep.vision.data.shard_scan import Scanned, scan
 
 LOG = logging.getLogger("lockstep")
-RECORD_VERSION, INDEX_VERSION = 1, 1  # of the records of shards, and of the index that is made of them
+RECORD_VERSION, INDEX_VERSION = 2, 2  # of the records of shards, and of the index that is made of them
 BESIDE = ".index"  # the folder of the records beside the shards
 DAMAGED = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, zipfile.BadZipFile)
 MOST_LISTED = 10_000  # shards; with more, a run takes the records beside them without a listing
@@ -172,6 +175,8 @@ class Records:
         self.key = digest([RECORD_VERSION, dict(options)])[:16]
         self.folder = folder / digest(server.url)[:16] / f"records-{self.key}"
         self.beside = f"{BESIDE}/records-{self.key}"  # with the endings .json and .npz
+        self.hashes: dict[str, Hashes] = {}  # of some shards, in files index.json of MDS
+        self.unchecked: set[str] = set()  # kinds of hashes that can't be computed here
         self.shards = 1  # their number, which decides how many images of each are checked
         # Of the records beside the shards:
         self._number_of: dict[str, int] = {}  # of each shard, by path
@@ -194,7 +199,7 @@ class Records:
             content = self.server.read_small(f"{self.beside}.json")
         except Unavailable as error:
             raise UserError(f"{self.server.url}: {error}: {REMEDY}") from error
-        if content is None:
+        if content is None or other_kind(content[:512]):  # a server may send a page for what is missing
             return None
         try:
             return self._read_published(content)
@@ -339,6 +344,10 @@ class Records:
         It is an `Examine` of the cache.
         """
         images = Scanned.of(scan(where, self.options["image"], self.options["label"], source, target))
+        hashes = self.hashes.get(where.removeprefix(f"{self.server.url}/"))
+        if hashes:
+            with open(source, "rb") as file:
+                self.unchecked |= check_hashes(where, file, hashes)
         target.flush()
         highest: list[int] = []
         broken = []
@@ -375,16 +384,26 @@ class Records:
         with ThreadPoolExecutor(CONNECTIONS, "index-shards") as pool:
             pending: list[Any] = []
             remaining = iter(shards.items())
+            most = 2 * CONNECTIONS
             try:
-                for number in range(len(shards)):
-                    while len(pending) < 2 * CONNECTIONS and (item := next(remaining, None)) is not None:
+                for number, shard in enumerate(shards.items()):
+                    while len(pending) < most and (item := next(remaining, None)) is not None:
                         pending.append(pool.submit(self.of, *item))
-                    yield pending.pop(0).result()
+                    try:
+                        record = pending.pop(0).result()
+                    except UserError as error:
+                        if getattr(error.__cause__, "errno", None) not in FULL:
+                            raise
+                        most = 1  # a small disk may have room for one shard at a time
+                        wait(pending)
+                        record = self.of(*shard)
+                    yield record
                     if time.monotonic() - logged > SECONDS_BETWEEN:
                         logged = time.monotonic()
                         LOG.info("indexed %d of %d shards in %.0f s", number + 1, len(shards), logged - began)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+        warn_of_unchecked(self.unchecked)
 
     def publish(self, records: Sequence[Record]) -> None:
         """Write records beside the shards; raise `Unavailable` if that is not allowed."""

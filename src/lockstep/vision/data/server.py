@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import IO, Any, TypeVar
 
@@ -40,6 +41,14 @@ CHUNK = 8 << 20  # bytes of a request
 S3_PART = 50 << 20  # bytes of a part, if s3fs sends a large object in parts
 CHUNK_SECONDS, LISTING_SECONDS = 60.0, 1800.0  # timeouts of a request, and of a listing or an upload
 FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0  # seconds before another try
+CODES = {  # of S3 and of servers that speak it
+    "InvalidObjectState": "the object is archived (Glacier), and must be restored first",
+    **dict.fromkeys(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"), "the credentials have expired"),
+    "SignatureDoesNotMatch": "the secret key of the environment does not fit its access key",
+    "InvalidAccessKeyId": "the server does not know the access key of the environment",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong",
+    "NoSuchBucket": "there is no such bucket",
+}
 PERMANENT_TRIES = 3  # of an object that is missing or forbidden
 # What a server says of an object's version, in order of preference.
 VERSIONS = (
@@ -106,7 +115,10 @@ class Server:
             objects = self._tried(find, self.url, may_be_missing=may_be_empty)
         except Unavailable as error:
             if not may_be_empty or not isinstance(error.__cause__, FileNotFoundError):
-                raise UserError(f"{self.url}: {error}: {REMEDY}") from error
+                remedy = REMEDY
+                if error.__cause__ is not None and status_of(error.__cause__) in (401, 403):
+                    remedy = f"if its objects may be read, a pattern names them: {self.url}/train-{{000..099}}.tar"
+                raise UserError(f"{self.url}: the list of its objects: {error}: {remedy}") from error
             return {}
         return {name.removeprefix(root): stat_of(info) for name, info in objects.items() if name.startswith(root)}
 
@@ -118,7 +130,10 @@ class Server:
             fs.invalidate_cache()
             return called(fs, "info", f"{root}/{path}" if path else root)
 
-        return stat_of(self._tried(info, path))
+        try:
+            return stat_of(self._tried(info, path))
+        except Unavailable as error:
+            raise Unavailable(f"a request for its size (HEAD): {error}") from error.__cause__
 
     def read(self, path: str, size: int, write: Callable[[bytes], Any], start: int = 0) -> None:
         """Read an object from `start` on, and pass its bytes to `write` in order.
@@ -193,6 +208,7 @@ class Server:
                     raise Unavailable(reason(error)) from error
                 waited = time.monotonic() - began
                 pause = min(LONGEST_WAIT, FIRST_WAIT * 2**tries) * random.uniform(0.5, 1.0)
+                pause = max(pause, retry_after(error))
                 over = waited + pause > self.retry_seconds or (tries >= PERMANENT_TRIES and is_permanent(error))
                 if over:
                     raise Unavailable(f"{reason(error)} ({plural(tries, 'try').replace('trys', 'tries')})") from error
@@ -347,6 +363,31 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
+def code_of(error: BaseException) -> str:
+    """Return the code that S3 states beside an HTTP status; empty without one."""
+    for each in causes(error):
+        response = getattr(each, "response", None)
+        stated = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        if isinstance(stated, str) and re.fullmatch(r"[A-Za-z][\w.]{2,60}", stated) and stated != "Forbidden":
+            return stated
+    return ""
+
+
+def retry_after(error: BaseException) -> float:
+    """Return the seconds that a server asks to wait before another try; 0 if it asks for nothing."""
+    for each in causes(error):
+        response = getattr(each, "response", None)
+        of_s3 = response.get("ResponseMetadata", {}).get("HTTPHeaders") if isinstance(response, dict) else None
+        for headers in (getattr(each, "headers", None), getattr(response, "headers", None), of_s3):
+            stated = {str(name).lower(): value for name, value in dict(headers or {}).items()}.get("retry-after")
+            with contextlib.suppress(TypeError, ValueError):
+                if stated is not None and str(stated).strip().isdigit():
+                    return float(stated)
+                if stated is not None:  # a date
+                    return max(0.0, (parsedate_to_datetime(str(stated)) - datetime.now(UTC)).total_seconds())
+    return 0.0
+
+
 def refused(error: BaseException) -> bool:
     """Check whether an error is another one than that there is no object. fsspec's HTTP raises that for all."""
     status = status_of(error)
@@ -366,18 +407,21 @@ def is_permanent(error: BaseException) -> bool:
 
 def reason(error: BaseException) -> str:
     """Return why a request failed, in a few words, without what a server has sent."""
-    status = status_of(error)
+    status, code = status_of(error), code_of(error)
+    if code in CODES:
+        return f"{CODES[code]} ({code})"
     if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError) and not refused(error)):
         return "there is no such object"
     if status in (401, 403) or isinstance(error, PermissionError):
-        return f"access is denied ({status or 403}), with the credentials of the environment"
+        with_code = ", ".join(filter(None, (str(status or 403), code if code != "AccessDenied" else "")))
+        return f"access is denied ({with_code}), with the credentials of the environment"
     if status is not None:
         return f"the server answers with status {status}"
     names = [type(each).__name__ for each in causes(error)]
     if any("Timeout" in name for name in names):
         return f"the server does not answer within {CHUNK_SECONDS:.0f} s"
     if "NoCredentialsError" in names:
-        return "there are no credentials in the environment"
+        return "there are no credentials in the environment; a public bucket needs FSSPEC_S3_ANON=true there"
     last = next((each for each in causes(error) if isinstance(each, OSError) and each.strerror), None)
     text = (last.strerror if last is not None else None) or one_line(error)
     return f"{type(error).__name__}: {text}"[:160]

@@ -33,6 +33,9 @@ from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable, diges
 from lockstep.vision.data.shard_scan import is_packed
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has no locks
+ABANDONED = 86_400  # seconds, after which a temporary file without a lock belongs to no process
+REPEATS = 6  # whether the version of a shard changes back
 THREADS = 4  # of a process, that fetch ahead
 FIRST_AHEAD, MOST_AHEAD = 4, 64  # shards
 GIB = 1 << 30
@@ -423,7 +426,8 @@ class ShardCache:
             raise UserError(f"data.cache_gb={self.gigabytes:g}: {where} alone takes {reserved / GIB:.3g} GB: give more")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f"{'new-' if is_new else ''}{known.sha256}.{reserved}.part"
+            single = "" if self._has_locks() else f"-{uuid.uuid4().hex}"  # else two processes would write one file
+            part = self.folder / f"{'new-' if is_new else ''}{known.sha256}{single}.{reserved}.part"
             with locked(part, 0o644) as file:
                 if not is_new and (cached := self._open_cached(known)) is not None:  # another process has fetched it
                     os.close(cached)
@@ -439,6 +443,11 @@ class ShardCache:
                 raise UserError(f"{self.folder}: no space for {known.path}: {remedy}") from error
             reason = error.strerror or error
             raise UserError(f"{self.folder}: can't be written ({reason}): give another data.cache=<folder>") from error
+
+    def _has_locks(self) -> bool:
+        """Check whether the file system of the cache has locks."""
+        with open(os.open(self.folder / ROOM, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "rb") as file:
+            return has_locks(file)
 
     def _complete(self, known: Known, part: Path, file: IO[bytes], examine: Examine | None) -> Known:
         """Download a shard to its temporary file, check it, and give it its name."""
@@ -538,11 +547,16 @@ class ShardCache:
     def _refuse_replaced(self, known: Known) -> None:
         """Raise a UserError if the server has another version of a shard than the index."""
         try:
-            now = self.server.stat(known.path)
+            if is_same(self.server.stat(known.path), known.stat):
+                return
+            later = [self.server.stat(known.path) for _ in range(REPEATS)]
         except Unavailable:
             return
-        if not is_same(now, known.stat):
-            raise UserError(f"{self.server.url}/{known.path}: was replaced after it was indexed: {self.advice}")
+        where = f"{self.server.url}/{known.path}"
+        if any(is_same(stat, known.stat) for stat in later):
+            right = "let all of them state one version, or give the URL of one"
+            raise UserError(f"{where}: the server states two versions (ETags) in turns, as replicas do: {right}")
+        raise UserError(f"{where}: was replaced after it was indexed: {self.advice}")
 
     # --- room ---
 
@@ -671,10 +685,25 @@ def is_free(path: str) -> bool:
     except PermissionError:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with open(number, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False  # its process exists, or the file system has no locks
+        return is_free_to_lock(file)
+
+
+def is_free_to_lock(file: IO[bytes]) -> bool:
+    """Lock a file, if no process has locked it. Without locks, a file that is old enough belongs to none."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in NO_LOCKS and time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED
+    return True
+
+
+def has_locks(file: IO[bytes]) -> bool:
+    """Check whether the file system of a file has locks. A lock that another process has shows it, too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError as error:
+        return error.errno not in NO_LOCKS
     return True
 
 
@@ -684,7 +713,8 @@ def removed(path: str) -> bool:
         if path.endswith((".part", ".packed")):
             locked_file = path.removesuffix(".packed").removesuffix(".part") + ".part"
             with contextlib.suppress(FileNotFoundError), open(locked_file, "r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not is_free_to_lock(file):
+                    return False
                 os.unlink(locked_file)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

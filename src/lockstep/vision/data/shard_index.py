@@ -15,26 +15,28 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import UserError
-from lockstep.text import plural
+from lockstep.text import join_names, plural
 from lockstep.vision.data.classes import class_names as names_of_classes
 from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
+from lockstep.vision.data.mds import XXHASHES, Hashes, check_hashes
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.shard_files import IMAGES
+from lockstep.vision.data.shard_files import GONE, IMAGES
 from lockstep.vision.data.shard_scan import Scanned, is_packed, scan
 from lockstep.vision.data.walk import passed_over_text
 
-VERSION = 2  # of the index's format
+VERSION = 3  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each
 BORDERS = "shard_borders"  # one more file of a part, in an index by place
 PLACE = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8")])  # `file`: an index of ShardImages.files
@@ -71,6 +73,8 @@ class ShardImages(LabelledFiles):
                 if stamp(os.fstat(shard.fileno())) != self.stamps[file]:
                     raise UserError(f"{path}: changed after it was indexed: start again, and it is indexed again")
                 return io.BytesIO(os.pread(shard.fileno(), size, start))
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: {GONE}") from error
         except (OSError, OverflowError, MemoryError) as error:
             raise UserError(f"{self.location(index)} can't be read ({error})") from error
 
@@ -120,6 +124,7 @@ def open_index(
     image_size: int,
     channels: int,
     reading: Reading,
+    hashes: Mapping[Path, Hashes] = MappingProxyType({}),
 ) -> Index:
     """Open the index of shards, and make it first if there is none, or if a shard has changed.
 
@@ -132,17 +137,21 @@ def open_index(
         image_size: pixels.
         channels: 1 or 3.
         reading: how pixels are read.
+        hashes: of some shards; they are checked when the index is made.
 
     Raises:
         UserError: A shard or an image is damaged, a column is missing, or the index can't be written.
     """
     files = [*chain(*shards.values())]
-    stamps = [stamp(file.stat()) for file in files]
+    stats = [stat_of(file) for file in files]
+    stamps = [stamp(each) for each in stats]
+    # Tools that set the time of a file (rsync, DVC, SOURCE_DATE_EPOCH) can't set that of its last change of status.
+    changes = [each.st_ctime_ns for each in stats]
     paths_by_part = {part: [str(file.relative_to(root)) for file in paths] for part, paths in shards.items()}
     # The folder's name has two hashes, of the options and of the shards. So an index that was made with the same
     # options before the shards changed is found by the first hash.
     options_prefix = f"shards-{digest([VERSION, dict(options)])[:16]}"
-    name = f"{options_prefix}-{digest([paths_by_part, stamps])[:24]}"
+    name = f"{options_prefix}-{digest([paths_by_part, stamps, changes])[:24]}"
 
     def load(folder: Path) -> Index:
         # images.bin has the images copied from packed shards. Without them there is none.
@@ -164,7 +173,7 @@ def open_index(
     def fill(new_folder: Path) -> None:
         logging.getLogger("lockstep").info("indexing %s in %s, once", plural(len(files), "shard"), new_folder.parent)
         with open(new_folder / "images.bin", "wb") as images_file:  # for the images of packed shards
-            build(new_folder, shards, options, scan_files(files, options, images_file))
+            build(new_folder, shards, options, scan_files(files, options, images_file, hashes))
         if not (new_folder / "images.bin").stat().st_size:
             (new_folder / "images.bin").unlink()
         check_headers([*load(new_folder).parts.values()])
@@ -204,6 +213,18 @@ def first_writable(folders: Sequence[Path]) -> Path:
         except OSError as error:
             reason = error.strerror
     raise UserError(f"{folder} can't hold an index ({reason}): use data.index_dir=<a folder that can be written>")
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """Return what the system states of a shard.
+
+    Raises:
+        UserError: It is gone.
+    """
+    try:
+        return file.stat()
+    except OSError as error:
+        raise UserError(f"{file}: {GONE if isinstance(error, FileNotFoundError) else error.strerror}") from error
 
 
 def stamp(stat: os.stat_result) -> Stamp:
@@ -249,14 +270,37 @@ def make_once(folder: Path, fill: Callable[[Path], None]) -> None:
                 shutil.rmtree(new_folder, ignore_errors=True)
     except OSError as error:
         if not folder.is_dir():
+            if not folder.parent.is_dir():
+                gone = "its folder was removed while it was written: put the folder back"
+                raise UserError(f"{folder.parent}: no index: {gone}, or use another data.index_dir") from error
             where = f"{folder.parent}: can't be written ({error.strerror})"
             raise UserError(f"{where}: free space, or use another data.index_dir") from error
 
 
-def scan_files(files: Iterable[Path], options: Mapping[str, Any], images_file: IO[bytes]) -> Iterator[Scanned]:
-    """Scan shards on the disk, and copy the images of packed ones to a file."""
+def scan_files(
+    files: Iterable[Path], options: Mapping[str, Any], images_file: IO[bytes], hashes: Mapping[Path, Hashes]
+) -> Iterator[Scanned]:
+    """Scan shards on the disk, check their hashes, and copy the images of packed ones to a file."""
+    unchecked = set()
     for path in files:
-        yield Scanned.of(scan(path, options["image"], options["label"], path, images_file))
+        scanned = Scanned.of(scan(path, options["image"], options["label"], path, images_file))
+        if path in hashes:
+            try:
+                with open(path, "rb") as file:
+                    unchecked |= check_hashes(path, file, hashes[path])
+            except OSError as error:
+                reason = GONE if isinstance(error, FileNotFoundError) else f"can't be read ({error.strerror})"
+                raise UserError(f"{path}: {reason}") from error
+        yield scanned
+    warn_of_unchecked(unchecked)
+
+
+def warn_of_unchecked(kinds: Collection[str]) -> None:
+    """Log a line about hashes that can't be computed here."""
+    if kinds:
+        names = join_names(sorted(kinds))
+        right = "pip install xxhash checks them" if {*kinds} & {*XXHASHES} else "write sha1 or sha256 to check them"
+        logging.getLogger("lockstep").warning("the hashes %s of MDS shards are not checked: %s", names, right)
 
 
 def build(
@@ -309,6 +353,9 @@ def build(
             raise UserError(f"{paths[0]}: no image in it: {known}")
     assert first is not None
     first_path, _, listed = first
+    if not listed and label_numbers.keys() >= {"-1", "0"}:
+        right = "leave such images out, or give the class another name"
+        raise UserError(f"shards: {first_path.rpartition('/')[0]}: the label -1 is how programs write none: {right}")
     counts = np.bincount(np.concatenate([each[1] for arrays in rows.values() for each in arrays])).tolist()
     class_of, classes = names_of_classes(
         dict.fromkeys(listed, 0) | dict(zip(label_numbers, counts, strict=True)),

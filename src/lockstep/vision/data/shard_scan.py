@@ -1,5 +1,6 @@
 """Find the images of a shard, whatever its format."""
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,18 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.vision.data.mds import scan_mds
-from lockstep.vision.data.shard_files import Shard, scan_parquet, scan_tar
+from lockstep.vision.data.shard_files import Shard, Suffixes, scan_parquet, scan_tar
 
 EXTENSIONS = (".tar", ".parquet", ".mds", ".mds.zstd")
 PACKED = (".parquet", ".zstd")
+LONGEST_NAME = 1024  # bytes of the name of an image
 
 
 def is_packed(path: Path | str) -> bool:
     """Check whether the images of a shard can't be read where they lie, because the shard is compressed."""
-    return str(path).endswith(PACKED)
+    return str(path).lower().endswith(PACKED)
 
 
-def scan(path: Path | str, image: str | None, label: str, source: Path, packed: IO[bytes]) -> Shard:
+def scan(path: Path | str, image: Suffixes, label: str | None, source: Path, packed: IO[bytes]) -> Shard:
     """Return the images of a shard, and copy them to `packed` if it is compressed.
 
     Args:
@@ -32,10 +34,19 @@ def scan(path: Path | str, image: str | None, label: str, source: Path, packed: 
     Raises:
         UserError: The shard is damaged, or has no such images or labels.
     """
-    if str(path).endswith(".tar"):
+    ending = str(path).lower()
+    if ending.endswith(".tar"):
         return scan_tar(path, image, label, source)
-    scan_packed = scan_parquet if str(path).endswith(".parquet") else scan_mds
+    scan_packed = scan_parquet if ending.endswith(".parquet") else scan_mds
     return scan_packed(path, image, label, source, packed)
+
+
+def stored_name(name: str) -> bytes:
+    """Return the name of an image in a column, in which all take as much room as the longest: long ones are cut."""
+    encoded = name.encode("utf-8", "surrogateescape")
+    if len(encoded) <= LONGEST_NAME:
+        return encoded
+    return encoded[: LONGEST_NAME - 65] + b"~" + hashlib.sha256(encoded).hexdigest().encode()
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class Scanned:
         numbers: dict[str, int] = {}
         label_of = [numbers.setdefault(each.label, len(numbers)) for each in shard.samples]
         return cls(
-            np.array([each.name.encode("utf-8", "surrogateescape") for each in shard.samples], dtype=np.bytes_),
+            np.array([stored_name(each.name) for each in shard.samples], dtype=np.bytes_),
             np.array(label_of, dtype=np.int32),
             [*numbers],
             np.array([each.start for each in shard.samples], dtype=np.int64),

@@ -13,20 +13,26 @@ from lockstep.vision.data.labelled import PARTS, SPLIT_RULE, check_bits, image_s
 from lockstep.vision.data.mds import INDEX, check_named
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote import Remote
-from lockstep.vision.data.shard_files import IMAGES
+from lockstep.vision.data.shard_files import IMAGES, PART_FOLDERS, Suffixes
 from lockstep.vision.data.shard_index import Index, digest, open_index
 from lockstep.vision.data.shard_scan import EXTENSIONS
 from lockstep.vision.data.walk import passed_over_text, walk
 
+DECODED = ("webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jfif", "jpe")  # read if data.image names them
 PART = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")  # in a file's path: train-00017.tar
-SHARD = re.compile(r"\.(tar|parquet|mds)(\.\w+)?$|\.tgz$")  # some are refused
+SHARD = re.compile(
+    r"\.(tar|parquet|mds)(\.(gz|bz2|xz|lzma|zst|zstd|lz4|br|snappy|z|zip|7z))?$|\.(tgz|tbz2?|txz|tzst)$"
+    r"|\.(tar|parquet|mds)(\.\w+)*\.(part|partial|crdownload|download|aria2|filepart|tmp|temp|incomplete)$",
+    re.IGNORECASE,
+)  # some are refused
+INCOMPLETE = re.compile(r"\.(part|partial|crdownload|download|aria2|filepart|tmp|temp|incomplete)$", re.IGNORECASE)
 WANTED = "hold .tar or .parquet files, or .mds files of MosaicML, at any depth"
 
 
 def shards(
     data_dir: str,
-    image: str | None = None,
-    label: str = "label",
+    image: Suffixes = None,
+    label: str | None = "label",
     index_dir: str | None = None,
     image_size: int = 32,
     channels: int = 3,
@@ -58,7 +64,7 @@ def shards(
     """
     image_spec(image_size, channels, mean, std, ())  # refuse bad options first
     reading = Reading(background, bits)
-    options: dict[str, Any] = {"image": image, "label": label}
+    options: dict[str, Any] = {"image": checked_suffixes(image), "label": label}
     if window is not None:  # without a window the options, which name the index, stay what they were
         options["by_place"] = True
     passed_over = ""
@@ -69,10 +75,14 @@ def shards(
         names = remote.paths
     else:
         root = Path(data_dir).expanduser().absolute()
+        if root.is_file():
+            raise UserError(f"shards: data_dir={data_dir} is a file: must be its folder, {root.parent}")
+        if not root.is_dir() and set("*?[{") & set(data_dir):
+            raise UserError(f"shards: data_dir={data_dir} names several files: must be the folder that holds them")
         if not root.is_dir():
             raise UserError(f"shards: data_dir={data_dir} is no folder: it must {WANTED}")
         files_walk = walk(root, lambda name: name == INDEX or SHARD.search(name) is not None)
-        check_named(str(root), files_walk.paths, lambda path: (root / path).read_bytes())
+        hashes = check_named(str(root), files_walk.paths, lambda path: (root / path).read_bytes())
         names = [path for path in files_walk.paths if SHARD.search(path)]
         passed_over = passed_over_text(files_walk.passed_over, EXTENSIONS)
     of_part = parts_of(root, names)
@@ -81,7 +91,8 @@ def shards(
         if is_url(data_dir):
             return remote.open(of_part, {**options, **more}, image_size, channels, reading)
         files = {part: [root / name for name in names] for part, names in of_part.items()}
-        return open_index(root, files, {**options, **more}, index_dir, image_size, channels, reading)
+        of_files = {root / name: of_file for name, of_file in hashes.items()}
+        return open_index(root, files, {**options, **more}, index_dir, image_size, channels, reading, of_files)
 
     alone, split_here = len(of_part) == 1, bool(val_fraction or test_fraction)
     if window is not None and alone and split_here:
@@ -113,6 +124,8 @@ def shards(
         of_val = "a part of train is used for validation" if val is None and val_fraction else ""
         what = "nothing is tested" if test is None else of_val
     in_shards = passed_over_text(index.passed_over, IMAGES)
+    if image is None and (others := [each[1:] for each in index.passed_over if each[1:] in DECODED]):
+        in_shards += f" (data.image=[{','.join((*IMAGES, *others))}] reads those, too)"
     where_cached = f", kept in {remote.folder}" if is_url(data_dir) else ""
     count = sum(map(len, of_part.values()))
     where = f"shards: {plural(count, 'file')} in {root}{where_cached}, index in {index.folder}"
@@ -120,6 +133,16 @@ def shards(
     about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
     return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window)
+
+
+def checked_suffixes(image: Suffixes) -> str | list[str] | None:
+    """Return the option data.image: a column, or endings of names in tar files in lower case, without a dot before."""
+    if image is None:
+        return None
+    names = [image] if isinstance(image, str) else [*image]
+    if not names or not all(isinstance(name, str) and name.strip(".") for name in names):
+        raise UserError(f"data.image={image}: must be a column or an ending, or a list of endings: [jpg,webp]")
+    return image if isinstance(image, str) else sorted({name.lstrip(".").lower() for name in names})
 
 
 def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
@@ -133,11 +156,14 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
         UserError: There are no shards, one is compressed, two differ in their endings alone, or only some name a part.
     """
     files = sorted(names, key=lambda name: name.split("/"))
-    if packed := [name for name in files if not name.endswith(EXTENSIONS)]:
-        raise UserError(f"shards: {root}/{packed[0]} is compressed: unpack it, since its images are read singly")
+    if others := [name for name in files if not name.lower().endswith(EXTENSIONS)]:
+        why = "is compressed: unpack it, since its images are read singly"
+        if INCOMPLETE.search(others[0]):
+            why = "is a file that was not downloaded completely: complete or remove it"
+        raise UserError(f"shards: {root}/{others[0]} {why}")
     stems: dict[str, str] = {}
     for name in files:
-        stem = next(name.removesuffix(ending) for ending in reversed(EXTENSIONS) if name.endswith(ending))
+        stem = next(name[: -len(ending)] for ending in reversed(EXTENSIONS) if name.lower().endswith(ending))
         if (other := stems.setdefault(stem, name)) != name:
             twice = f"{name} and {other.rpartition('/')[2]} would be the same images twice"
             raise UserError(f"shards: {root}/{twice}: remove one of them, or give other names")
@@ -145,7 +171,7 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
         raise UserError(f"shards: {root} has no shards: it must {WANTED}")
     of_part: dict[str, list[str]] = {part: [] for part in (*PARTS, "all")}
     for name in files:
-        of_part[part_of(name)].append(name)
+        of_part[part_of(root, name)].append(name)
     of_part = {part: paths for part, paths in of_part.items() if paths}
     if "all" in of_part and len(of_part) > 1:
         other = next(iter(of_part.values()))[0].rpartition("/")[2]
@@ -156,7 +182,25 @@ def parts_of(root: Path | str, names: Iterable[str]) -> dict[str, list[str]]:
     return of_part
 
 
-def part_of(path: str) -> str:
-    """Return the part that a path names; `all` if it names none."""
-    match = PART.search(path.lower())
-    return match.group(1) if match else "all"
+def part_of(root: Path | str, path: str) -> str:
+    """Return the part that a path names; `all` if it names none.
+
+    It is that of the file's name, else of the nearest folder that is called as a part, else of the nearest one whose
+    name has a part in it.
+
+    Raises:
+        UserError: A name has two parts in it, or the file's name another one than the folder of a part, or such a
+            folder another one than a folder in it.
+    """
+    *folders, name = path.lower().split("/")
+    called = [(at, PART_FOLDERS[folder]) for at, folder in enumerate(folders) if folder in PART_FOLDERS]
+    in_names = [(at, parts) for at, each in enumerate([*folders, name]) if (parts := {*PART.findall(each)})]
+    if not in_names:
+        return "all"
+    at, parts = in_names[-1]
+    if called and called[-1][0] < at:
+        parts = parts | {called[-1][1]}  # train/val-0.tar, train/test-run/0.tar
+    if len(parts) > 1:
+        right = "rename it, so that the nearest name tells one"
+        raise UserError(f"shards: {root}/{path} names {' and '.join(sorted(parts))}: {right}")
+    return parts.pop()

@@ -68,6 +68,23 @@ def _is_list_of_names(value: Any) -> bool:
     return listed and len({str(each) for each in value}) == len(value)
 
 
+def table_lines(table: Any, where: str) -> list[tuple[int, list[str]]]:
+    """Return the rows of a CSV reader that are not empty, each with the number of its line.
+
+    Raises:
+        UserError: A value has a line break. Behind a quotation mark that is not closed, it has the next rows in it.
+    """
+    lines = []
+    end = 0  # the line in which the row before ended
+    for values in table:
+        if broken := [each for each in values if "\n" in each or "\r" in each]:
+            what = f"the value {broken[0][:20]!r} of row {end + 1} ends in row {table.line_num}"
+            raise UserError(f"{where}: {what}: a value must be in one line: close its quotation mark, or double it")
+        end = table.line_num
+        lines += [(end, values)] if values else []
+    return lines
+
+
 def read_targets(
     file: Path, rows: Rows, of: Columns, known_classes: Sequence[str] = ()
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
