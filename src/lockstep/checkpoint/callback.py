@@ -60,7 +60,7 @@ class Checkpoint(LightningCheckpoint):
             mode = resolve_mode("callbacks.checkpoint.monitor", monitor, mode, "callbacks.checkpoint.mode")
         self.best_score: float | None = None
         self.saved = -1
-        self._last, self._best = paths.last(Path(folder)), paths.best(Path(folder))
+        self.use_folder(Path(folder))
         self._every = every
         self.monitor = monitor
         self.mode = mode
@@ -68,6 +68,10 @@ class Checkpoint(LightningCheckpoint):
         self._validated = -1  # the step of the last validation
         self._by_validation = (monitor or "").startswith("val")  # whether validation logs it: `val/acc` or `val_acc`
         self._due = False
+
+    def use_folder(self, folder: Path) -> None:
+        """Write into another run folder from now on."""
+        self._last, self._best = paths.last(folder), paths.best(folder)
 
     @property
     def best(self) -> str:
