@@ -28,6 +28,7 @@ from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable
 from lockstep.data.datasets import changed, content_of, fingerprint
+from lockstep.data.digest import digest_of
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
@@ -70,7 +71,7 @@ REMEDIES = {
     GradientAccumulationScheduler: "use Trainer(accumulate_grad_batches=...) or pieces=...",
     StochasticWeightAveraging: "use Lightning's EMAWeightAveraging",
 }
-UNCHANGED = ("batch_size", "samples", "drop_last", "weighted")  # what a run counts its steps by
+UNCHANGED = ("batch_size", "samples", "drop_last", "weighted", "content")  # what a run counts its steps by
 SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
 
 
@@ -439,7 +440,7 @@ class Trainer(StepTrainer):
                 "shuffle": data.splits.shuffle,
                 "precision": self.precision,
                 "fingerprint": fingerprint(train),
-                **({"content": content} if (content := content_of([train])) else {}),
+                **({"content": content} if (content := content_of([train]) or digest_of(train)) else {}),
             },
         }
 
@@ -455,6 +456,10 @@ class Trainer(StepTrainer):
         must_stay = tuple(now) if now["exact"] else UNCHANGED
         names = changed({name: saved.get(name) for name in now}, now)
         for name in names:
+            if name == "content":
+                raise UserError(
+                    f"{path} was trained on other data of the same size: give the same, or leave ckpt_path out"
+                )
             if name in must_stay:
                 exact = "exact=True, and " if name not in UNCHANGED else ""
                 raise UserError(
