@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import itertools
 import os
-import re
 import sys
 import time
 from collections import Counter
@@ -26,12 +25,12 @@ from lockstep.checkpoint import paths
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import broadcast_from_rank_zero
+from lockstep.text import is_url
 
 LOCK = ".checkpoints.lock"  # in the run's folder, as long as a process trains there
 LOGS = "lightning_logs"  # the folder of Lightning's default logger
 WAIT_SECONDS = 2.0  # for a process that is ending
 RESTART_WAIT_SECONDS = 120.0  # after a restart by torchrun or SLURM; NFS waits 90 s for a dead client
-REMOTE = re.compile(r"\w[\w+.-]*:/")  # s3://, memory://; not C:\\
 
 _locks: dict[str, int] = {}  # descriptors of the lock files that this process holds, by the folder
 os.register_at_fork(after_in_child=_locks.clear)
@@ -60,7 +59,7 @@ def local_path(what: str, path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
-    if REMOTE.match(text):
+    if is_url(text):
         raise UserError(
             f"{what}: {text} is no folder or file of this machine: give a local path, and copy what must go elsewhere"
         )
@@ -177,7 +176,7 @@ def _place(trainer: pl.Trainer, root: Path) -> Path:
     logger: Any = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     folder = str(logger.save_dir or root)
-    return Path(root if REMOTE.match(folder) else os.path.abspath(folder), str(logger.name), version)
+    return Path(root if is_url(folder) else os.path.abspath(folder), str(logger.name), version)
 
 
 def _folders(parent: Path, pattern: str) -> list[Path]:
