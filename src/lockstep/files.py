@@ -1,6 +1,11 @@
-"""Atomic writes: after a kill at any moment, a file is either the old one or the new one. Standard library only."""
+"""Atomic writes and locks. Standard library only.
+
+After a kill at any moment, a file is either the old one or the new one.
+"""
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,8 +18,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a temporary file that replaces `path` when the block ends. After an error, `path` is unchanged.
 
     The temporary file is in the same folder, because a move between file systems is a copy, which a kill can interrupt.
-    Its name is fixed, so the next write removes what a killed process left. Only one process may write at a time. A
-    symbolic link with the temporary name is not followed: in an untrusted folder it may point anywhere.
+    Its name is fixed, so the next write removes what a killed process left. While one process writes it, another one
+    takes a name of its own. A symbolic link with the temporary name is not followed: in an untrusted folder it may
+    point anywhere.
 
     Args:
         path: the file to replace. Missing parent folders are created.
@@ -25,19 +31,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Raises:
         OSError: the file can't be written. The error names `path` and the reason (disk full, read-only, ...).
     """
-    path = Path(path)
-    temporary = _beside(path)
+    path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb") as file:
+        with _open_temporary(path) as file:
+            temporary = Path(file.name)
             yield file
             file.flush()
             os.fsync(file.fileno())
         _publish(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
         if isinstance(error, OSError) and error.filename != str(path):
             raise type(error)(error.errno, f"can't write ({error.strerror})", str(path)) from error
         raise
@@ -63,6 +69,48 @@ def link_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> N
             shutil.copyfileobj(original, copy, 1 << 20)
     else:
         _publish(temporary, path)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file until all processes that have it open exit or close it. Return False if another one has the lock.
+
+    On a file system without locks (ENOLCK, ENOTSUP, ENOSYS) it counts as locked: callers can do no better.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _open_temporary(path: Path) -> IO[bytes]:
+    """Create and lock the temporary file of `path`; one with another name if another process writes it now."""
+    for temporary in (_beside(path), path.with_name(f".{path.name}.{os.getpid()}.tmp")):
+        with contextlib.suppress(FileExistsError):  # another process has just made it
+            if _remove_left_behind(temporary):
+                file = open(temporary, "xb")  # noqa: SIM115  the caller closes it
+                if try_lock(file.fileno()):
+                    return file
+                file.close()  # another process took it for one that was left behind
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(temporary))
+
+
+def _remove_left_behind(temporary: Path) -> bool:
+    """Remove a temporary file that a killed process has left. Return False if a process writes it now."""
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # there is none, or it is a link
+        temporary.unlink(missing_ok=True)
+        return True
+    try:
+        if not try_lock(descriptor):
+            return False
+        temporary.unlink(missing_ok=True)  # its lock is held meanwhile, so a process that just made it takes another
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _beside(path: Path) -> Path:

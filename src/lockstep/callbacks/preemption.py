@@ -36,7 +36,7 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = paths.last(folder)
+        self.use_folder(folder)
         self._save_due = self._end_due = False  # what all ranks have agreed on and not done yet; ending includes saving
         self._ending_signal: int = signal.SIGTERM  # the last ending signal of this rank; SIGTERM before
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
@@ -44,6 +44,10 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
         self._ends = set(ending_signals()) - {signal.SIGINT}  # the parent forwards Ctrl-C as SIGTERM
         self._due = self._interval = 1
         self._clock = time.monotonic()
+
+    def use_folder(self, folder: Path) -> None:
+        """Write into another run folder from now on."""
+        self._path = paths.last(folder)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._handlers.enter_context(signal_handler(record_signal, *{*self._ends, signal.SIGUSR1}))

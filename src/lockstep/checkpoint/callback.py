@@ -48,6 +48,9 @@ class Checkpoint(LightningCheckpoint):
     """
 
     changes_weights = False  # so the record of settings that affect the weights leaves this callback out
+    # What Lightning's ModelCheckpoint has with these settings.
+    save_top_k, save_last, save_weights_only, filename, verbose = 1, True, False, None, False
+    current_score: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Checkpoint(LightningCheckpoint):
             mode = resolve_mode("callbacks.checkpoint.monitor", monitor, mode, "callbacks.checkpoint.mode")
         self.best_score: float | None = None
         self.saved = -1
-        self._last, self._best = paths.last(Path(folder)), paths.best(Path(folder))
+        self.use_folder(Path(folder))
         self._every = every
         self.monitor = monitor
         self.mode = mode
@@ -68,6 +71,10 @@ class Checkpoint(LightningCheckpoint):
         self._validated = -1  # the step of the last validation
         self._by_validation = (monitor or "").startswith("val")  # whether validation logs it: `val/acc` or `val_acc`
         self._due = False
+
+    def use_folder(self, folder: Path) -> None:
+        """Write into another run folder from now on."""
+        self._last, self._best = paths.last(folder), paths.best(folder)
 
     @property
     def best(self) -> str:
@@ -92,6 +99,32 @@ class Checkpoint(LightningCheckpoint):
         """The path of the best checkpoint, else of the last one, under the name of Lightning's ModelCheckpoint."""
         path = self.best_path or self._last
         return str(path) if path.exists() else ""
+
+    @property
+    def last_model_path(self) -> str:
+        """The path of the last checkpoint; empty without one. This and what follows is as in Lightning."""
+        return str(self._last) if self._last.exists() else ""
+
+    @property
+    def dirpath(self) -> str:
+        """The folder of the checkpoints."""
+        return str(self._last.parent)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The monitored metric of the best checkpoint; None without one."""
+        return None if self.best_score is None else torch.tensor(self.best_score)
+
+    @property
+    def best_k_models(self) -> dict[str, torch.Tensor]:
+        """The best checkpoint's score by its path; empty without one."""
+        score = self.best_model_score
+        return {} if score is None or self.best_path is None else {str(self.best_path): score}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The path of the best checkpoint, since one is kept; empty without one."""
+        return next(iter(self.best_k_models), "")
 
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. All ranks must call it, between two optimizer steps."""
@@ -169,6 +202,7 @@ class Checkpoint(LightningCheckpoint):
         score = trainer.strategy.broadcast(None if metric is None else float(torch.as_tensor(metric)))
         if score is None:
             return False
+        self.current_score = torch.tensor(score)
         # An equal score is an improvement: with few validation samples, the highest score often comes early by chance.
         best = score if self.best_score is None else self.best_score
         if math.isnan(score) or (score < best if self.mode == "max" else score > best):

@@ -419,6 +419,14 @@ class AtomicCheckpointIO(CheckpointIO):
         self.loaded_step: int | None = None
         self.removals: list[Path] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the Trainer needs: it has a thread of its own, and nothing that waits to be written."""
+        self.wait()
+        return {**self.__dict__, "_writer": None, "_loaded": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _writer=ThreadPoolExecutor(1, "checkpoint"))
+
     def expect(self, content: dict[str, Any]) -> None:
         """Let the next `load_checkpoint` return the content of a checkpoint that has been read already."""
         self._loaded = content

@@ -29,6 +29,8 @@ def absolute(path: str) -> str:
     """Return the absolute path of a folder."""
     if not path:
         raise ValueError("must be a folder")
+    if is_url(path):
+        raise ValueError("must be a folder of this machine, not a URL")
     return os.path.abspath(os.path.expanduser(path))
 
 

@@ -34,6 +34,7 @@ from lockstep.data.loaders import (
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker
+from lockstep.launch.process_lifetime import refuse_daemon
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
 
@@ -134,8 +135,8 @@ class StepDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of an epoch's remaining steps."""
         trainer: Any = self.trainer
-        dataset = self._steps()
-        return self._loader(dataset, StepSampler(self.order, lambda: trainer.global_step), keep_workers=True)
+        sampler = StepSampler(self.order, partial(getattr, trainer, "global_step"))
+        return self._loader(self._steps(), sampler, keep_workers=True)
 
     def val_dataloader(self) -> Any:
         """Return the loader of this process's validation samples; an empty list without a validation set."""
@@ -143,8 +144,11 @@ class StepDataModule(pl.LightningDataModule):
             return []
         loader = self._evaluation("val")
         # while this returns True, the loader yields its first batch only
-        loader.in_sanity_check = lambda: bool(getattr(self.trainer, "sanity_checking", False))
+        loader.in_sanity_check = self._in_sanity_check
         return loader
+
+    def _in_sanity_check(self) -> bool:
+        return bool(getattr(self.trainer, "sanity_checking", False))
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this process's test samples."""
@@ -195,6 +199,8 @@ class StepDataModule(pl.LightningDataModule):
         workers = 0 if resident else self.num_workers  # a loader process would have to read from the GPU
         if workers is None and gains_from_loader_processes(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
+        if workers:
+            refuse_daemon(f"num_workers={workers}", "give num_workers=0")
         return Loader(
             dataset,
             batch_sampler=sampler,

@@ -39,7 +39,7 @@ from lockstep.launch.failures import (
     stack_on_demand,
 )
 from lockstep.launch.logs import log_failure
-from lockstep.launch.process_lifetime import freeze_imports, scratch_folder
+from lockstep.launch.process_lifetime import freeze_imports, refuse_daemon, scratch_folder
 from lockstep.launch.rendezvous import LOOPBACK, join_external, join_group, leave_group, open_store_socket
 from lockstep.launch.signals import (
     Interrupted,
@@ -76,6 +76,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
     freeze_imports()
     if external_workers():
         return _run_in_external_worker(work, args, layout, hang_timeout)
+    refuse_daemon("Lockstep", "start it in another one")
     context: Any = multiprocessing.get_context(start_method())
     workers: list[_Worker] = []
     with forward_signals() as received, scratch_folder() as scratch, open_store_socket() as listener:

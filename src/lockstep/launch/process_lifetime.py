@@ -5,6 +5,7 @@ CPU time, on a busy machine: 7.1 with Python's defaults, 6.6 without garbage col
 Lightning, 4.2 if the process also exits without teardown.
 """
 
+import atexit
 import fcntl
 import gc
 import logging
@@ -20,14 +21,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import IO, NoReturn, ParamSpec, TypeVar
 
+from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers
 from lockstep.launch.rendezvous import leave_group
 
 SCRATCH_PREFIX = "lockstep_"
 # A socket's path has at most 107 bytes, and data loaders put sockets into subfolders.
 MAX_PATH_BYTES = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")
+EXIT_SECONDS = 60.0  # for functions of `atexit`, and for a profiler to write its files
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -83,6 +87,23 @@ def in_new_thread(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def refuse_daemon(what: str, right: str) -> None:
+    """Refuse what starts processes if this process is a daemon, which must not have children.
+
+    Args:
+        what: what starts them, for the message.
+        right: what to do instead.
+
+    Raises:
+        UserError: this process is a daemon.
+    """
+    if multiprocessing.current_process().daemon:
+        raise UserError(
+            f"{what} can't start processes in a daemonic process, such as one of multiprocessing.Pool: {right}, or use "
+            "concurrent.futures.ProcessPoolExecutor"
+        )
+
+
 @contextmanager
 def scratch_folder() -> Iterator[str]:
     """Create a temporary folder, yield its path, and remove it afterwards.
@@ -93,13 +114,23 @@ def scratch_folder() -> Iterator[str]:
     This process and its forks hold a lock on the folder. A folder without a lock was left by processes that were
     killed. The next run on the machine removes it: at its start, or at its end if the processes still existed then.
     """
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > MAX_PATH_BYTES:
-        parent = "/tmp"
-    _remove_abandoned(parent)
-    folder = tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent)
+    try:
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > MAX_PATH_BYTES:
+            parent = "/tmp"
+        _remove_abandoned(parent)
+        folder = tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=parent)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(
+            f"{where}no folder for temporary files ({error.strerror}): let TMPDIR name one that can be written"
+        ) from error
     with open(Path(folder, "lock"), "wb") as lock_file:
-        _lock(lock_file)
+        try:
+            _lock(lock_file)
+        except OSError as error:  # a file system without locks, where later runs remove no folder
+            why = f"can't be locked ({error.strerror})"
+            print(f"{folder}: {why}: a killed run leaves it behind; TMPDIR may name another folder", file=sys.stderr)
         try:
             yield folder
         finally:
@@ -128,6 +159,9 @@ def _lock(file: IO[bytes]) -> bool:
 def exit_process(code: int) -> NoReturn:
     """Flush all output and exit with `code`, without Python's teardown.
 
+    Functions of `atexit` are called. If another program runs this one (a profiler, coverage), it gets a SystemExit, so
+    that it writes its files, and Python calls `_end` after it. Neither may hang the exit.
+
     An external worker leaves the process group first, unless it failed: otherwise other workers would report a lost
     connection before this one has reported its reason.
     """
@@ -135,8 +169,35 @@ def exit_process(code: int) -> NoReturn:
         leave_group()
     for child in multiprocessing.active_children():  # the pool of a launcher (joblib), which would wait for more jobs
         child.terminate()
+    watchdog = threading.Timer(EXIT_SECONDS, _leave, [code])
+    watchdog.daemon = True
+    watchdog.start()
+    if _runs_in_another_program():
+        atexit.register(_end, code)
+        sys.exit(code)
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """Call the functions of `atexit` and exit with `code`, which a profiler would replace by 0."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the reader has exited, or the stream is closed or None
             stream.flush()
     os._exit(code)
+
+
+def _runs_in_another_program() -> bool:
+    """Check whether another program runs this one, as `python -m cProfile` and `coverage run` do, or observes it."""
+    frame: FrameType | None = sys._getframe()
+    programs = 0
+    while frame is not None:
+        programs += frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+        frame = frame.f_back
+    return programs > 1 or sys.getprofile() is not None or sys.gettrace() is not None

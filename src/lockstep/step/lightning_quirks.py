@@ -156,6 +156,17 @@ class StepPrecision(Precision):
             self._clip_gradients(model, optimizer, limit, gradient_clip_algorithm=algorithm)
             trainer.strategy.take_assigned_gradients()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to copy the plugin: `with_quick_hooks` made its class, which pickle can't name."""
+        kind = type(self).__mro__[1]
+        return _quick_copy, (Precision if kind is StepPrecision else kind, self.__dict__)
+
+
+def _quick_copy(kind: type[Precision], attributes: dict[str, Any]) -> Precision:
+    precision = object.__new__(kind)
+    precision.__dict__.update(attributes)
+    return with_quick_hooks(precision)
+
 
 def with_quick_hooks(precision: Precision) -> Precision:
     """Return a precision plugin that shares the attributes of `precision` and calls hooks as `StepPrecision` does.

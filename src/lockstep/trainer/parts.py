@@ -19,6 +19,7 @@ from lockstep.launch.environment import environment
 from lockstep.step.gradients import GradientSum
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Strategy
+from lockstep.text import is_url
 
 # Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
 REFUSED_HOOKS = {
@@ -119,6 +120,8 @@ def refuse_callback(setting: str, callback: pl.Callback, remedies: dict[Any, str
             raise UserError(f"{setting}: {type(callback).__name__} {wrong}: {remedies[kind]}")
     if isinstance(callback, EarlyStopping) and callback.patience < 0:
         raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
+    if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_url(str(callback.dirpath)):
+        raise UserError(f"{setting}: dirpath={callback.dirpath}: must be a folder of this machine, not a URL")
     if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
         raise UserError(
             f"{setting}: {type(callback).__name__} with save_last=link would link a file before it is written, and "

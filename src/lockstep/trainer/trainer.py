@@ -28,10 +28,11 @@ from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable
 from lockstep.data.datasets import changed, content_of, fingerprint
+from lockstep.data.digest import digest_of
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
-from lockstep.launch.process_group import broadcast_from_rank_zero, ranks_writing_in
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.first_step import FirstStepCheck
@@ -62,6 +63,7 @@ from lockstep.trainer.parts import (
     refuse_callback,
     refuse_hooks,
 )
+from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
 from lockstep.trainer.saves import SaveAfterStep
 
 REMEDIES = {
@@ -69,7 +71,7 @@ REMEDIES = {
     GradientAccumulationScheduler: "use Trainer(accumulate_grad_batches=...) or pieces=...",
     StochasticWeightAveraging: "use Lightning's EMAWeightAveraging",
 }
-UNCHANGED = ("batch_size", "samples", "drop_last", "weighted")  # what a run counts its steps by
+UNCHANGED = ("batch_size", "samples", "drop_last", "weighted", "content")  # what a run counts its steps by
 SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
 
 
@@ -95,7 +97,7 @@ class Trainer(StepTrainer):
         nonfinite: what a gradient that is not finite does: `stop`, or `skip` the step.
         checkpoint_every: optimizer steps between two writes of `last.ckpt`; None: at each epoch's end only.
         callbacks: as of Lightning.
-        default_root_dir: as of Lightning. `checkpoints/last.ckpt` in it is what `ckpt_path="last"` continues from.
+        default_root_dir: as of Lightning. Each run has its own folder in it, see `lockstep.trainer.run_folder`.
         options: other options of Lightning's Trainer.
 
     Raises:
@@ -154,8 +156,9 @@ class Trainer(StepTrainer):
         portable.set_up_worker(exact)
         set_up_process(layout)
 
-        root = Path(default_root_dir or os.getcwd()).absolute()
-        self._last = paths.last(root)
+        root = root_folder(default_root_dir)
+        self._last: Path | None = None  # of our callbacks; known when a fit has begun
+        self._run_folder = RunFolder(root, seed, self._use_folder)
         self._ranks = ranks_writing_in(root)
         user_callbacks = list(callbacks_of(callbacks)) if callbacks is not None else []
         for callback in user_callbacks:
@@ -167,7 +170,7 @@ class Trainer(StepTrainer):
         if options.get("enable_checkpointing") is not False and not options.get("fast_dev_run"):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
             self._saves = SaveAfterStep(super().save_checkpoint)
-            ours += [self._preemption, self._saves]
+            ours += [self._run_folder, self._preemption, self._saves]
         if "num_sanity_val_steps" not in options:
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
@@ -228,6 +231,9 @@ class Trainer(StepTrainer):
         self._fitted = model
         data = self._prepared_data("fit", train_dataloaders, val_dataloaders, datamodule)
         path = self._checkpoint_path("fit", ckpt_path)
+        self._run_folder.continued = (
+            paths.run_of(Path(path)) if path and Path(path).name == paths.last(Path()).name else None
+        )
         record = self._record(data)
         if path is not None:
             content = checkpoint_io.load(path, broadcast=True, whole=not self._reads_parts)
@@ -249,6 +255,7 @@ class Trainer(StepTrainer):
             raise
         finally:
             self._preemption.release_signals()
+            self._run_folder.release()
 
     def validate(
         self,
@@ -292,8 +299,9 @@ class Trainer(StepTrainer):
 
         Inside a step it is saved when the step is complete; outside of `fit`, the file is complete on return.
         """
+        filepath = local_path("trainer.save_checkpoint", filepath)
         fits = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.RUNNING
-        ours = Path(filepath) == self._last
+        ours = filepath == self._last
         if fits and not ours and self._saves and self._saves.add(self, filepath, weights_only, storage_options):
             return
         if fits and ours:  # saved by our callbacks, which wait for the end of a step
@@ -313,6 +321,13 @@ class Trainer(StepTrainer):
             join_external()
             if not had_group:
                 atexit.register(leave_group)
+
+    def _use_folder(self, run: Path) -> None:
+        """Let our callbacks write into a run's folder."""
+        self._last = paths.last(run)
+        for each in self.callbacks:
+            if isinstance(each, Checkpoint | Preemption):
+                each.use_folder(run)
 
     def _layout(self, batch_size: int | None, trains: bool = True) -> Layout:
         """Return the layout for a batch size; None: one that fits, since the batch size is not known yet."""
@@ -376,31 +391,43 @@ class Trainer(StepTrainer):
         if ckpt_path in ("hpc", "registry"):
             raise UserError(f"ckpt_path={ckpt_path}: must be a path, 'last' or 'best'")
         if ckpt_path not in ("last", "best"):
-            return None if ckpt_path is None else str(ckpt_path)
-        if ckpt_path == "last" and len(self._ranks) > 1:
-            from lockstep.checkpoint.start import share_newest
-
-            share_newest(self._last, self._ranks)
+            return None if ckpt_path is None else str(local_path(f"trainer.{stage}: ckpt_path", ckpt_path))
         if ckpt_path == "best":
             names = [path for each in self.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
-            path = names[0] if names else None
-        else:
-            files = [file for file in {self._last, *map(Path, last_checkpoints(self))} if file.exists()]
-            path = str(max(files, key=lambda file: file.stat().st_mtime_ns)) if files else None
-        path = broadcast_from_rank_zero(path)
-        if path is not None and (stage, ckpt_path) == ("fit", "last") and self.is_global_zero:
-            checkpoint_io.remove_unused_parts(Path(path).parent)  # what a killed process has left
-        if path is None and ckpt_path == "best":
-            raise UserError(f"trainer.{stage}(ckpt_path='best'): no checkpoint has been saved: leave it out")
-        if path is None:
-            rank_zero_warn(f"trainer.{stage}(ckpt_path='last'): there is no checkpoint yet, so nothing is loaded")
-        return path
+            if (path := broadcast_from_rank_zero(names[0] if names else None)) is None:
+                raise UserError(f"trainer.{stage}(ckpt_path='best'): no checkpoint has been saved: leave it out")
+            return path
+        last, foreign = self._find_last(stage == "fit")
+        if last is not None:
+            if stage == "fit" and self.is_global_zero:
+                checkpoint_io.remove_unused_parts(last.parent)  # what a killed process has left
+            return str(last)
+        there = "there is no checkpoint yet"
+        if foreign is not None:
+            there = f"the checkpoints there are of another command or seed (to continue from one, give {foreign})"
+        rank_zero_warn(f"trainer.{stage}(ckpt_path='last'): {there}, so nothing is loaded")
+        return None
+
+    def _find_last(self, continues: bool) -> tuple[Path | None, Path | None]:
+        """Return what `RunFolder.find_last` does, on all ranks; machines that lack the file get it."""
+        from lockstep.checkpoint.start import share_newest
+
+        rank, last, foreign = self.global_rank, None, None
+        if rank in self._ranks:
+            last, foreign = self._run_folder.find_last(self, map(Path, last_checkpoints(self)), continues)
+        modified = last.stat().st_mtime_ns if last is not None else 0
+        rows = gather_objects((modified, rank == 0, last, foreign))
+        last, foreign = max(rows, key=lambda row: row[:2])[2:]
+        if last is not None and len(self._ranks) > 1:
+            share_newest(last, self._ranks)
+        return last, foreign
 
     def _record(self, data: OwnedData) -> dict[str, Any]:
         """Return the entry `lockstep` of the checkpoints, as plain data."""
         train, layout = data.splits.train, data.layout
         return {
             "format": FORMAT,
+            "command": broadcast_from_rank_zero(command()),
             "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
             "trainer": {
                 "batch_size": layout.batch_size,
@@ -413,7 +440,7 @@ class Trainer(StepTrainer):
                 "shuffle": data.splits.shuffle,
                 "precision": self.precision,
                 "fingerprint": fingerprint(train),
-                **({"content": content} if (content := content_of([train])) else {}),
+                **({"content": content} if (content := content_of([train]) or digest_of(train)) else {}),
             },
         }
 
@@ -429,6 +456,10 @@ class Trainer(StepTrainer):
         must_stay = tuple(now) if now["exact"] else UNCHANGED
         names = changed({name: saved.get(name) for name in now}, now)
         for name in names:
+            if name == "content":
+                raise UserError(
+                    f"{path} was trained on other data of the same size: give the same, or leave ckpt_path out"
+                )
             if name in must_stay:
                 exact = "exact=True, and " if name not in UNCHANGED else ""
                 raise UserError(
