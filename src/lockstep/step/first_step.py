@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
-from lockstep.step.module_state import SavedTensors, generator_states
+from lockstep.step.module_state import SavedTensors, generator_states, peeked_iterators
 from lockstep.step.passes import Step, StepHook
 from lockstep.step.trial import repeated, trial_passes
 from lockstep.text import join_names
@@ -82,6 +82,7 @@ class FirstStepCheck(StepHook):
             if step.data.layout.exact:
                 trial.check_repeats()
             trial.check_parts()
+            trial.check_iterators()
 
 
 class _Trial:
@@ -194,6 +195,25 @@ class _Trial:
             f"training_step changes parameters itself ({join_names(names, 3)}), once for each piece of a device, so "
             f"they depend on the layout: change them between the steps, in on_train_batch_end {RULES}"
         )
+        self._name(wrong)
+
+    def check_iterators(self) -> None:
+        """Check that the passes took nothing from an iterator that the module has: it is a state of each process.
+
+        Raises:
+            StepRefused: with exact=true, they have.
+        """
+        names = peeked_iterators(self.step.module)
+        if not names or not (self.step.data.layout.exact or self.step.data.layout.pieces > 1):
+            return
+        self._name(
+            f"training_step takes values from an iterator that the module keeps ({join_names(names, 3)}), so each "
+            "process takes others, and a resumed run begins it anew: let the data set return them with its samples, or "
+            f"choose them by the number of the step {RULES}"
+        )
+
+    def _name(self, wrong: str) -> None:
+        """Refuse what is wrong with exact=true. Without, say so in a line."""
         if self.step.data.layout.exact:
             raise StepRefused(f"exact=true: {wrong}")
         if self.step.trainer.is_global_zero:
@@ -262,10 +282,7 @@ class _Trial:
             "of a piece, so pieces on other devices would have other values"
         )
         right = f"an integer buffer must change alike for every piece; count in on_train_batch_end, per step {RULES}"
-        if self.step.data.layout.exact:
-            raise StepRefused(f"exact=true: {wrong}: {right}")
-        if self.step.trainer.is_global_zero:
-            LOG.warning("%s: %s", wrong, right)
+        self._name(f"{wrong}: {right}")
 
 
 def may_grow(losses: list[float]) -> bool:

@@ -134,6 +134,7 @@ class StepLoop(StepEpochLoop):
         """Take one optimizer step with its hooks, schedules and progress counters.
 
         Raises:
+            StopIteration: no batch is left of a limited number.
             StepRefused: the loader has ended early, or an `on_train_batch_start` returned -1, by which Lightning skips
                 the rest of the epoch.
         """
@@ -144,9 +145,12 @@ class StepLoop(StepEpochLoop):
         try:
             step_batch = next(data_fetcher)[0]
         except StopIteration as end:
+            steps = data_of(trainer).order.steps_per_epoch
+            if trainer.num_training_batches != steps:  # a limit of batches
+                raise
             raise StepRefused(
-                f"epoch {trainer.current_epoch} has no step after its first {self.batch_idx + 1} of {self.max_batches}, "
-                "and nothing has asked for a stop: the loader must yield all steps"
+                f"epoch {trainer.current_epoch} has {self.batch_idx + 1} of {steps} steps, though nothing has asked for "
+                "a stop: the loader must yield all steps"
             ) from end
         self.batch_progress.is_last_batch = data_fetcher.done
         try:
