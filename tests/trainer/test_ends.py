@@ -62,10 +62,14 @@ def test_of_a_module_none_ends_a_run(tmp_path: Path, name: str, error: type[Base
     once = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end", "predict_step")
     module = module_that_raises(name, error, 0 if name in once else 1)
     trains = trainer(tmp_path, exact=True, pieces=2, check_val_every_n_epoch=1)
-    with pytest.raises((StepRefused, error)) as raised:  # outside of loops, nothing takes it for an end
+
+    def use() -> None:
         trains.fit(module, loader(), loader(shuffle=False))
         trains.test(module, loader(shuffle=False))
         trains.predict(module, loader(shuffle=False))
+
+    with pytest.raises((StepRefused, error)) as raised:  # outside of loops, nothing takes it for an end
+        use()
     if name != "on_train_start":
         assert raised.match(
             rf"^{error.__name__} was raised at .*test_ends.py:\d+ in method, which ends a loop, so steps"

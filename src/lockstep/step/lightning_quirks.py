@@ -306,7 +306,8 @@ class CountedBatches:
         batches, expected = self._data_fetcher.fetched, self._data_fetcher.length
         if expected is not None and batches != expected:
             raise StepRefused(
-                f"{self.trainer.state.stage.value}: {batches} of {expected} batches were evaluated: the loader must yield all"
+                f"{self.trainer.state.stage.value}: {batches} of {expected} batches were evaluated: the loader must "
+                "yield all"
             )
         return super().on_run_end()  # type: ignore[misc]
 

@@ -149,8 +149,8 @@ class StepLoop(StepEpochLoop):
             if trainer.num_training_batches != steps:  # a limit of batches
                 raise
             raise StepRefused(
-                f"epoch {trainer.current_epoch} has {self.batch_idx + 1} of {steps} steps, though nothing has asked for "
-                "a stop: the loader must yield all steps"
+                f"epoch {trainer.current_epoch} has {self.batch_idx + 1} of {steps} steps, though nothing has asked "
+                "for a stop: the loader must yield all steps"
             ) from end
         self.batch_progress.is_last_batch = data_fetcher.done
         try:

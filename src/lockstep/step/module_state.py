@@ -134,6 +134,14 @@ class SavedTensors:
                 if parameter.is_floating_point():
                     parameter.mul_(_factor(number))
 
+    def move_parameters(self) -> None:
+        """Add small random numbers to the parameters, the same in each call."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter, _ in self._parameters:
+                if parameter.is_floating_point():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+
     def other_than_scaled(self) -> list[nn.Parameter]:
         """Return the parameters whose content is not that of `scale_parameters`."""
         return [
