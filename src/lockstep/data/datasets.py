@@ -20,6 +20,7 @@ from lockstep.arithmetic.order import DataOrder, hash64
 from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
 from lockstep.errors import UserError
+from lockstep.launch.failures import no_silent_end
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
@@ -476,7 +477,14 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
 
     Raises:
         UserError: torch can't collate the samples.
+        StepRefused: the data set has raised what would end a loop, or the program, without a word.
     """
+    with no_silent_end(SystemExit):
+        return _fetched(dataset, ids, seed, epoch)
+
+
+def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids) -> Any:
+    """Return the batch of `fetch`."""
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     has_getitems = hasattr(dataset, "__getitems__")

@@ -23,6 +23,8 @@ from lockstep.text import join_names, short_path
 VICTIM_SECONDS = 1  # a worker reports a lost connection after this delay, so that the failed worker reports first
 STACK_SECONDS = 3.0  # for a worker that hangs, to write its stack
 PROGRAMS = ("train.py", "evaluate.py", "predict.py")  # in src/
+# Exceptions that Python, Lightning or a loader process take as the end of a loop, and not as an error.
+ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
 STORE_SECONDS = 3.0  # how long ranks that are still alive have to exchange keys through the store after a failure
 
 
@@ -223,6 +225,34 @@ def user_code_location(trace: str) -> str:
     frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+)(?:, in (.+))?$', trace, re.MULTILINE)
     user_frames = [frame for frame in frames if is_user_code(frame[0])]
     return f"{_format_frame(*user_frames[-1])}; " if user_frames else ""
+
+
+@contextmanager
+def no_silent_end(*more: type[BaseException]) -> Iterator[None]:
+    """Inside the `with` block, where user code runs, turn what would end a loop without a word into an error.
+
+    Args:
+        more: exceptions beside `ENDS`.
+
+    Raises:
+        StepRefused: user code raised one of them.
+    """
+    try:
+        yield
+    except (*ENDS, *more) as end:
+        raise refused_end(end) from end
+
+
+def refused_end(end: BaseException) -> StepRefused:
+    """Return the error for an exception of user code that is one of `ENDS`, or ends the program."""
+    place = user_code_location("".join(traceback.format_exception(end))).removesuffix("; ")
+    kind = type(end).__name__
+    if isinstance(end, SystemExit):
+        what, right = "the program, so samples would be missing", "raise an error instead"
+    else:
+        what, right = "a loop, so steps or samples would be missing", "catch it; an iterator that ends begins anew by "
+        right += "itertools.cycle or another iter(...)"
+    return StepRefused(f"{kind} was raised{f' at {place}' if place else ''}, which ends {what}: {right}")
 
 
 def _last_frame(stack: str) -> str:

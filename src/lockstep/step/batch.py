@@ -55,6 +55,8 @@ class StepBatch:
         step: the number of the optimizer step since the run began, 0-based.
         all_ranks_have_data: whether every process has a sample in this step.
         most_micro_batches: the number of micro-batches of the process that has most of them.
+        weight: the sum of the weights that `training_step` returned, over all processes; None without weights. Set
+            during the step.
         skipped: whether the gradient was not finite and the step was skipped (`nonfinite=skip`). Set during the step.
     """
 
@@ -65,6 +67,7 @@ class StepBatch:
     step: int
     all_ranks_have_data: bool
     most_micro_batches: int = 0
+    weight: float | None = None
     skipped: bool = False
 
     @property

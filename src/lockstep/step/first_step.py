@@ -7,22 +7,27 @@ and logged values are restored.
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
-from lockstep.step.module_state import SavedTensors, generator_states
+from lockstep.step.module_state import SavedTensors, generator_states, peeked_iterators
 from lockstep.step.passes import Step, StepHook
 from lockstep.step.trial import repeated, trial_passes
 from lockstep.text import join_names
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (_BatchNorm,)
 LOG = logging.getLogger("lockstep")
 RULES = "(docs/use/module-rules.md)"
 SEEDS = 8  # of the passes that show whether a loss is a sum, since its random numbers change it, too
@@ -30,6 +35,10 @@ SAMPLES = 8  # of the piece, in the repeated passes: they take little time, and 
 CALLS = 8  # of a step that draws random numbers of Python or numpy, until its loss differs
 MIN_T = 4.0  # the t statistic of a growth that is no noise
 MIN_RATIO, MAX_RATIO = 1.6, 5.0  # of the growth from two parts to four and the growth from one to two
+PARTS = 32  # samples of the piece whose parts are compared; more would take too much time
+MIN_DIFFERENCE = 1e-4  # of a loss and the mean of its parts, as a share of them; in 16 bits HALF
+HALF = 0.03
+BLOCKS = 8  # parts of these samples
 MIN_GROWTH = 0.25  # from one part of the piece to two, as a share of the loss; below it, the loss may be noise
 
 
@@ -82,6 +91,9 @@ class FirstStepCheck(StepHook):
             if step.data.layout.exact:
                 trial.check_repeats()
             trial.check_parts()
+            if step.data.layout.pieces > 1:
+                trial.check_mean()
+            trial.check_iterators()
 
 
 class _Trial:
@@ -194,15 +206,104 @@ class _Trial:
             f"training_step changes parameters itself ({join_names(names, 3)}), once for each piece of a device, so "
             f"they depend on the layout: change them between the steps, in on_train_batch_end {RULES}"
         )
+        self._name(wrong)
+
+    def check_mean(self) -> None:
+        """Check that the loss of some samples is the mean of the losses of their parts.
+
+        It is the mean by samples, or by the weights beside the losses.
+
+        Raises:
+            StepRefused: with exact=true, it is another mean.
+        """
+        size = self.micro_batch.size
+        count = min(size, PARTS)
+        batch_norms = [each for each in self.step.module.modules() if isinstance(each, BATCH_NORMS)]
+        if count < 2 or any(each.running_mean is None for each in batch_norms):
+            return
+        borders = [number * count // min(BLOCKS, count) for number in range(min(BLOCKS, count) + 1)]
+        blocks = [range(*each) for each in pairwise(borders)]
+        try:
+            with self._without_dropout(BATCH_NORMS), torch.no_grad(), WeightedMeans() as means:
+                losses = Losses(self, self.step.prepared(self.micro_batch))
+                if losses.are_alike(blocks):  # of a network whose last layer begins with zeros, for example
+                    losses.move = True
+                wrong = losses.differ_from_mean(blocks, range(count))
+                other_mean = wrong and not losses.weighted and losses.follow_other_mean(borders)
+                is_random = wrong and losses.are_random(range(count))
+        except Exception as error:  # some modules need larger batches
+            LOG.debug("it is not checked whether the loss is a mean: %s", error)
+            return
+        if is_random:
+            LOG.debug("it is not checked whether the loss is a mean, since it is random")
+        elif losses.weighted and wrong:
+            self._name(
+                "the loss of some samples is not the mean of the losses of their parts by the weight that "
+                f"training_step returns: the weight must be the denominator of the loss {RULES}"
+            )
+        elif not losses.weighted and (other_mean or (means.name and not wrong)):
+            what = means.name or "of some samples is a weighted mean of the losses of their parts"
+            self._name(
+                f"training_step returns a mean over something else than samples (its loss {what}), so the gradient "
+                "depends on the pieces: return {'loss': loss, 'weight': its denominator}, such as weight[y].sum() or "
+                f"(y != ignore_index).sum() {RULES}"
+            )
+        elif wrong and self.step.trainer.is_global_zero and self._differs_in_evaluation(losses, blocks, range(count)):
+            LOG.warning(
+                "the loss of a sample depends on the other samples of its piece (contrastive, or a ratio of sums), so "
+                f"the result is that of pieces={self.step.data.layout.pieces}, and other numbers of pieces give "
+                f"another: give pieces=1, on one device, or return a mean over a mask with its 'weight' {RULES}"
+            )
+
+    def _differs_in_evaluation(self, losses: "Losses", blocks: list[range], whole: range) -> bool:
+        """Check that losses are no mean in evaluation mode either.
+
+        In training mode, layers may normalise over samples, as BatchNorm does; that they see a piece is known.
+        """
+        modes = [(layer, layer.training) for layer in self.step.module.modules()]
+        losses.known.clear()
+        try:
+            with torch.no_grad():
+                self.step.module.eval()
+                return losses.differ_from_mean(blocks, whole)
+        except Exception as error:
+            LOG.debug("it is not checked whether the loss is a mean: %s", error)
+            return False
+        finally:
+            for layer, training in modes:
+                layer.training = training
+
+    def check_iterators(self) -> None:
+        """Check that the passes took nothing from an iterator that the module has: it is a state of each process.
+
+        Raises:
+            StepRefused: with exact=true, they have.
+        """
+        names = peeked_iterators(self.step.module)
+        if not names or not (self.step.data.layout.exact or self.step.data.layout.pieces > 1):
+            return
+        self._name(
+            f"training_step takes values from an iterator that the module keeps ({join_names(names, 3)}), so each "
+            "process takes others, and a resumed run begins it anew: let the data set return them with its samples, or "
+            f"choose them by the number of the step {RULES}"
+        )
+
+    def _name(self, wrong: str) -> None:
+        """Refuse what is wrong with exact=true. Without, say so in a line."""
         if self.step.data.layout.exact:
             raise StepRefused(f"exact=true: {wrong}")
         if self.step.trainer.is_global_zero:
             LOG.warning(wrong)
 
     @contextmanager
-    def _without_dropout(self) -> Iterator[None]:
-        """Return a context in which dropout layers do nothing, since they would hide the growth of a loss."""
-        layers = [layer for layer in self.step.module.modules() if isinstance(layer, DROPOUT) and layer.training]
+    def _without_dropout(self, others: tuple[type[nn.Module], ...] = ()) -> Iterator[None]:
+        """Return a context in which dropout layers do nothing, since they would hide the growth of a loss.
+
+        Args:
+            others: further kinds of layers that are in evaluation mode.
+        """
+        kinds = (*DROPOUT, *others)
+        layers = [layer for layer in self.step.module.modules() if isinstance(layer, kinds) and layer.training]
         for layer in layers:
             layer.training = False
         try:
@@ -262,10 +363,119 @@ class _Trial:
             "of a piece, so pieces on other devices would have other values"
         )
         right = f"an integer buffer must change alike for every piece; count in on_train_batch_end, per step {RULES}"
-        if self.step.data.layout.exact:
-            raise StepRefused(f"exact=true: {wrong}: {right}")
-        if self.step.trainer.is_global_zero:
-            LOG.warning("%s: %s", wrong, right)
+        self._name(f"{wrong}: {right}")
+
+
+class WeightedMeans(TorchFunctionMode):
+    """Inside the `with` block, notices torch's losses that are a mean by class weights.
+
+    Samples may lack a rare class, so that their losses do not show it.
+
+    Attributes:
+        name: what is noticed, or "".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch. Note the weights of a weighted mean."""
+        kwargs = kwargs or {}
+        if function in (F.cross_entropy, F.nll_loss):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            if weight is not None and kwargs.get("reduction", "mean") == "mean" and bool((weight != weight[0]).any()):
+                self.name = f"is {function.__name__}(weight=...), which divides by the weights"
+        return function(*args, **kwargs)
+
+
+class Losses:
+    """The losses of some samples of a piece, each computed once.
+
+    Args:
+        trial: the trial passes.
+        batch: the prepared batch of the piece.
+
+    Attributes:
+        known: by samples, the loss and the weight beside it. Without a weight it is the number of samples.
+        weighted: whether `training_step` returns weights.
+        move: whether the parameters are moved a little, at random.
+    """
+
+    def __init__(self, trial: _Trial, batch: Any) -> None:
+        self._trial, self._batch = trial, batch
+        self.known: dict[range, tuple[float, float]] = {}
+        self.weighted = self.move = False
+        precision = str(trial.step.trainer.precision)
+        self._smallest = 0.0
+        self._share = HALF if "16" in precision else MIN_DIFFERENCE
+
+    def of(self, rows: range, piece: int | None = None) -> tuple[float, float]:
+        """Return the loss of samples, and its weight; with the random numbers of another `piece`, compute it anew."""
+        if piece is None and rows in self.known:
+            return self.known[rows]
+        step, micro_batch, tensors = self._trial.step, self._trial.micro_batch, self._trial.tensors
+        tensors.restore()
+        if self.move:
+            tensors.move_parameters()
+        numbers = step.trial(repeated(self._batch, micro_batch.size, rows), micro_batch, piece)
+        self.weighted = "weight" in numbers
+        weight = float(numbers["weight"]) * micro_batch.size if self.weighted else float(len(rows))
+        result = (float(numbers["loss"]) if weight else 0.0), weight
+        if piece is None:
+            self.known[rows] = result
+        return result
+
+    def _set_smallest(self, whole: range) -> None:
+        """Set the smallest difference between losses that is no rounding, which another order of samples shows."""
+        rounding = abs(self.of(whole)[0] - self.of(whole[::-1])[0])
+        scale = max(abs(loss) for loss, _ in self.known.values() if math.isfinite(loss))
+        self._smallest = max(self._share * scale, 20 * rounding, 1e-12)
+
+    def are_alike(self, blocks: Sequence[range]) -> bool:
+        """Check whether samples have almost the same loss, so that each mean of them is the same."""
+        losses = [self.of(rows)[0] for rows in blocks]
+        alike = max(losses) - min(losses) <= 10 * MIN_DIFFERENCE * max(map(abs, losses))
+        if alike:
+            self.known.clear()
+        return alike
+
+    def are_random(self, rows: range) -> bool:
+        """Check whether a loss depends on random numbers of the piece."""
+        return abs(self.of(rows)[0] - self.of(rows, self._trial.micro_batch.piece + 1)[0]) > self._smallest
+
+    def differ_from_mean(self, blocks: Sequence[range], whole: range) -> bool:
+        """Check whether the loss of some samples is not the mean of the losses of their parts."""
+        loss, weight = self.of(whole)
+        if not (math.isfinite(loss) and weight):
+            return False
+        expected = sum(self.of(rows)[0] * self.of(rows)[1] for rows in blocks) / weight
+        self._set_smallest(whole)
+        return not abs(loss - expected) <= self._smallest  # that of a part may be nan, a mean over nothing
+
+    def follow_other_mean(self, borders: Sequence[int]) -> bool:
+        """Check whether losses are those of a mean by unknown weights, which follow from those of neighbours.
+
+        Three neighbouring parts, together in pairs, give the weights; the loss of all three follows.
+        """
+        answers = [self._follow(*cuts) for cuts in combinations(borders, 4)]
+        known = [answer for answer in answers if answer is not None]
+        return len(borders) < 4 or sum(known) > 0.8 * len(known)
+
+    def _follow(self, start: int, first: int, second: int, stop: int) -> bool | None:
+        """Check the losses of three neighbouring parts: whether they are those of one mean; None if they can't say."""
+        parts = range(start, first), range(first, second), range(second, stop), range(start, second), range(first, stop)
+        a, b, c, ab, bc = (self.of(rows)[0] for rows in parts)
+        abc, smallest = self.of(range(start, stop))[0], self._smallest
+        if not min(abs(ab - b), abs(ab - a), abs(bc - b), abs(bc - c)) > 10 * smallest:  # also if one is nan
+            return None
+        weight_a, weight_c = (ab - b) / (a - ab), (bc - b) / (c - bc)  # that of b is 1
+        if not (weight_a > 0 and weight_c > 0):
+            return False
+        expected = (weight_a * a + b + weight_c * c) / (weight_a + 1 + weight_c)
+        # The differences of losses that are nearly alike say little about the weights.
+        error = smallest * (1 + abs(a - abc) / abs(a - ab) + abs(c - abc) / abs(c - bc))
+        return abs(expected - abc) <= error
 
 
 def may_grow(losses: list[float]) -> bool:

@@ -1,7 +1,8 @@
 """The gradient of a step: the sum over its pieces, on this process and over all processes.
 
 The result is the gradient of the mean loss over the step's samples, also if the step is short or its pieces differ in
-size: the mean loss of each micro-batch is weighted by its samples, divided by the step's samples.
+size: the mean loss of each micro-batch is weighted by its samples, divided by the step's samples. If `training_step`
+returns weights, each loss is weighted by its weight, divided by their sum, which is known after the last pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -116,10 +117,23 @@ class GradientSum:
         """
         if not self._reducer_sends and self.world_size > 1:
             self.apply(self.start(step.batch))
+        else:
+            self._rescale(step.batch)
         return step
+
+    def scale(self, step_batch: StepBatch) -> float:
+        """Return the factor by which the sum of weighted losses becomes their mean; 1 without weights."""
+        samples = step_batch.samples if self.world_size > 1 else step_batch.num_local_samples
+        return samples / step_batch.weight if step_batch.weight else 1.0
+
+    def _rescale(self, step_batch: StepBatch) -> None:
+        """Multiply the gradients by `scale`."""
+        if (scale := self.scale(step_batch)) != 1:
+            torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], scale)
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Move this process's gradients out of the parameters and start their sum over all processes."""
+        self._rescale(step_batch)
         parameters = self.parameters()
         local_gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -244,7 +258,8 @@ class ExactGradientSum(GradientSum):
         def wait() -> Result:
             if work is not None:
                 work.wait()
-            sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
+            divisor = step_batch.samples if step_batch.weight is None else step_batch.weight or 1.0
+            sums, maxima = exact_sum.unpack(all_reduce if self.world_size > 1 else reduce_alone, divisor)
             return [g if present else None for g, present in zip(sums, exact_sum.present, strict=True)], maxima
 
         started = StartedSum(list(self.trained.values()), wait)

@@ -11,7 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -22,6 +24,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torchmetrics import Metric
 
+from lockstep.errors import StepRefused
+from lockstep.launch.failures import ENDS, no_silent_end, refused_end
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
@@ -262,13 +266,76 @@ class StepLogs(_LoggerConnector):
 
 
 class StepFitLoop(_FitLoop):
-    """Counts each epoch once.
+    """Counts each epoch once, and takes no StopIteration of user code for the end of the run.
 
     See it: a run with max_steps that is resumed from a checkpoint of an epoch's end; `current_epoch` is one too large.
+    And `on_train_epoch_start` with `raise StopIteration`: the run ends as if it were complete.
     """
+
+    def on_advance_start(self) -> None:
+        """Prepare an epoch; see `no_silent_end`."""
+        with no_silent_end():
+            super().on_advance_start()
+
+    def advance(self) -> None:
+        """Run an epoch; see `no_silent_end`."""
+        with no_silent_end():
+            super().advance()
+
+    def on_advance_end(self) -> None:
+        """End an epoch; see `no_silent_end`."""
+        with no_silent_end():
+            super().on_advance_end()
 
     def _iteration_based_training(self) -> bool:
         return False
+
+
+class CountedBatches:
+    """For a loop over evaluation batches: each batch must be evaluated.
+
+    See it: `validation_step` with `raise StopIteration`; Lightning takes it for the end of the data.
+    """
+
+    _data_fetcher: Any
+    trainer: Any
+
+    def _evaluation_step(self, *args: Any) -> None:
+        with no_silent_end():
+            super()._evaluation_step(*args)  # type: ignore[misc]
+
+    def _predict_step(self, *args: Any) -> None:
+        with no_silent_end():
+            super()._predict_step(*args)  # type: ignore[misc]
+
+    def on_run_end(self) -> Any:
+        """End the loop.
+
+        Raises:
+            StepRefused: its loader has ended early.
+        """
+        batches, expected = self._data_fetcher.fetched, self._data_fetcher.length
+        if expected is not None and batches != expected:
+            raise StepRefused(
+                f"{self.trainer.state.stage.value}: {batches} of {expected} batches were evaluated: the loader must "
+                "yield all"
+            )
+        return super().on_run_end()  # type: ignore[misc]
+
+
+class CountedEvaluation(CountedBatches, _EvaluationLoop):
+    """Lightning's loop of an evaluation, see `CountedBatches`."""
+
+
+class CountedPrediction(CountedBatches, _PredictionLoop):
+    """Lightning's loop of a prediction, see `CountedBatches`."""
+
+
+def with_counted_batches(loop: Any) -> Any:
+    """Return a loop over evaluation batches as Lightning has made `loop`, see `CountedBatches`."""
+    if isinstance(loop, _PredictionLoop):
+        return CountedPrediction(loop.trainer, loop.inference_mode)
+    return CountedEvaluation(loop.trainer, loop._trainer_fn, loop._stage, loop.verbose, loop.inference_mode)
 
 
 class StepEpochLoop(_TrainingEpochLoop):
@@ -278,6 +345,7 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
+        self.val_loop = with_counted_batches(self.val_loop)
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
 
@@ -316,6 +384,13 @@ class StepEpochLoop(_TrainingEpochLoop):
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         if self.trainer.fit_loop.restarted_mid_epoch:
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate if it is due; see `no_silent_end`, which takes 1 us more."""
+        try:
+            super().on_advance_end(data_fetcher)
+        except ENDS as end:
+            raise refused_end(end) from end
 
     def no_longer_restarting(self) -> None:
         """Clear the restart flag after the first step of a resumed run.

@@ -19,6 +19,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 
 from lockstep.errors import StepRefused, UserError
+from lockstep.launch.failures import ENDS, refused_end
 from lockstep.step.batch import data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
@@ -33,6 +34,7 @@ from lockstep.step.lightning_quirks import (
     call_hook,
     call_of_module,
     call_of_strategy,
+    with_counted_batches,
     with_quick_hooks,
 )
 from lockstep.step.memory import optimizer_memory_advice
@@ -64,6 +66,8 @@ class StepTrainer(QuickStage, pl.Trainer):
         limits = default_loop.min_steps, default_loop.max_steps
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
         self.fit_loop.epoch_loop._results = TrainingLogs()
+        for name in ("validate_loop", "test_loop", "predict_loop"):
+            setattr(self, name, with_counted_batches(getattr(self, name)))
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
         self.hook_finder = HookFinder(self)
@@ -130,15 +134,33 @@ class StepLoop(StepEpochLoop):
         """Take one optimizer step with its hooks, schedules and progress counters.
 
         Raises:
-            StopIteration: no batch is left.
-            StepRefused: an `on_train_batch_start` returned -1, by which Lightning skips the rest of the epoch.
+            StopIteration: no batch is left of a limited number.
+            StepRefused: the loader has ended early, or an `on_train_batch_start` returned -1, by which Lightning skips
+                the rest of the epoch.
         """
         if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
-        trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
+        trainer = self.trainer
         trainer.hook_finder.begin_step()
-        step_batch = next(data_fetcher)[0]
-        progress.is_last_batch = data_fetcher.done
+        try:
+            step_batch = next(data_fetcher)[0]
+        except StopIteration as end:
+            steps = data_of(trainer).order.steps_per_epoch
+            if trainer.num_training_batches != steps:  # a limit of batches
+                raise
+            raise StepRefused(
+                f"epoch {trainer.current_epoch} has {self.batch_idx + 1} of {steps} steps, though nothing has asked "
+                "for a stop: the loader must yield all steps"
+            ) from end
+        self.batch_progress.is_last_batch = data_fetcher.done
+        try:
+            self._take_step(step_batch)
+        except ENDS as end:  # of user code
+            raise refused_end(end) from end
+
+    def _take_step(self, step_batch: Any) -> None:
+        """Take one optimizer step, see `advance`."""
+        trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from copy import copy
 from enum import Enum
+from itertools import chain
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -31,11 +32,17 @@ class SavedAttributes:
     So are the plain attributes of objects of a user's own classes that a layer has, such as an average or a schedule.
     Large ones of these objects, such as the images of a data set, are neither saved nor restored.
 
+    Until `restore`, a `Peeked` stands in the place of an iterator that a layer or such an object has, also in a list or
+    dict. Then it gives the values again that passes have taken.
+
     Args:
         module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._iterators = [(place, key, place[key]) for place, key in _iterator_places(module, Iterator)]
+        for place, key, iterator in self._iterators:
+            place[key] = Peeked(iterator)
         self._layers = [(layer, _copied_attributes(layer)) for layer in module.modules()]
         objects = _users_objects(value for layer in module.modules() for value in vars(layer).values())
         self._objects = [(each, {name: (value, _copied(value)) for name, value in _small(each)}) for each in objects]
@@ -46,6 +53,56 @@ class SavedAttributes:
             _restore(layer, attributes, [name for name, _ in _plain_attributes(layer)])
         for each, attributes in self._objects:
             _restore(each, attributes, [name for name, _ in _small(each)])
+        for place, key, iterator in self._iterators:
+            peeked = place[key]
+            if isinstance(peeked, Peeked) and peeked.iterator is iterator:  # else user code has set another one
+                place[key] = chain(peeked.taken, iterator) if peeked.taken else iterator
+
+
+class Peeked:
+    """An iterator that records the values that are taken from another one.
+
+    Args:
+        iterator: the other one. Its attributes are attributes of this one, too.
+
+    Attributes:
+        iterator: the argument.
+        taken: the values.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.taken: list[Any] = []
+
+    def __iter__(self) -> "Peeked":
+        return self
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self.iterator))
+        return self.taken[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "iterator":
+            raise AttributeError(name)
+        return getattr(self.iterator, name)
+
+
+def peeked_iterators(module: nn.Module) -> list[str]:
+    """Return the names of the attributes, or keys, whose iterators passes have advanced since `SavedAttributes`."""
+    return [str(key) for place, key in _iterator_places(module, Peeked) if place[key].taken]
+
+
+def _iterator_places(module: nn.Module, kind: Any) -> list[tuple[Any, Any]]:
+    """Return the dicts and lists that have an iterator of a class, each with its key or index."""
+    holders: list[Any] = [vars(layer) for layer in module.modules()]
+    holders += [vars(each) for each in _users_objects(value for layer in holders for value in layer.values())]
+    containers = [value for holder in holders for value in holder.values() if type(value) in (dict, list)]
+    return [
+        (holder, key)
+        for holder in (*holders, *(each for each in containers if len(each) <= LARGE))
+        for key, value in (holder.items() if isinstance(holder, dict) else enumerate(holder))
+        if isinstance(value, kind) and not isinstance(value, FOREIGN)
+    ]
 
 
 class SavedTensors:
@@ -76,6 +133,14 @@ class SavedTensors:
             for number, (parameter, _) in enumerate(self._parameters):
                 if parameter.is_floating_point():
                     parameter.mul_(_factor(number))
+
+    def move_parameters(self) -> None:
+        """Add small random numbers to the parameters, the same in each call."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter, _ in self._parameters:
+                if parameter.is_floating_point():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
     def other_than_scaled(self) -> list[nn.Parameter]:
         """Return the parameters whose content is not that of `scale_parameters`."""

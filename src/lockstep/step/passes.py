@@ -1,5 +1,6 @@
 """One optimizer step: its forward and backward passes, and the hooks at fixed places between them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -7,10 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import StepRefused
+from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
@@ -90,6 +93,7 @@ class StepPasses:
         self.seed = seed
         self.forward, self.backward = forward, backward
         self._restored_state: dict[str, Any] = {}  # the state from a checkpoint
+        self._weighted: bool | None = None  # whether `training_step` returns a weight; None before the first step
 
     @cached_property
     def buffers(self) -> StepBuffers:
@@ -127,6 +131,7 @@ class StepPasses:
                     gradients.collect()
             for hook in self.hooks:
                 hook.after_passes(step)
+            self._sum_weights(step)
             buffers.finish(step_batch)
             if due := gradients.reduce(step):  # this step, or an earlier one whose sum is applied only now
                 self.before_optimizer_step(due)
@@ -141,6 +146,30 @@ class StepPasses:
             self.flush()
             buffers.end_of_epoch()
         return step.means()
+
+    def _sum_weights(self, step: "Step") -> None:
+        """Sum the weights that `training_step` has returned over the step's pieces, in their order, on every process.
+
+        Raises:
+            StepRefused: only some calls have returned one, or the strategy computes a step in stages.
+        """
+        returned = ["weight" in outputs for outputs in step.outputs]
+        if self._weighted is None:  # ask once, since a process may have no sample
+            self._weighted = any(gather_objects(any(returned)))
+        if any(each != self._weighted for each in returned):
+            raise StepRefused("training_step returns a weight beside some losses only: return one beside each")
+        if not self._weighted:
+            return
+        if step.strategy.staged:
+            raise StepRefused("training_step returns a weight, which stages can't sum: use another strategy")
+        weights = [0.0] * step.data.layout.pieces
+        for micro_batch, outputs in zip(step.batch.micro_batches, step.outputs, strict=True):
+            weights[micro_batch.piece] = float(outputs["weight"]) * micro_batch.size
+        if self.gradients.world_size > 1:
+            of_all = torch.tensor(weights, dtype=torch.float64, device=step.strategy.root_device)
+            dist.all_reduce(of_all)  # one number and zeros for each piece, so their sum is not rounded
+            weights = of_all.tolist()
+        step.batch.weight = math.fsum(weights)
 
     def before_optimizer_step(self, step: "Step") -> None:
         """Call the hooks before an optimizer step with the gradient of `step`."""
@@ -187,8 +216,8 @@ class Step:
     passes: StepPasses
     batch: StepBatch
     outputs: list[Outputs] = field(default_factory=list)
-    # by index: the batch and loss of each micro-batch that has had its forward pass, but not its backward pass
-    _pending: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
+    # by index: the batch, loss and weight of each micro-batch that has had its forward pass, but not its backward pass
+    _pending: dict[int, tuple[Any, Tensor, Any]] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -225,29 +254,33 @@ class Step:
         micro_batch, strategy = self.batch.micro_batches[index], self.strategy
         batch = self.prepared(micro_batch)
         loss, outputs = self._training_step(batch, micro_batch)
-        self._pending[index] = batch, loss
+        self._pending[index] = batch, loss, outputs.get("weight")
         if strategy.has_last_stage:
             self.outputs.append(outputs)
 
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
         micro_batch, strategy = self.batch.micro_batches[index], self.strategy
-        batch, loss = self._pending.pop(index)
+        batch, loss, weight = self._pending.pop(index)
         if not strategy.has_last_stage:
             with torch.no_grad():
                 self.outputs.append(self._training_step(batch, micro_batch)[1])
-        self._differentiate(loss, micro_batch)
+        self._differentiate(loss, micro_batch, weight)
 
     def compute(self, micro_batch: MicroBatch) -> None:
         """Run both passes of a piece of this step once more, whichever process computes it in the step.
 
         Its loss and the other numbers of `training_step` are not recorded.
         """
-        loss, _ = self._training_step(self.prepared(micro_batch), micro_batch)
-        self._differentiate(loss, micro_batch)
+        loss, outputs = self._training_step(self.prepared(micro_batch), micro_batch)
+        self._differentiate(loss, micro_batch, outputs.get("weight"))
 
     def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Tensor:
-        """Return the loss of a prepared batch of a micro-batch, without its graph. It is not recorded.
+        """Return the loss of a prepared batch; see `trial`."""
+        return self.trial(batch, micro_batch, piece)["loss"]
+
+    def trial(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Outputs:
+        """Return the numbers of a prepared batch of a micro-batch, without graphs. They are not recorded.
 
         Args:
             batch: the batch; it may have another size than the micro-batch.
@@ -256,38 +289,63 @@ class Step:
         """
         if piece is not None:
             micro_batch = replace(micro_batch, piece=piece)
-        return self._training_step(batch, micro_batch)[1]["loss"]
+        return self._training_step(batch, micro_batch)[1]
 
     def means(self) -> Outputs:
         """Return the numbers of `training_step`, each the mean over this process's samples.
 
-        A number that some micro-batch lacks is left out.
+        The mean of the loss is weighted, if `training_step` returns weights. A number that some micro-batch lacks is
+        left out.
         """
         if not self.outputs:  # a rank without samples needs a loss, because all ranks may log it
             dtype = next(self.module.parameters()).dtype
             return {"loss": torch.zeros((), dtype=dtype, device=self.strategy.root_device)}
-        if len(self.outputs) == 1:
+        weighted = all("weight" in each for each in self.outputs)
+        if len(self.outputs) == 1 and not weighted:
             return self.outputs[0]
         sizes = [micro_batch.size for micro_batch in self.batch.micro_batches]
         samples = sum(sizes)
-        return {
+        means = {
             name: torch.stack([each[name] * (n / samples) for each, n in zip(self.outputs, sizes, strict=True)]).sum()
             for name in self.outputs[0]
             if all(name in each for each in self.outputs)
         }
+        if weighted:  # a loss whose weight is 0 may be nan
+            shares = torch.stack([each["weight"] * (n / samples) for each, n in zip(self.outputs, sizes, strict=True)])
+            losses = torch.stack([each["loss"] for each in self.outputs]).where(shares > 0, 0)
+            means["loss"] = (losses * shares).sum() / shares.sum().where(shares.sum() > 0, 1)
+        return means
 
     def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
-            return outputs_of(self.passes.forward(batch))
+            loss, outputs = outputs_of(self.passes.forward(batch))
+        if "weight" in outputs:
+            outputs["weight"] = outputs["weight"] / micro_batch.size
+        return loss, outputs
 
-    def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Weight a micro-batch's loss and run its backward pass."""
+    def _differentiate(self, loss: Tensor, micro_batch: MicroBatch, loss_weight: Tensor | None) -> None:
+        """Weight a micro-batch's loss and run its backward pass.
+
+        Args:
+            loss: the loss.
+            micro_batch: the micro-batch.
+            loss_weight: the weight that `training_step` returned beside the loss, per sample, or None.
+        """
         weight = 1.0
         if self.strategy.has_last_stage:  # an earlier stage receives a gradient that is weighted already
             weight = self.passes.gradients.weight(micro_batch, self.batch)
-        self.passes.backward(loss if weight == 1 else loss * weight)
+        if loss_weight is None:
+            self.passes.backward(loss if weight == 1 else loss * weight)
+            return
+        weight *= float(loss_weight)
+        # The gradient of a mean over nothing may be nan.
+        parameters = [p for p in self.module.parameters() if p.requires_grad and not weight]
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+        self.passes.backward(loss * weight)
+        for hook in hooks:
+            hook.remove()
 
     def prepared(self, micro_batch: MicroBatch) -> Any:
         """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
@@ -320,7 +378,7 @@ def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
         The loss, and the numbers by name, the loss among them.
 
     Raises:
-        StepRefused: there is no loss, or it is not one number.
+        StepRefused: there is no loss, or it is not one number; or there is a weight that is none.
     """
     values = output if isinstance(output, Mapping) else {"loss": output}
     loss = values.get("loss")
@@ -336,4 +394,29 @@ def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
             numbers[name] = value.detach()
         elif isinstance(value, int | float):
             numbers[name] = torch.full((), float(value), device=loss.device)
+    if values.get("weight") is not None:
+        _check_weight(values["weight"], numbers.get("weight"))
     return loss, {name: number.reshape(()) if number.ndim else number for name, number in numbers.items()}
+
+
+def _check_weight(returned: Any, number: Tensor | None) -> None:
+    """Check the weight beside a loss.
+
+    Args:
+        returned: what `training_step` returned.
+        number: the same as one number, or None.
+
+    Raises:
+        StepRefused: it is not one finite number of 0 or more that follows from the batch alone.
+    """
+    if number is None or not 0 <= float(number) < math.inf:
+        what = "what is no number" if number is None else f"{float(number):g}"
+        raise StepRefused(
+            f"training_step returned {what} as weight: it must be the denominator of its loss, one finite number of 0 "
+            "or more"
+        )
+    if isinstance(returned, Tensor) and returned.requires_grad:
+        raise StepRefused(
+            "training_step returned a weight that depends on the parameters: it must follow from the batch alone, as "
+            "a count of pixels does"
+        )

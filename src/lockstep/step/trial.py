@@ -78,7 +78,8 @@ def repeated(batch: Any, size: int, rows: range, times: int = 1) -> Any:
     """
     if isinstance(batch, Tensor):
         if batch.ndim and len(batch) == size:
-            return torch.cat([batch[rows.start : rows.stop]] * times)
+            part = batch[rows.start : rows.stop] if rows.step == 1 else batch[list(rows)]
+            return torch.cat([part] * times)
         if batch.numel() == 1:
             return batch
         raise CannotRepeat(f"a tensor of shape {list(batch.shape)} is not one row for each of {size} samples")
@@ -88,7 +89,7 @@ def repeated(batch: Any, size: int, rows: range, times: int = 1) -> Any:
     if isinstance(batch, list | tuple):
         by_sample = len(batch) == size and all(not isinstance(each, Tensor | Mapping | list | tuple) for each in batch)
         if by_sample and size > 1:
-            return type(batch)(list(batch[rows.start : rows.stop]) * times)
+            return type(batch)([batch[row] for row in rows] * times)
         changed_parts = [repeated(value, size, rows, times) for value in batch]
         return type(batch)(*changed_parts) if hasattr(batch, "_fields") else type(batch)(changed_parts)
     if batch is None or isinstance(batch, bool | int | float | str | bytes):

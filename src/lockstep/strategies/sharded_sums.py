@@ -171,10 +171,11 @@ class ShardedGradientSum(GradientSum):
 
     def reduce(self, step: Step) -> Step | None:
         """Sum the gradients of whole parameters, and give the optimizer those of the parts."""
-        due = super().reduce(step)
+        due, scale = super().reduce(step), self.scale(step.batch)
         for parameter in self.strategy.sharded.values():
             if (gradient := parameter.tensor.grad) is not None:
-                self.strategy.set_gradient(parameter, gradient.to_local())
+                part = gradient.to_local()
+                self.strategy.set_gradient(parameter, part if scale == 1 else part * scale)
         self.strategy.give_gradients()
         return due
 

@@ -104,7 +104,8 @@ class Record(pl.Callback):
         local = batch.num_local_samples  # may be 0 in a short step
         if trainer.datamodule.layout.replicas == 1 and not trainer.is_global_zero:
             local = 0  # the stages of a pipeline share rank zero's samples
-        self.losses.append((float(outputs["loss"]) * local if local else 0.0, batch.samples))
+        loss = float(outputs["loss"]) * float(outputs.get("weight", 1)) * local if local else 0.0
+        self.losses.append((loss, batch.weight or batch.samples))
         state = trainer.strategy.lightning_module_state_dict()
         flat = [_numpy(state[name]).reshape(-1) for name, _ in pl_module.named_parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)
