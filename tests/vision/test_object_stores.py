@@ -1035,7 +1035,7 @@ def test_a_page_to_log_in_is_no_damaged_index(pattern: str) -> None:
     assert ("index.json" if not pattern else "train-0000") in line
 
 
-def test_replicas_with_etags_of_their_own_are_named(shards: Path) -> None:
+def test_replicas_with_unlike_etags_are_named(shards: Path) -> None:
     """The bytes are the same, and nothing was replaced."""
     heads: Counter[str] = Counter()
 
