@@ -162,7 +162,7 @@ def test_an_index_of_several_kinds_of_images(tmp_path: Path, s3: dict[str, str])
     write_tar(tmp_path / "webp" / "a.tar", members)
     url = upload(tmp_path / "webp", s3, "webp")
     index.main([url, "--image", "webp,png", "--label", "null", *KEEP])
-    options = {"image": ["png", "webp"], "label": None}
+    options: dict[str, Any] = {"image": ["png", "webp"], "label": None}
     (tmp_path / "webp" / "a.tar").unlink()
     assert len(opened(url, **options).train) == 8
     assert [key for key in contents(s3, "webp") if key.startswith(".index/")] != []

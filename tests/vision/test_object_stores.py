@@ -24,7 +24,7 @@ import pytest
 import torch
 from conftest import composed
 from small_data import config, refusal_of
-from store_servers import WebServer, files_in, s3_server, upload
+from store_servers import WebServer, client, files_in, s3_server, upload
 from written_shards import flip, write_folder, write_shards, write_tar
 
 from lockstep.arithmetic.layout import resolve
@@ -112,6 +112,8 @@ def test_a_bucket_has_the_images_of_the_folder(
         assert same(getattr(remote, part), getattr(local, part))
     assert remote.fingerprint == local.fingerprint
     assert "6 files in s3://images/same, kept in " in remote.about
+    client(s3).put_object(Bucket="images", Key="same/old.tar.bak", Body=b"x")
+    assert "passed over 1 file (1 .bak): known are .tar" in opened("s3://images/same").about
     other = opened(upload(write_shards(shards.parent / "folder", shards.parent / "cut", "tar", 2, 5), s3, "cut"))
     assert other.fingerprint == local.fingerprint
     assert not same(opened(shards, split_seed=1).val, remote.val)  # the comparison sees a difference
@@ -704,6 +706,26 @@ def test_a_disk_for_a_part_of_the_shards_is_enough_for_an_index(web: WebServer, 
     assert data.fingerprint == expected.fingerprint
 
 
+def test_what_a_full_disk_took_half_is_not_written_twice(
+    web: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(opened(web.url + NAMES, **EACH).train)
+    monkeypatch.setattr(shard_cache.ShardCache, "_remove_unneeded", lambda self, size: True)
+    pwrite, calls = os.pwrite, itertools.count()
+
+    def full_at_second(file: int, content: Any, start: int) -> int:
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(file, content[: len(content) // 2 + 1], start)
+
+    monkeypatch.setattr(shard_cache.os, "pwrite", full_at_second)
+    content = bytes(range(256)) * 200
+    with open(tmp_path / "file", "w+b") as file:
+        cache._write(file, content[:100])
+        cache._write(file, content[100:])
+    assert (tmp_path / "file").read_bytes() == content
+
+
 def test_a_disk_below_a_shard_ends_in_a_line(web: WebServer, small_disk: Any) -> None:
     opened(web.url + NAMES, **EACH)
     folder = small_disk(8192)
@@ -1013,7 +1035,7 @@ def test_a_page_to_log_in_is_no_damaged_index(pattern: str) -> None:
     assert ("index.json" if not pattern else "train-0000") in line
 
 
-def test_replicas_with_etags_of_their_own_are_named(shards: Path) -> None:
+def test_replicas_with_unlike_etags_are_named(shards: Path) -> None:
     """The bytes are the same, and nothing was replaced."""
     heads: Counter[str] = Counter()
 

@@ -21,9 +21,11 @@ from lockstep.vision.data.server import REMEDY, UNKNOWN, Server, Stat, Unavailab
 from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
 from lockstep.vision.data.shard_files import Suffixes
 from lockstep.vision.data.shard_index import Index, cache_folder, index_root
-from lockstep.vision.data.shard_scan import scan
+from lockstep.vision.data.shard_scan import EXTENSIONS, scan
+from lockstep.vision.data.walk import Walk, passed_over_text
 
 BRACES = re.compile(r"\{([^{}]*)\}")
+NEARLY = re.compile(r"\.(tar|parquet|mds)\.\w+$", re.IGNORECASE)  # old.tar.bak
 MOST_SHARDS = 10_000_000  # that a pattern may name
 
 
@@ -42,6 +44,7 @@ class Remote:
 
     Attributes:
         paths: of the shards, below the URL.
+        passed_over: a text that counts files that are nearly called as shards.
         folder: in which they are kept.
     """
 
@@ -108,6 +111,7 @@ class Remote:
         """
         from lockstep.vision.data.shards import SHARD
 
+        self.passed_over = ""
         if named is not None:
             return {path: (published or {}).get(path, UNKNOWN) for path in named}
         if published is not None and ((len(published) > MOST_LISTED and not anew) or not self.server.lists):
@@ -119,6 +123,11 @@ class Remote:
                 if not any(each.startswith(".") for each in path.split("/"))
             }
             shards = {path: stat for path, stat in files.items() if SHARD.search(path)}
+            others = Walk()
+            for path in files.keys() - shards.keys():
+                if NEARLY.search(path):
+                    others.pass_over(path.rpartition("/")[2])
+            self.passed_over = passed_over_text(others.passed_over, EXTENSIONS)
             if not may_be_empty:  # a writer replaces index.json at the end
                 described = [path for path in files if path.rpartition("/")[2] == INDEX]
                 self.records.hashes = check_named(self.server.url, [*shards, *described], self._description)

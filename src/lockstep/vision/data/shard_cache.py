@@ -535,10 +535,13 @@ class ShardCache:
 
     def _write(self, file: IO[bytes], content: bytes) -> None:
         """Write to a file; if the disk is full, remove shards that nobody needs, and try again."""
+        # Not by the file's buffer, which after an error still has the content, and would write it twice.
+        start, done, view = file.tell(), 0, memoryview(content)
         for last in (False, True):
             try:
-                file.write(content)
-                file.flush()
+                while done < len(content):
+                    done += os.pwrite(file.fileno(), view[done:], start + done)
+                file.seek(start + done)
                 return
             except OSError as error:
                 if error.errno not in FULL or last or not self._remove_unneeded(len(content) + GIB):

@@ -72,7 +72,7 @@ def shards(
     if is_url(data_dir):
         root = data_dir
         remote = Remote(data_dir, options, cache, cache_gb, retry_seconds, index_dir)
-        names = remote.paths
+        names, passed_over = remote.paths, remote.passed_over
     else:
         root = Path(data_dir).expanduser().absolute()
         if root.is_file():
