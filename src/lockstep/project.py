@@ -1,7 +1,6 @@
 """The project whose programs run: the folder that a user owns, with `conf/`, `src/` and `outputs/`."""
 
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -40,8 +39,8 @@ class Project:
         """The program that trains."""
         return self.source / "train.py"
 
-    def function(self, name: str) -> Callable[..., Any] | None:
-        """Return the function `name(job)` of the program `src/<name>.py`; None for an older program.
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function `name(job)` of the program `src/<name>.py`.
 
         Raises:
             UserError: the program has no such function.
@@ -85,7 +84,7 @@ def _is_project(folder: Path) -> bool:
 
 
 @cache
-def _function(program: Path) -> Callable[..., Any] | None:
+def _function(program: Path) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location(f"_{program.stem}_program", program)
     assert spec is not None
     assert spec.loader is not None
@@ -94,8 +93,7 @@ def _function(program: Path) -> Callable[..., Any] | None:
     function: Any = getattr(module, program.stem, None)
     if not callable(function):
         raise UserError(f"{program}: it has no function {program.stem}: it must define {program.stem}(job)")
-    is_older = list(inspect.signature(function).parameters) == ["raw", "folder"]
-    return None if is_older else function
+    return function
 
 
 def _find(path: Path, installed: Iterable[Path] = ()) -> Path:

@@ -17,7 +17,6 @@ from conftest import ROOT, composed
 from torch import nn
 
 from lockstep import load_weights
-from lockstep.checkpoint import formats
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import LEDGER_FILE, decisive_config
@@ -104,22 +103,6 @@ def test_a_page_of_the_project_before_a_packages_page_takes_nothing_away(home: P
     config["optimizer"]["_target_"] = "torch.optim.Adagrad"
     with pytest.raises(UserError, match=r"optimizer\._target_ is torch\.optim\.Adagrad, which no file"):
         evaluated(home / "x.ckpt", config)
-
-
-def test_old_names_lead_to_classes_of_the_library_only(home: Path) -> None:
-    """The table of older formats translates names. What it gives must be named by a page, as any other."""
-    names = formats._moved_names()
-    assert names["project.models.Timm"] == "lockstep.vision.models.Timm"
-    assert all(new.startswith("lockstep.vision.") for new in names.values())
-    config = copy.deepcopy(composed())
-    for old, refused in (("project.models.FastCNN", ""), ("project.optimizers.LrScale", "lockstep.vision.optimizers")):
-        record = {"config": config | {"model": config["model"] | {"_target_": old}}}
-        translated = formats.up_to_date(record, "x")["config"]
-        if refused:
-            with pytest.raises(UserError, match=f"model._target_ is {refused}"):
-                evaluated(home / "x.ckpt", translated)
-        else:
-            evaluated(home / "x.ckpt", translated)
 
 
 def test_init_from_reads_weights_and_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

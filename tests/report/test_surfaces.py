@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 import lockstep
-from lockstep.checkpoint import formats
 from lockstep.config import pages
 from lockstep.config.instantiate import locate, targets_in
 
@@ -69,7 +68,7 @@ RECORDED: Surfaces = yaml.safe_load(FILE.read_text()) if FILE.exists() else {}
 
 def test_nothing_that_was_released_is_gone() -> None:
     assert RECORDED.keys() == {"names", "keys", "targets"}
-    assert gone(RECORDED, today()) == [], "renamed? Then RENAMED (keys) or formats.MOVED (targets) must translate it"
+    assert gone(RECORDED, today()) == [], "renamed or removed? Then record what is there now"
 
 
 @pytest.mark.parametrize("kind", ["names", "keys", "targets"])
@@ -84,16 +83,6 @@ def test_each_target_can_be_built() -> None:
     for line in RECORDED["targets"]:
         if "loggers." not in line:  # some need packages that are not installed everywhere
             assert callable(locate("x._target_", line.partition(": ")[2])), line
-
-
-def test_each_name_of_format_1_has_a_successor_that_a_page_names() -> None:
-    named = {line.partition(": ")[2] for line in today()["targets"]}
-    successors = {*formats._moved_names().values()}
-    assert len(successors) == sum(map(len, formats.MOVED.values()))
-    of_no_page = successors - named
-    assert {name.rpartition(".")[2] for name in of_no_page} == {"ImageClassifier"}, "a class for pages of users"
-    for name in successors:
-        assert callable(locate("x._target_", name))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def load(
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path}: not a checkpoint: its state_dict must have tensors by name")
     if isinstance(record := checkpoint.get("lockstep"), dict):
-        checkpoint["lockstep"] = formats.up_to_date(record, path)
+        formats.check_format(record, path)
     find_parts(checkpoint, path, broadcast, checksums=tensors, everywhere=not whole)
     if tensors and whole:
         fill(checkpoint, path, broadcast)

@@ -273,11 +273,6 @@ class EvaluationJob(Job):
         self.run.record_weights()  # those that were loaded from the checkpoint
         self.run.record_test()
 
-    def usual(self) -> None:
-        """Test."""
-        module = self.make_module()
-        self.make_trainer(module).test(module, datamodule=self.make_data(), ckpt_path=self.checkpoint)
-
     def finish(self) -> dict[str, Any]:
         """Write the summary, and return it."""
         if self.run is None or not self._tested:

@@ -101,16 +101,9 @@ class Job(ABC):
         """Call a function with this job.
 
         Args:
-            function: None: the program's own, or `usual` if an older program has none.
+            function: None: the program's own.
         """
-        if chosen := function or project().function(self.name):
-            chosen(self)
-        else:
-            self.usual()
-
-    @abstractmethod
-    def usual(self) -> None:
-        """Do what the program does in a project that has not changed it."""
+        (function or project().function(self.name))(self)
 
     # --- what the trainer calls ---
 

@@ -154,11 +154,6 @@ class PredictionJob(Job):
         self._began = time.perf_counter()
         return make_trainer(self.config, self.folder, [EvaluationSeed(), self._collector])
 
-    def usual(self) -> None:
-        """Predict."""
-        module = self.make_module()
-        self.make_trainer(module).predict(module, datamodule=self.make_data(), return_predictions=False)
-
     def finish(self) -> dict[str, Any]:
         """Write predictions.csv, or masks as images, and the summary on rank zero. Return the summary.
 

@@ -180,15 +180,6 @@ class TrainingJob(Job):
         assert self.run is not None
         self.run.record_test()
 
-    def usual(self) -> None:
-        """Fit and test."""
-        module = self.make_module()
-        data = self.make_data()
-        trainer = self.make_trainer(module)
-        trainer.fit(module, datamodule=data, ckpt_path=self.checkpoint)
-        if self.has_test:
-            trainer.test(module, datamodule=data, ckpt_path="best")
-
     def finish(self) -> dict[str, Any]:
         """Write the summary of a run that has completed, and return it."""
         if self.run is None or not self._fits:

@@ -1,3 +1,0 @@
-"""See `lockstep.commands.cli`."""
-
-from lockstep.commands.cli import command as command
