@@ -111,8 +111,8 @@ class RunFolder(pl.Callback):
             self.path = Path(run)
             self._use(self.path)
         # Those without a folder write there, too. Lightning gives them one in the first method that is called.
-        own = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
-        self._followers += [each for each in own if each.dirpath is None]
+        savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+        self._followers += [each for each in savers if each.dirpath is None]
         if self.path is not None:
             for each in self._followers:
                 each.dirpath = str(paths.folder(self.path))
