@@ -1,9 +1,23 @@
 """A command imports what its run needs, ends without losing anything, and its workers share the data in memory."""
 
+import errno
+import fcntl
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Program, python, workers_of
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.files import replacing
+from lockstep.launch import process_lifetime
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -52,6 +66,99 @@ exit_process(7)
     done = python(program)
     assert (done.returncode, done.stdout, done.stderr) == (7, "written ", "")
     assert (tmp_path / "log").read_text().strip() == "logged"
+
+
+PROFILED = """
+import atexit, sys
+from lockstep.launch.process_lifetime import exit_process
+atexit.register(print, "at exit")
+print("written", end=" ")
+exit_process(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.parametrize("tool", ["-m cProfile -o", "-m coverage run --data-file", "-m trace -c -C", "-W ignore"])
+def test_a_program_that_runs_this_one_writes_its_files(tmp_path: Path, tool: str, code: int) -> None:
+    if "coverage" in tool:
+        pytest.importorskip("coverage")
+    program, written = tmp_path / "program.py", tmp_path / "written"
+    program.write_text(PROFILED)
+    command = [sys.executable, *tool.split(), *[str(written)] * (tool[1] == "m"), str(program), str(code)]
+    paths = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split("\n")[0]) == (code, "written at exit"), done.stderr
+    assert written.exists() == (tool[1] == "m")
+
+
+def test_functions_of_atexit_may_not_hang_the_exit() -> None:
+    done = python(
+        "import atexit, time, lockstep.launch.process_lifetime as lifetime\n"
+        "lifetime.EXIT_SECONDS = 0.1\n"
+        "atexit.register(time.sleep, 1000)\n"
+        "lifetime.exit_process(3)"
+    )
+    assert done.returncode == 3, done.stderr
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_run_goes_on_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def no_locks(*args: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with process_lifetime.scratch_folder() as other:
+        os.utime(Path(other, "lock"), (0, 0))  # not young
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        with process_lifetime.scratch_folder() as folder:
+            line = capsys.readouterr().err
+            assert line.startswith(f"{folder}: can't be locked ({os.strerror(number)}): ")
+            assert line.count("\n") == 1
+        assert Path(other).exists(), "nobody knows whether its run has ended"
+        monkeypatch.undo()
+    with replacing(tmp_path / "file") as file:
+        file.write(b"x")
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+def test_no_folder_for_temporary_files_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/missing")
+    right = "let TMPDIR name one that can be written"
+    with (
+        pytest.raises(UserError, match=rf"^.*missing/\w+: no folder for temporary files \(No such.*: {right}$"),
+        process_lifetime.scratch_folder(),
+    ):
+        raise AssertionError
+
+
+def in_a_daemon(what: Callable[[], Any]) -> str:
+    """Return the error of a call in a daemonic process."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(False)
+
+    def work() -> None:
+        try:
+            what()
+        except BaseException as error:
+            sender.send(f"{type(error).__name__}: {error}")
+        else:
+            sender.send("none")
+
+    process = context.Process(target=work, daemon=True)
+    process.start()
+    error = str(receiver.recv())
+    process.join()
+    return error
+
+
+def test_a_daemonic_process_starts_no_workers() -> None:
+    error = in_a_daemon(lambda: lockstep.launch(print, devices=2))
+    assert error.startswith("UserError: Lockstep can't start processes in a daemonic process, such as"), error
+    error = in_a_daemon(lambda: process_lifetime.refuse_daemon("num_workers=2", "give num_workers=0"))
+    assert error.startswith("UserError: num_workers=2 can't start processes in a daemonic process, such as"), error
+    process_lifetime.refuse_daemon("num_workers=2", "the control")
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what processes share")

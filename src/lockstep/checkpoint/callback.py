@@ -49,7 +49,8 @@ class Checkpoint(LightningCheckpoint):
 
     changes_weights = False  # so the record of settings that affect the weights leaves this callback out
     # What Lightning's ModelCheckpoint has with these settings.
-    save_top_k, save_last, save_weights_only, filename, verbose = 1, True, False, None, False
+    save_top_k, save_last, save_weights_only, save_on_exception = 1, True, False, False
+    filename, auto_insert_metric_name, verbose = None, True, False
     current_score: torch.Tensor | None = None
 
     def __init__(

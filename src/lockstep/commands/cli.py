@@ -270,8 +270,9 @@ def _message(error: BaseException, overrides: Sequence[str]) -> str:
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
         place = user_code_location("".join(traceback.format_exception(error))).removesuffix("; ")
-        by_hydra = any(frame.name == "run_job" for frame in traceback.extract_tb(error.__traceback__)[:-1])
-        key = "outputs: " * (by_hydra and traceback.extract_tb(error.__traceback__)[-1].name in ("mkdir", "makedirs"))
+        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        makes_folder = "run_job" in names and {*names[names.index("run_job") + 1 :]} <= {"mkdir", "makedirs"}
+        key = "outputs: " * makes_folder  # Hydra makes the run's folder
         return f"{key}{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
     if text.startswith("Error merging override") and error.__cause__:
         return f"{text}: {error.__cause__}"

@@ -94,6 +94,7 @@ class RunFolder(pl.Callback):
         self.root, self._seed, self._use = root, seed, use
         self.path: Path | None = None
         self.continued: Path | None = None
+        self._followers: list[ModelCheckpoint] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Here, since Lightning has created the experiments of loggers, which may name their version.
@@ -109,10 +110,12 @@ class RunFolder(pl.Callback):
                 raise UserError(f"{refused}: give another default_root_dir")
             self.path = Path(run)
             self._use(self.path)
-        if stage == "fit" and self.path is not None:
-            for callback in trainer.checkpoint_callbacks:  # those without a folder write there, too
-                if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                    callback.dirpath = str(paths.folder(self.path))
+        # Those without a folder write there, too. Lightning gives them one in the first method that is called.
+        savers = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+        self._followers += [each for each in savers if each.dirpath is None]
+        if self.path is not None:
+            for each in self._followers:
+                each.dirpath = str(paths.folder(self.path))
 
     def _make(self, place: Path) -> Path:
         """Return the folder of the run that is continued, or make one for a new run."""

@@ -402,10 +402,10 @@ class Trainer(StepTrainer):
             if stage == "fit" and self.is_global_zero:
                 checkpoint_io.remove_unused_parts(last.parent)  # what a killed process has left
             return str(last)
-        there = "there is no checkpoint yet"
+        reason = "there is no checkpoint yet"
         if foreign is not None:
-            there = f"the checkpoints there are of another command or seed (to continue from one, give {foreign})"
-        rank_zero_warn(f"trainer.{stage}(ckpt_path='last'): {there}, so nothing is loaded")
+            reason = f"the checkpoints there are of another command or seed (to continue from one, give {foreign})"
+        rank_zero_warn(f"trainer.{stage}(ckpt_path='last'): {reason}, so nothing is loaded")
         return None
 
     def _find_last(self, continues: bool) -> tuple[Path | None, Path | None]:
