@@ -236,3 +236,14 @@ def test_a_repeated_sample_is_augmented_anew() -> None:
     assert len({image.numpy().tobytes() for image in images}) > 15
     control = fetch(erasing, micro_batch.ids, 3, 0)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in control}) == 1
+
+
+def test_transforms_may_write_into_their_image() -> None:
+    def erase(image: Any) -> Any:
+        image[:] = 0
+        return image
+
+    for images in (np.full((4, 1, 2, 2), 7, np.uint8), torch.full((4, 1, 2, 2), 7, dtype=torch.uint8)):
+        pairs = [(image, 0) for image in images]
+        assert not Transformed(pairs, [erase, torch.as_tensor], "transforms")[1][0].any()
+        assert (images == 7).all()

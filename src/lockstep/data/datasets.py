@@ -1,7 +1,6 @@
 """Data sets: sources, splits, the description of their images, and the fetching of a batch."""
 
 import hashlib
-import random
 import time
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, hash64
 from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
+from lockstep.data.seeding import Generators, seed_all
 from lockstep.errors import UserError
 from lockstep.launch.failures import no_silent_end
 
@@ -456,11 +456,12 @@ def _array(values: Any) -> NDArray[Any]:
         return np.empty(0, dtype=object)
 
 
-def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
+def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0, generators: Generators | None = None) -> Any:
     """Fetch samples of a map-style data set as a batch.
 
-    Before each sample, the generators of Python, numpy and torch are seeded by (seed, epoch, sample id). So random
-    transforms inside the data set do not depend on the number of loader processes, the layout or a resume. The
+    Before each sample, the generators of Python, numpy and torch, and those that the data set and its transforms have
+    made, are seeded by (seed, epoch, sample id). So random transforms inside the data set do not depend on the number
+    of loader processes, the layout or a resume. Before a `collate_fn`, they are seeded by the first sample. The
     generators are not seeded for a class that has `uses_random_numbers = False` itself. A class derived from it is
     seeded, unless it has the attribute too.
 
@@ -472,6 +473,8 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
         epoch: one epoch for all samples; or for each sample one number that contains its epoch and its earlier uses,
             [n], see `MicroBatch.epochs_and_repeats`.
 
+        generators: those of the data set; None: search for them.
+
     Returns:
         The samples, collated by the data set's `collate_fn` if it has one, else by torch's.
 
@@ -480,30 +483,42 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
         StepRefused: the data set has raised what would end a loop, or the program, without a word.
     """
     with no_silent_end(SystemExit):
-        return _fetched(dataset, ids, seed, epoch)
+        return _fetched(dataset, ids, seed, epoch, generators)
 
 
-def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids) -> Any:
+def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids, generators: Generators | None) -> Any:
     """Return the batch of `fetch`."""
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
-    has_getitems = hasattr(dataset, "__getitems__")
-    if not vars(type(dataset)).get("uses_random_numbers", True):
-        samples = dataset.__getitems__(ids) if has_getitems else [dataset[index] for index in ids.tolist()]
-        return _collated(dataset, samples) if isinstance(samples, list) else samples
+    has_getitems, collates = hasattr(dataset, "__getitems__"), hasattr(dataset, "collate_fn")
+    is_random = vars(type(dataset)).get("uses_random_numbers", True)
     items = []
+    if not is_random:
+        items = dataset.__getitems__(ids) if has_getitems else [dataset[index] for index in ids.tolist()]
+        if not isinstance(items, list):
+            return items
+        if not collates:
+            return _collated(dataset, items)
+    generators = generators or Generators(dataset)
+    generators.search()
     with isolate_rng(include_cuda=False):
-        for index, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
-            random.seed(key)
-            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms draw from it
-            torch.random.default_generator.manual_seed(key >> 1)
+        for index, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist() if is_random else []):
+            seed_all(key)
+            generators.seed(key)
             samples = dataset.__getitems__(ids[index : index + 1]) if has_getitems else [dataset[int(ids[index])]]
+            if generators.search():  # the first sample has made some, which were not seeded for it
+                return _fetched(dataset, ids, seed, epoch, generators)
             if not isinstance(samples, list):
                 # `__getitems__` returns whole batches, so this batch of one sample was a trial. Fetch all samples, with
                 # the generators as the trial has left them.
                 return dataset.__getitems__(ids)
             items += samples
-    return _collated(dataset, items)
+        if not collates:
+            return _collated(dataset, items)
+        key = int(hash64(seed, 0xC0AA, np.reshape(epoch, -1)[:1], ids[:1])[0])
+        seed_all(key)
+        generators.seed(key)
+        return _collated(dataset, items)
 
 
 def _collated(dataset: Any, items: list[Any]) -> Any:

@@ -1,5 +1,6 @@
 """Loaders: they fetch a process's samples of each step. They keep no position between epochs or runs."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,13 +16,18 @@ from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.arithmetic.streams import StreamOrder, shards_of_chunks
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
+from lockstep.data.repeats import SEEDED, other_sample
+from lockstep.data.seeding import Generators
 from lockstep.data.streams import reads_ahead
+from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
 BatchCheck = Callable[[Any, Any], None]  # gets a collated batch and the ids of its samples
 StepPosition = tuple[int, int]  # (epoch, step of the epoch)
 # Bytes of images that one call fetches from a data set in memory: those of as many steps as fit, and of at least one.
+LOG = logging.getLogger("lockstep")
+COMPARED = 4  # samples that are fetched again
 FETCH_BYTES = 1 << 20  # of a set in the CPU's memory: they stay in its cache
 FETCH_BYTES_ON_DEVICE = 64 << 20  # of a set on a GPU: each call starts kernels and copies from the host
 
@@ -112,6 +118,7 @@ class StepDataset:
         self.assignment = assignment
         self.check = check
         self.rank = rank
+        self._generators, self._compared = Generators(dataset), False
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps
         self.stop_step = stop_step
@@ -157,12 +164,32 @@ class StepDataset:
         """Fetch the samples of a step's micro-batches, one micro-batch at a time."""
         seed = self.order.seed
         for micro_batch in step_batch.micro_batches:
-            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs_and_repeats)
+            keys = seed, micro_batch.epochs_and_repeats
+            micro_batch.batch = fetch(self.dataset, micro_batch.ids, *keys, self._generators)
             if self.check is not None:
                 self.check(micro_batch.batch, micro_batch.ids)
             numbers = self.augment.random_numbers(seed, micro_batch.epochs_and_repeats, micro_batch.ids)
             micro_batch.augmentation_numbers = numbers
+        if not step_batch.step and step_batch.micro_batches and not self._compared:
+            self._compare(step_batch.micro_batches[0])
         return step_batch
+
+    def _compare(self, micro_batch: MicroBatch) -> None:
+        """Check in step 0 that some samples are the same when they are fetched again.
+
+        Raises:
+            StepRefused: with exact=true, one is not.
+        """
+        self._compared = True
+        ids, epochs = micro_batch.ids[:COMPARED], micro_batch.epochs_and_repeats[:COMPARED]
+        other = other_sample(self.dataset, ids, self.order.seed, epochs, self._generators)
+        if other is None:
+            return
+        wrong = f"sample {other} of the training set is another one when it is fetched again: {SEEDED}"
+        if self.order.layout.exact:
+            raise StepRefused(f"exact=true: {wrong}")
+        if not self.rank:
+            LOG.warning("%s", wrong)
 
     def _fetch_steps(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
         """Fetch step `index` of an epoch and the next steps by one call of `fetch`. Return them by their position."""
@@ -257,6 +284,7 @@ class ChunkDataset:
 
     def __init__(self, dataset: Any, check: BatchCheck | None = None, chunks: Sequence[Chunk] = ()) -> None:
         self.dataset, self.check, self.chunks = dataset, check, chunks
+        self._generators = Generators(dataset)
         self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
         self._reads_ahead = reads_ahead(dataset)
         self._shard_borders = getattr(self._reads_ahead, "shard_borders", None)
@@ -267,7 +295,7 @@ class ChunkDataset:
 
     def __getitems__(self, ids: range) -> Any:
         self._announce_shards(ids)
-        batch = fetch(self.dataset, np.arange(ids.start, ids.stop))
+        batch = fetch(self.dataset, np.arange(ids.start, ids.stop), generators=self._generators)
         if self.check is not None:
             self.check(batch, ids)
         return batch

@@ -46,6 +46,7 @@ class Transformed:
         if not isinstance(sample, tuple | list):
             raise UserError(f"{self.key}: a sample is a {type(sample).__name__}: it must be (image, label)")
         image, *rest = sample
+        image = _copied(image)
         for transform in self.transforms:
             try:
                 image = transform(image)
@@ -69,6 +70,17 @@ class Transformed:
     def fingerprint(self) -> str:
         """Return the fingerprint of the data set without transforms."""
         return fingerprint(self.dataset)
+
+
+def _copied(image: Any) -> Any:
+    """Return a copy of an image that may be a view of the data set's memory, into which transforms may write.
+
+    A PIL image that is still an open file is none.
+    """
+    if isinstance(image, Tensor):
+        return image.clone()
+    in_memory = isinstance(image, np.ndarray) or (hasattr(image, "tobytes") and getattr(image, "fp", None) is None)
+    return image.copy() if in_memory else image
 
 
 def transformed(dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: str) -> Any:

@@ -410,19 +410,26 @@ class Losses:
         self._smallest = 0.0
         self._share = HALF if "16" in precision else MIN_DIFFERENCE
 
-    def of(self, rows: range, piece: int | None = None) -> tuple[float, float]:
-        """Return the loss of samples, and its weight; with the random numbers of another `piece`, compute it anew."""
-        if piece is None and rows in self.known:
+    def of(self, rows: range, piece: int | None = None, times: int = 1) -> tuple[float, float]:
+        """Return the loss of samples, and its weight.
+
+        Args:
+            rows: the samples.
+            piece: see `_Trial.loss`; given, the loss is computed anew.
+            times: how often they stand in the batch.
+        """
+        usual = piece is None and times == 1
+        if usual and rows in self.known:
             return self.known[rows]
         step, micro_batch, tensors = self._trial.step, self._trial.micro_batch, self._trial.tensors
         tensors.restore()
         if self.move:
             tensors.move_parameters()
-        numbers = step.trial(repeated(self._batch, micro_batch.size, rows), micro_batch, piece)
+        numbers = step.trial(repeated(self._batch, micro_batch.size, rows, times), micro_batch, piece)
         self.weighted = "weight" in numbers
         weight = float(numbers["weight"]) * micro_batch.size if self.weighted else float(len(rows))
         result = (float(numbers["loss"]) if weight else 0.0), weight
-        if piece is None:
+        if usual:
             self.known[rows] = result
         return result
 
@@ -456,8 +463,12 @@ class Losses:
     def follow_other_mean(self, borders: Sequence[int]) -> bool:
         """Check whether losses are those of a mean by unknown weights, which follow from those of neighbours.
 
-        Three neighbouring parts, together in pairs, give the weights; the loss of all three follows.
+        Such a mean of samples that are repeated is the same. Three neighbouring parts, together in pairs, give the
+        weights; the loss of all three follows.
         """
+        whole = range(borders[0], borders[-1])
+        if abs(self.of(whole)[0] - self.of(whole, times=2)[0]) > self._smallest:
+            return False
         answers = [self._follow(*cuts) for cuts in combinations(borders, 4)]
         known = [answer for answer in answers if answer is not None]
         return len(borders) < 4 or sum(known) > 0.8 * len(known)

@@ -16,6 +16,7 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.commands.api import compose
 from lockstep.data.build import open_data
 from lockstep.data.datasets import UNLABELLED, Ids, Spec, Splits, fetch, labels_of
+from lockstep.data.repeats import SEEDED, other_sample
 from lockstep.errors import UserError
 from lockstep.launch.parent import launch
 from lockstep.testing.module_tests import fail
@@ -117,14 +118,10 @@ class DataTests:
     def test_a_sample_follows_from_seed_epoch_and_number(self, splits: Splits) -> None:
         """Check that a training sample with its transforms is the same alone, in a batch, and fetched again."""
         ids = chosen(splits.train)
-        first, second = (samples_as_bytes(fetch(splits.train, ids, seed=0, epoch=1)) for _ in range(2))
-        if wrong := unequal(ids, first, second):
-            fail(
-                f"sample {wrong[0]} of train is another one when it is fetched again: draw from the global generators "
-                "of torch, Python or numpy, which are seeded for each sample, and not from a generator that you make "
-                "(random.Random(), numpy.random.default_rng()); if the class has uses_random_numbers = False, remove "
-                "it, since samples are then not seeded; and keep no state between calls"
-            )
+        other = other_sample(splits.train, ids, 0, np.ones_like(ids))
+        if other is not None:
+            fail(f"sample {other} of train is another one when it is fetched again: {SEEDED}")
+        first = samples_as_bytes(fetch(splits.train, ids, seed=0, epoch=1))
         reversed_batch = samples_as_bytes(fetch(splits.train, ids[::-1], seed=0, epoch=1))[::-1]
         batches = (fetch(splits.train, np.array([each]), seed=0, epoch=1) for each in ids)
         single_samples = [sample for batch in batches for sample in samples_as_bytes(batch)]

@@ -1,0 +1,78 @@
+"""The judge of samples: whether a sample is the same when it is fetched again."""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
+from lockstep.data.seeding import Generators
+from lockstep.errors import UserError
+
+LOG = logging.getLogger("lockstep")
+SEEDED = (
+    "draw from the global generators of torch, Python or numpy, which are seeded for each sample, keep no state "
+    "between calls (a counter, a cycle), and do not write into what the data set keeps; if the class has "
+    "uses_random_numbers = False, remove it, since samples are then not seeded (docs/use/own-data.md)"
+)
+
+
+def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Generators | None = None) -> int | None:
+    """Return the number of a sample that is another one when it is fetched again; None if there is none.
+
+    Each sample is fetched for its epoch, then for the next one, since what a transform writes into the data set may be
+    the same for the same random numbers, and for its epoch again, in another order.
+
+    Args:
+        dataset: see `fetch`.
+        ids: see `fetch`.
+        seed: see `fetch`.
+        epochs: see `fetch`.
+        generators: see `fetch`.
+    """
+    if type(innermost_dataset(dataset)) in (ArrayDataset, Resident, TensorDataset):
+        return None
+    fetches = range(len(ids))
+
+    def digests(order: range, later: int) -> dict[int, str]:
+        return {
+            at: _digest(fetch(dataset, ids[at : at + 1], seed, epochs[at : at + 1] + later, generators)) for at in order
+        }
+
+    try:
+        first = digests(fetches, 0)
+        digests(fetches, 1)
+        again = digests(fetches[::-1], 0)
+    except UserError:
+        raise
+    except Exception as error:  # a `collate_fn` may need several samples
+        LOG.debug("samples are not compared: %s", error)
+        return None
+    return next((int(ids[at]) for at in fetches if first[at] != again[at]), None)
+
+
+def _digest(batch: Any) -> str:
+    """Return a SHA-256 of a batch, in hex. Objects whose content is unknown have none."""
+    digest = hashlib.sha256()
+    waiting = [batch]
+    while waiting:
+        value = waiting.pop()
+        digest.update(type(value).__name__.encode())
+        if isinstance(value, Tensor):
+            array = value.detach().cpu().contiguous().flatten()
+            digest.update(repr((value.dtype, value.shape)).encode() + array.view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            waiting += [each for pair in value.items() for each in pair]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, bool | int | float | complex | str | bytes):
+            digest.update(repr(value).encode())
+        elif hasattr(value, "tobytes"):  # of numpy and PIL
+            digest.update(value.tobytes())
+        else:
+            waiting += vars(value).values() if hasattr(value, "__dict__") else []
+    return digest.hexdigest()
