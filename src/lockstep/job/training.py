@@ -44,7 +44,7 @@ from lockstep.launch.failures import is_lost_rank, place_of
 from lockstep.launch.process_group import ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.report import provenance
-from lockstep.report.report_lines import StartLines, chance_level_line, end_lines
+from lockstep.report.report_lines import CHANCE_STEPS, StartLines, chance_level_line, end_lines, images_lines
 from lockstep.report.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.text import join_names, plural
@@ -108,7 +108,8 @@ class TrainingJob(Job):
         chosen = make_callbacks(config, splits, folder, module)
         refuse_frozen_unloaded(f"init_from={config.init_from}", module, self._initial.not_loaded, chosen)
 
-        notes = [splits.about, self._initial.message, *_notes(config, splits, module, self._loaded)]
+        notes = [splits.about, *images_lines(splits), self._initial.message]
+        notes += _notes(config, splits, module, self._loaded)
         self._start_lines = StartLines(config, splits, folder, self._initial.not_loaded, notes)
         self._names = ParameterNameCheck(module)
         self._resume_state = ResumeState(
@@ -196,8 +197,8 @@ class TrainingJob(Job):
         summary = self.run.finish("completed", None)
         trainer = self.run.trainer
         if trainer.is_global_zero:
-            one_epoch = trainer.global_step >= self.length.steps_per_epoch  # before that, chance level is normal
-            chance = chance_level_line(self.run.metrics, self.splits, self._start_lines.lr) if one_epoch else None
+            learned = trainer.global_step >= max(CHANCE_STEPS, self.length.steps_per_epoch)
+            chance = chance_level_line(self.run.metrics, self.splits, self._start_lines.lr) if learned else None
             for line in filter(None, [chance, *end_lines(self.config, self.folder, self._callbacks)]):
                 LOG.info(line)
         return summary
