@@ -270,7 +270,10 @@ def _message(error: BaseException, overrides: Sequence[str]) -> str:
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
         place = user_code_location("".join(traceback.format_exception(error))).removesuffix("; ")
-        return f"{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
+        outputs = next((each for each in reversed(overrides) if each.startswith("outputs=")), "")
+        unmade = outputs and not os.path.exists(outputs.partition("=")[2])  # the run's folder could not be made
+        key = f"{outputs}: " * bool(unmade)
+        return f"{key}{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
     if text.startswith("Error merging override") and error.__cause__:
         return f"{text}: {error.__cause__}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):

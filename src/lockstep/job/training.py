@@ -30,6 +30,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.config.run_length import run_length
 from lockstep.data import Splits
+from lockstep.data.labels import spec_mismatch
 from lockstep.data.streams import room_note
 from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.job import worker_setup
@@ -49,6 +50,7 @@ from lockstep.report.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.text import join_names, plural
 
+VIEW_TEXT = "view size is not compatible with input tensor"  # of torch
 LOG = logging.getLogger("lockstep")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota or a file is at its limit
 
@@ -275,7 +277,22 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
             run.finish("failed", f"{type(error).__name__}: {error}")
     if SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
         return single_value_error(config, len(run.splits.train))
+    if not has_trained and (wrong := _unlike_spec(config, run.splits)):
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return UserError(f"{wrong} ({cause}, {place_of(error)})")
+    if VIEW_TEXT in str(error) and config.speed.memory_format != "contiguous":
+        right = "use .reshape or .flatten there, or give speed.memory_format=contiguous"
+        return UserError(f"{place_of(error)}: .view does not take images that lie as channels_last: {right}")
     return None
+
+
+def _unlike_spec(config: Config, splits: Splits) -> str:
+    """Return what of a user's own data its Spec, for which the model was made, does not describe; empty if all fits."""
+    if str(config.data.get("_target_")).startswith("lockstep."):
+        return ""
+    with suppress(Exception):  # the data fail themselves
+        return spec_mismatch(splits)
+    return ""
 
 
 def check_sizes(config: Config, samples: int) -> None:
