@@ -10,6 +10,10 @@ fail() {
     exit 2
 }
 
+# without an activated environment, that of the project
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[[ $(command -v torchrun) || ! -x $project/.venv/bin/python3 ]] || export PATH=$project/.venv/bin:$PATH
+
 endpoint='' machines=''
 for ((at = 1; at <= $#; at++)); do
     case ${!at} in

@@ -49,6 +49,37 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.glob("outputs/*"))
 
 
+OUTER = """
+import hydra
+import lockstep
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(_):
+    config = lockstep.compose(*{job}, "max_steps=1", "name='run_${{now:%f}}'")
+    summary = lockstep.train(config)
+    print("NAMES:", config["name"] == summary["name"], hydra.core.global_hydra.GlobalHydra.instance().is_initialized())
+    config["seed"] = 3
+    try:
+        lockstep.train(config)
+    except lockstep.UserError as error:
+        print("REFUSED:", error)
+
+main()
+"""
+
+
+@pytest.mark.usefixtures("processes")
+def test_inside_of_another_program_with_hydra(tmp_path: Path) -> None:
+    """Its Hydra is set aside, and a name with the time in it is that of `compose`."""
+    (tmp_path / "outer.py").write_text(OUTER.format(job=TINY))
+    run = forked(tmp_path / "outer.py", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "NAMES: True True",
+        "REFUSED: seed was changed after compose(): pass it to compose() as an override",
+    ]
+
+
 FAILING = """
 from lockstep import compose, train
 from lockstep.errors import WorkerFailed

@@ -71,6 +71,7 @@ OTHER: dict[str, Any] = {
     "synthetic: data.channels": 3,
     "data.task": "segmentation",
     "data.augment": {"crop": 1},
+    **{f"{name}: data.image_size": 20 for name in ("image_folder", "image_list", "shards")},
     "data.augment.fill": "reflect",
     "image_folder: data.augment.fill": "zero",
     "image_list: data.augment.fill": "zero",

@@ -12,7 +12,10 @@ from small_data import arrays
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.data.augment import Augment
+from lockstep.data.data_module import StepDataModule
+from lockstep.data.datasets import SampleSets
 from lockstep.data.loaders import StepDataset, StepSampler
+from lockstep.launch import machine
 
 
 @given(orders() | stream_orders(), st.integers(0, 3), st.integers(1, 6), st.sampled_from(["ddp", "dp"]))
@@ -66,3 +69,16 @@ def test_new_shares_hold_from_their_step_on() -> None:
     moving.first_step = 4
     counts += [len(loaded.__getitems__((0, index)).micro_batches) for index in range(3, 7)]
     assert counts == [2, 2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(("devices", "wanted", "most"), [(1, 1000, 8), (2, 5, 4), (8, 2, 1), (1, 8, 8), (2, 0, 0)])
+def test_loader_processes_are_bounded_by_the_cores(
+    devices: int, wanted: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine, "available_cores", lambda: 2)
+    sets = SampleSets(arrays(16, size=2), None, None)
+    for rank in (0, devices - 1):
+        made = StepDataModule(sets, layout(16, devices, devices, "ddp"), 0, rank, wanted)
+        assert made.num_workers == most
+    line = f"num_workers={wanted}: more than this machine's cores can use, so each worker has {most}"
+    assert caplog.messages == [line] * (wanted > most) * (1 + (devices == 1))

@@ -61,6 +61,20 @@ def test_shards_that_were_replaced_are_other_data(tmp_path: Path) -> None:
     assert "the same in both: config, layout, data" in compare(one, folder).stdout
 
 
+def test_a_run_without_a_step_differs_in_what_was_chosen_alone(tmp_path: Path) -> None:
+    """Runs record the modes and rates that follow; such a run has the config as it was composed."""
+    for name, lr in (("one", 0.01), ("two", 0.02)):
+        run = written(tmp_path / name, status="completed", layout=LAYOUT, metrics={"test/acc": 0.5})
+        config = {"lr": lr, "max_epochs": 2, "callbacks": {"checkpoint": {"mode": "max"}}, "optimizer": {"name": "sgd"}}
+        (run / "provenance.json").write_text(json.dumps({"config": config}))
+    cut = written(tmp_path / "cut", status="interrupted", layout=LAYOUT)
+    (cut / ".hydra" / "config.yaml").write_text(
+        "lr: 0.03\nmax_epochs: 2\ncallbacks: {checkpoint: {mode: null}}\noptimizer: {name: sgd, lr: 0.02}\n"
+    )
+    groups = group_runs(find_runs([tmp_path]))
+    assert sorted(str(group.differing_values) for group in groups) == ["{'lr': 0.01}", "{'lr': 0.02}", "{'lr': 0.03}"]
+
+
 def test_accuracy_against_a_key(tmp_path: Path) -> None:
     layout = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1, "pieces": 1, "batch_size": 8}
     for late, lr, seed in [(0, 0.1, 0), (0, 0.1, 1), (2, 0.1, 0), (2, 0.1, 1), (0, 0.2, 0), (2, 0.2, 0), (2, 0.3, 0)]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_its_two_commands_work(dogs: Path) -> None:
     assert run("git", "status", "--short", cwd=dogs) == "", "no run is committed by mistake"
 
 
+def test_its_torchrun_is_that_of_its_environment(dogs: Path) -> None:
+    """In a shell in which no environment is activated."""
+    bare = subprocess.run(
+        [dogs / "scripts" / "torchrun.sh", "--help"],
+        cwd=dogs,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "--max-restarts" in bare.stdout, bare.stderr
+
+
 def test_it_is_small_and_nothing_of_ours_is_left(dogs: Path) -> None:
     files = [dogs / name for name in run("git", "ls-files", cwd=dogs).split()]
     assert len(files) <= 45
@@ -75,6 +89,32 @@ def test_a_pin_can_be_chosen(tmp_path: Path) -> None:
     output = new(tmp_path, "cats", "--require", "pytorch-lockstep==9.9")
     assert output.splitlines()[-1] == "it requires pytorch-lockstep==9.9: pyproject.toml has the line"
     assert '"pytorch-lockstep==9.9",' in (tmp_path / "cats" / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("pin", "right"),
+    [
+        (
+            "pytorch-lockstep @ git+file:///srv/lockstep.git@abc",
+            "pip before 24.1 can't install this requirement: ",
+        ),
+        ("lockstep==1.0", "must be a requirement, such as pytorch-lockstep==0.1.0"),
+        ("../lockstep", "must be a requirement, such as"),
+    ],
+)
+def test_a_pin_that_pip_can_not_install_is_refused(pin: str, right: str, tmp_path: Path) -> None:
+    output = new(tmp_path, "cats", "--require", pin, code=2)
+    assert right in output
+    assert output.count("\n") == 1
+    assert not (tmp_path / "cats").exists()
+
+
+def test_it_has_the_versions_that_are_installed(dogs: Path) -> None:
+    lines = (dogs / "requirements.lock").read_text().splitlines()
+    assert f"torch=={metadata.version('torch').partition('+')[0]}" in lines
+    assert {"pytest", "hydra-core", "numpy"} <= {line.partition("==")[0] for line in lines}
+    assert not [line for line in lines if "lockstep" in line and line[0] != "#"]
+    assert not [line for line in lines if line.startswith(("ruff", "timm", "wandb"))], "no extra"
 
 
 @pytest.mark.parametrize("name", ["Dogs", "2dogs", "my-dogs", "class", "torch", "json", "lockstep", "train", ""])

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from conftest import Program
 from PIL import Image
 from small_data import config, refusal_of, write_images
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
+from lockstep.report.report_lines import images_lines
 from lockstep.vision.data import ImageFiles, image_folder, image_list, labelled
 from lockstep.vision.data.folders import class_folders
 from lockstep.vision.data.labelled import decode, split
@@ -30,7 +33,7 @@ def test_image_folder(tmp_path: Path) -> None:
     assert (images.dtype, images.shape) == (torch.uint8, (12, 3, 8, 8))
     assert labels.tolist() == [0] * 6 + [1] * 6
     grey = open_data(config("image_folder", channels=1), str(tmp_path))
-    assert fetch(grey.test, np.arange(2))[0].shape == (2, 1, 32, 32)
+    assert fetch(grey.test, np.arange(2))[0].shape == (2, 1, 14, 14)
     write_images(tmp_path, ("val",), each=2)
     assert (len(open_data(config("image_folder"), str(tmp_path)).val)) == 4
 
@@ -289,3 +292,60 @@ def test_without_validation_nothing_is_reported_of_one(tmp_path: Path) -> None:
     write_images(tmp_path)
     for fraction, message in ((0.1, True), (0, False), (0.0, False)):
         assert ("used for validation" in image_folder(str(tmp_path), val_fraction=fraction).about) == message
+
+
+def write_sized(root: Path, *sizes: tuple[int, int]) -> Path:
+    """Write class folders with images of these widths and heights in turn."""
+    for name in ("cat", "dog"):
+        (root / name).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", sizes[number % len(sizes)]).save(root / name / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "size", "lines"),
+    [
+        ([(320, 240)], {}, 224, ["images 224 x 224, from files of 320 x 240 "]),
+        ([(36, 28)], {}, 28, ["images 28 x 28, from files of 36 x 28 "]),
+        ([(20, 96), (700, 900), (96, 97)], {}, 96, ["images 96 x 96, from files of 20 x 96 to 700 x 900 "]),
+        ([(900, 1200)], {}, 224, ["images 224 x 224, ", "of a file of 900 x 1200 only 4.6% of the pixels are left: "]),
+        (
+            [(320, 240)],
+            {"image_size": 32},
+            32,
+            ["images 32", "of a file of 320 x 240 only 1.3% of the pixels "],
+        ),
+        ([(64, 64)], {"image_size": 128}, 128, ["images 128 x 128, "]),
+    ],
+)
+def test_the_size_follows_from_the_files_and_is_printed(
+    sizes: list[tuple[int, int]], options: dict[str, int], size: int, lines: list[str], tmp_path: Path
+) -> None:
+    actual = open_data(config("image_folder", **options), str(write_sized(tmp_path, *sizes)))
+    assert actual.spec.image_size == size
+    shapes = {fetch(part, np.arange(1))[0].shape for part in (actual.train, actual.val, actual.test)}
+    assert shapes == {(1, 3, size, size)}
+    printed = images_lines(actual)
+    assert [line.startswith(start) for line, start in zip(printed, lines, strict=True)] == [True] * len(lines)
+    remedy = "data.augment.flip=false if left and right differ, as in digits or letters"
+    assert printed[0].endswith(f"; crop=4 flip=true: {remedy}")
+    plain = open_data(config("image_folder", **options, augment={"crop": 0, "flip": False}), str(tmp_path))
+    assert images_lines(plain)[0].endswith("; crop=0 flip=false")
+
+
+def test_a_chosen_size_is_recorded_and_holds_for_other_images(run_train: Program, tmp_path: Path) -> None:
+    small, large = write_sized(tmp_path / "small", (18, 16)), write_sized(tmp_path / "large", (90, 80))
+    options = ("data=image_folder", f"data_dir={small}", "batch_size=8", "max_steps=2", "logger=none")
+    run = Program(tmp_path / "first")(*options)
+    assert "images 16 x 16, from files of 18 x 16" in run.stderr
+    assert yaml.safe_load((run.folder / ".hydra" / "config.yaml").read_text())["data"]["image_size"] == 16
+    assert run_train(*options, "data.image_size=16").summary["weights_sha256"] == run.summary["weights_sha256"]
+    resumed = Program(tmp_path / "first")(f"resume={run.folder}", "max_steps=3")
+    assert "changed since the checkpoint: max_steps: 2 -> 3" in resumed.stderr
+    (tmp_path / "list.csv").write_text(
+        "path,label\n" + "".join(f"{path},{path.parent.name}\n" for path in sorted(large.rglob("*.png")))
+    )
+    for place, data in (("a", [f"data_dir={large}"]), ("b", ["+data=image_list", f"data.csv={tmp_path / 'list.csv'}"])):
+        tested = Program(tmp_path / place, "src/evaluate.py")(f"checkpoint={run.folder}", *data, "split=all")
+        assert tested.summary["metrics"]["test/count"] == 24

@@ -28,9 +28,14 @@ class MonitorCheck(pl.Callback):
     Args:
         callbacks: all callbacks of the run that may monitor a metric, by their names for messages.
         monitor_setting: the name of the schedule's `monitor` for messages.
+        unknown: the refusals of metrics of validation whose best value is unknown, by metric. They are raised if the
+            module logs the metric; if not, the message names what it logs.
     """
 
-    def __init__(self, callbacks: Mapping[str, pl.Callback], monitor_setting: str) -> None:
+    def __init__(
+        self, callbacks: Mapping[str, pl.Callback], monitor_setting: str, unknown: Mapping[str, UserError] | None = None
+    ) -> None:
+        self._unknown = dict(unknown or {})
         self._callbacks = dict(callbacks)
         self._monitor_setting = monitor_setting
         self._before: SavedAttributes | None = None
@@ -55,6 +60,14 @@ class MonitorCheck(pl.Callback):
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
                 raise UserError(unlogged_metric_message(key, metric, logged, mode is not None))
+        self._refuse_unknown()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._refuse_unknown()  # no batch was evaluated before the first step
+
+    def _refuse_unknown(self) -> None:
+        for refusal in self._unknown.values():
+            raise refusal
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Replace Lightning's error about a missing metric, for example one that training should log."""
@@ -75,7 +88,7 @@ class MonitorCheck(pl.Callback):
         """Refuse a mode that contradicts its metric."""
         for key, metric, mode in self._monitors(trainer, strict=False):
             right = known(metric)
-            if right is None or mode not in MODES or mode == right:
+            if right is None or mode not in MODES or mode == right or metric in self._unknown:
                 continue
             remedy = f"give {key.replace('monitor', 'mode')}={right}"
             if key.startswith("configure_"):

@@ -230,7 +230,8 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mo
     known = [name for name in same_stage if direction_of_name(name)]
     near = [*difflib.get_close_matches(metric, same_stage, n=1, cutoff=0.85), *known, *same_stage]
     if not near:
-        return message
+        otherwise = f", or give {key}=null" if key == "callbacks.checkpoint.monitor" else ""
+        return f"{message}; call self.log({metric!r}, ...) in the module{otherwise}"
     message += f"; give {key}={near[0]}"
     if has_mode:
         mode = direction_of_name(near[0])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lockstep.checkpoint import resume
 from lockstep.commands import cli, project_programs
 from lockstep.config.arguments import Arguments, read_arguments
 from lockstep.config.check import as_plain
-from lockstep.config.hydra_quirks import VERSION_BASE
+from lockstep.config.hydra_quirks import VERSION_BASE, without_outer_hydra
 from lockstep.config.pages import quote_path
 from lockstep.config.value_checks import show
 from lockstep.errors import UserError, WorkerFailed
@@ -40,13 +41,16 @@ class Composed(dict[str, Any]):
 
     Attributes:
         overrides: the overrides that it was composed from. The run folder records them, so the run can be resumed.
+        composed: a copy of it.
     """
 
     overrides: tuple[str, ...]
+    composed: dict[str, Any]
 
     def __init__(self, values: Any, overrides: tuple[str, ...]) -> None:
         super().__init__(values)
         super().__setattr__("overrides", overrides)
+        super().__setattr__("composed", deepcopy(dict(self)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise UserError(f'config.{name}: a config is fixed after compose(): use compose("{name}={show(value)}")')
@@ -74,7 +78,7 @@ def _compose_command(arguments: Arguments) -> tuple[DictConfig, list[str]]:
     """Return the config of the command `src/train.py <arguments>`, and its arguments with `resume=` resolved."""
     cli.register_folder()
     line = resume.resolve(arguments).line
-    with initialize_config_dir(str(project().conf), **VERSION_BASE):
+    with without_outer_hydra(), initialize_config_dir(str(project().conf), **VERSION_BASE):
         return hydra_compose("train", overrides=line, return_hydra_config=True), line
 
 
@@ -109,10 +113,13 @@ def train(config: Composed) -> dict[str, Any]:
     if not isinstance(config, Composed):
         raise UserError(f"train() got a {type(config).__name__}: pass the config that compose() returned")
     with _one_line_errors(config.overrides):
-        cfg, arguments = _compose_command(read_arguments(config.overrides, "train"))
-        now = as_plain(cfg)
-        if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
+        before = config.composed
+        if changed := [key for key in sorted({*before, *config}) if before.get(key) != config.get(key)]:
             raise UserError(f"{changed[0]} was changed after compose(): pass it to compose() as an override")
+        cfg, arguments = _compose_command(read_arguments(config.overrides, "train"))
+        if (name := config["name"]) != cfg.name:  # it has a resolver such as ${now:}, which gives another value now
+            arguments = [*arguments, f"name={quote_path(name)}"]
+            cfg, _ = _compose_command(read_arguments(arguments, "train"))
         folder = None if external_workers() else str(cfg.hydra.run.dir)  # workers agree on it in `_train_in_place`
     return _train_in_process(arguments, folder) if folder else _train_in_place(config)
 

@@ -272,7 +272,8 @@ def _message(error: BaseException, overrides: Sequence[str]) -> str:
         place = user_code_location("".join(traceback.format_exception(error))).removesuffix("; ")
         names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
         makes_folder = "run_job" in names and {*names[names.index("run_job") + 1 :]} <= {"mkdir", "makedirs"}
-        key = "outputs: " * makes_folder  # Hydra makes the run's folder
+        outputs = next((each for each in reversed(overrides) if each.startswith("outputs=")), "outputs")
+        key = f"{outputs}: " * makes_folder  # Hydra makes the run's folder
         return f"{key}{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
     if text.startswith("Error merging override") and error.__cause__:
         return f"{text}: {error.__cause__}"

@@ -5,6 +5,7 @@ This module imports neither torch nor Lightning, so bad input is refused in a se
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -56,6 +57,8 @@ def train(function: Function | None, raw: dict[str, Any], folder: Path) -> Any:
 
     check_start_files(config, folder)
     splits = open_data(config.data, config.data_dir, config.seed)
+    if config.data.get("image_size", 0) is None:  # what was chosen is recorded, and holds in every evaluation
+        config = replace(config, data={**config.data, "image_size": splits.spec.image_size})
     work = partial(fit_and_test, hydra_files=hydra_files_of(raw), train=function)
     return run_in_workers(work, config, splits, folder)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from lockstep.config import pages
@@ -102,9 +103,14 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
             "conf/experiment/<name>.yaml and give experiment=<name>"
         )
     overrides = parsed.overrides
+    sweeps = parsed.multirun or any(key(each) in ("hydra.mode", "sweep.resume") for each in overrides)
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
+        if not sweeps and is_list_of_values(override):
+            name, _, value = override.partition("=")
+            right = f"add -m for a run with each of them, or give '{name}=[{value}]' for a list"
+            raise UserError(f"{override}: has several values: {right}; decimals have a point")
     flags = [argument for argument in arguments if argument not in overrides]
     return Arguments(program, tuple(map(pages.also_inherited, overrides)), tuple(flags))
 
@@ -156,6 +162,14 @@ def experiment_keys() -> set[str]:
 def is_sweep(override: str) -> bool:
     """Check whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
+
+
+def is_list_of_values(override: str) -> bool:
+    """Check whether an override has values that commas divide, as in `lr=0.1,0.2`."""
+    try:
+        return OverridesParser.create().parse_override(override).is_choice_sweep()
+    except OverrideParseException:  # it is refused later, with how to quote it
+        return False
 
 
 # --- help ---

@@ -4,7 +4,8 @@ Python 3.14 needs Hydra 1.4, which is a release candidate.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import hydra
 # own: each program with Hydra imports it, and must not import Lockstep by that.
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper as BasicSweeper
 from hydra._internal.utils import get_args_parser as get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 IS_1_3 = hydra.__version__.startswith("1.3.")
@@ -48,6 +50,17 @@ def run_hydra(function: Callable[[DictConfig], None], arguments: Sequence[str], 
         hydra.main(**VERSION_BASE, config_path=str(folder), config_name=page)(call)()
     finally:
         sys.argv[:] = typed
+
+
+@contextmanager
+def without_outer_hydra() -> Iterator[None]:
+    """Inside the `with` block, set the state of an outer `hydra.main` aside, with which Hydra refuses to start."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().hydra = None
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def whole_config(error: Any) -> dict[str, Any]:

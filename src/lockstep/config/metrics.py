@@ -10,6 +10,12 @@ from typing import Any
 from lockstep.errors import UserError
 
 MODES = ("max", "min")
+
+
+class UnknownMode(UserError):
+    """Whether larger or smaller values of a metric are better does not follow from its name."""
+
+
 Known = Callable[[str], str | None]  # the best value of a metric: `max`, `min`, or None if that is not known
 
 
@@ -143,7 +149,7 @@ def resolve_mode(key: str, metric: str, mode: Any, mode_key: str, known: Known =
         raise UserError(f"{mode_key}={mode}: must be max or min, or null, with which it follows from {key}={metric}")
     right = known(metric)
     if mode is None and right is None:
-        raise UserError(
+        raise UnknownMode(
             f"{key}={metric}: whether larger or smaller is better does not follow from this name: "
             f"give {mode_key}=max or {mode_key}=min"
         )

@@ -115,6 +115,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0, known_cla
         window=source.window,
         shard_borders=shard_borders,
         content=content_of(part for part in (train, val, source.test) if part is not None),
+        file_sizes=source.file_sizes,
     )
     splits = with_transforms(splits, group.get("transforms") or {})
     splits = replace(splits, mix=mixing(mix, group.get("mix_alpha"), splits))

@@ -33,7 +33,7 @@ from lockstep.data.loaders import (
 )
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import cores_per_worker
+from lockstep.launch.machine import cores_per_worker, most_loader_processes
 from lockstep.launch.process_lifetime import refuse_daemon
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
@@ -50,8 +50,8 @@ class StepDataModule(pl.LightningDataModule):
         layout: assigns pieces to devices.
         seed: the run's seed. The order of samples and their random numbers depend on it.
         rank: this process's number among `layout.replicas`.
-        num_workers: loader processes of this process. None: none for data sets in memory, else the machine's cores
-            divided by its number of ranks, at least 1 and at most 8.
+        num_workers: loader processes of this process, `most_loader_processes` at most. None: none for data sets in
+            memory, else the machine's cores divided by its number of ranks, at least 1 and at most 8.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
         assignment: assigns the pieces of each step to devices. None: as `layout` does.
 
@@ -74,6 +74,12 @@ class StepDataModule(pl.LightningDataModule):
         self.splits: Any = splits
         self.layout = layout
         self.rank = rank
+        most = most_loader_processes(layout.world_size // layout.num_nodes)
+        if num_workers is not None and num_workers > most:
+            if rank == 0:
+                can_use = "more than this machine's cores can use, so each worker has"
+                LOG.warning("num_workers=%d: %s %d", num_workers, can_use, most)
+            num_workers = most
         self.num_workers = num_workers
         self.trains = trains
         self.assignment = assignment or Assignment(layout)

@@ -24,6 +24,7 @@ from lockstep.launch.failures import no_silent_end
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
+Sizes = tuple[tuple[int, int], ...]  # width and height of image files
 UNLABELLED = 255  # the value in masks of pixels that do not count
 READ_AT_ONCE, READING_SECONDS = 64, 60.0  # of samples that are read for their labels: of one batch; the longest time
 COMPARED = 8  # samples whose labels are compared with those of an attribute
@@ -101,6 +102,7 @@ class Source:
             of the attribute `sample_weights` of `train`, if it has one.
         window: shards from which each piece of a step draws samples at a time; `train` is then a
             `lockstep.data.streams.ShardedDataset`. None: an epoch is one permutation of all samples.
+        file_sizes: width and height of some of the image files, for a line at a run's start.
     """
 
     train: Any
@@ -112,6 +114,7 @@ class Source:
     split_by_opener: bool = False
     sample_weights: Any = None
     window: int | None = None
+    file_sizes: Sizes = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,7 @@ class Splits(SampleSets):
             labels [n, classes].
         about: see `Source`.
         split_by_opener: see `Source`.
+        file_sizes: see `Source`.
     """
 
     spec: Spec
@@ -171,6 +175,7 @@ class Splits(SampleSets):
     window: int | None = None
     shard_borders: Ids | None = None
     content: str | None = None
+    file_sizes: Sizes = ()
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""

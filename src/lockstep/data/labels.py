@@ -119,6 +119,25 @@ def label_checks(splits: Splits) -> dict[str, LabelCheck]:
     }
 
 
+def spec_mismatch(splits: Splits) -> str:
+    """Return what of the first training samples the data's Spec does not describe, for a message; empty if all fits."""
+    spec, ids = splits.spec, np.arange(min(64, len(splits.train)))
+    batch = fetch(splits.train, ids)
+    x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) > 1 else (None, None)
+    shape = (spec.channels, spec.image_size, spec.image_size)
+    if isinstance(x, Tensor) and x.ndim == 4 and tuple(x.shape[1:]) != shape:
+        actual, described_as = (" x ".join(map(str, each)) for each in (x.shape[1:], shape))
+        return f"the images are {actual}, and the data's Spec says {described_as}: correct the Spec"
+    if spec.task == "classification" and isinstance(y, Tensor) and y.ndim == 1 and y.dtype in KINDS:
+        check = label_checks(splits)["train"]
+        for each in (check.check_all, lambda: check(batch, ids)):
+            try:
+                each()
+            except (UserError, StepRefused) as refusal:
+                return str(refusal)
+    return ""
+
+
 def in_memory(dataset: Any) -> bool:
     """Check whether a data set's labels need no check by batch, since `check_all` sees exactly those."""
     return type(innermost_dataset(dataset)) in (ArrayDataset, Resident)

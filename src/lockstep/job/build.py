@@ -1,5 +1,6 @@
 """Build what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,14 @@ from lockstep.checkpoint.run_checks import SharedFileCheck
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, locate, parameters
-from lockstep.config.metrics import Known, direction_of_name, directions_of_module, known_of_model, with_mode
+from lockstep.config.metrics import (
+    Known,
+    UnknownMode,
+    direction_of_name,
+    directions_of_module,
+    known_of_model,
+    with_mode,
+)
 from lockstep.config.run_length import smallest_piece
 from lockstep.data import ImageDataModule, Splits
 from lockstep.data.datasets import TASKS, fetch
@@ -97,7 +105,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
     target = locate("model._target_", options["_target_"])
-    if isinstance(target, type) and not issubclass(target, pl.LightningModule):
+    of_python = getattr(target, "__module__", "").partition(".")[0] in sys.stdlib_module_names  # os.system, say
+    if of_python or (isinstance(target, type) and not issubclass(target, pl.LightningModule)):
         raise _no_lightning_module(config)
     argument_names = parameters(target)
     options = {key: value for key, value in options.items() if key not in KEYS_FOR_CALLBACKS or key in argument_names}
@@ -200,8 +209,9 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     }
     of_module = directions_of_module(module)
     known = known_of_model(config.model, lambda metric: direction_of_name(metric) or of_module(metric))
+    unknown: dict[str, UserError] = {}
     groups = {
-        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, known)
+        f"callbacks.{name}": _with_mode(f"callbacks.{name}", options, known, unknown)
         for name, options in config.callbacks.items()
         if options
     }
@@ -223,7 +233,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     monitor_setting = (
         "scheduler.monitor" if monitor_is_in_config else "configure_optimizers: the monitor of its lr_scheduler"
     )
-    checks = [OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting)]
+    checks = [OptimizerCheck(config), MonitorCheck(all_callbacks, monitor_setting, unknown)]
     return [*config_callbacks.values(), *checks, SharedFileCheck(folder, all_callbacks)]
 
 
@@ -232,10 +242,20 @@ def _has_lr(module: pl.LightningModule) -> bool:
     return any(hasattr(module, name) or name in module.hparams for name in ("lr", "learning_rate"))
 
 
-def _with_mode(key: str, options: dict[str, Any], known: Known) -> dict[str, Any]:
-    """Return a callback's options with the `mode` of its `monitor`, if its class takes one."""
-    takes_mode = "mode" in parameters(locate(f"{key}._target_", str(options.get("_target_"))))
-    return with_mode(key, options, known, required=True) if takes_mode else options
+def _with_mode(key: str, options: dict[str, Any], known: Known, unknown: dict[str, UserError]) -> dict[str, Any]:
+    """Return a callback's options with the `mode` of its `monitor`, if its class takes one.
+
+    If the mode is unknown, it is `min` until `MonitorCheck` refuses it: the metric may be one that nothing logs.
+    """
+    if "mode" not in parameters(locate(f"{key}._target_", str(options.get("_target_")))):
+        return options
+    try:
+        return with_mode(key, options, known, required=True)
+    except UnknownMode as refusal:
+        if not options["monitor"].startswith("val"):
+            raise
+        unknown[options["monitor"]] = refusal
+        return {**options, "mode": "min"}
 
 
 def _check_callback(

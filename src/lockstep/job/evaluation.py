@@ -128,6 +128,8 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         if requested.get("_target_") in (None, saved.get("_target_")):
             check_targets_named(path, group, saved, requested)
             requested = {**saved, **requested}
+        if group == "data" and requested.get("image_size", 0) is None:  # a model takes images as in its training
+            requested = {**requested, "image_size": spec_of(path, record).image_size}
         merged[group] = requested
     return check({**raw, **merged, "checkpoint": str(path)}, trains=False)
 

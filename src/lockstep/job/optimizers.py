@@ -194,8 +194,9 @@ def as_built(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Return a run's config as any program can build the same module from it, whatever keys the user has set.
 
     Each class in `model` that gets a learning rate has it as its option `lr`. A group of which the module takes nothing
-    has `_target_: null`. If the module makes its own optimizer, `lr` is that of the module; it is missing if the module
-    takes none. The config of a module that takes both groups, and of which no part takes `lr`, is unchanged.
+    has `_target_: null`. `data` has the size of the images that was chosen from the files. If the module makes its own
+    optimizer, `lr` is that of the module; it is missing if the module takes none. Of a module that takes both groups,
+    and of which no part takes `lr`, nothing else changes.
 
     Args:
         raw: the config as plain containers, before or after the checks.
@@ -206,6 +207,8 @@ def as_built(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
     keeps_defaults = not LR_SETTERS & config.requested
     model: dict[str, Any] = _with_lr({**raw["model"], "_target_": None}, config.scaled_lr, keeps_defaults)
     model["_target_"] = raw["model"]["_target_"]
+    if "image_size" in raw["data"]:
+        raw = {**raw, "data": {**raw["data"], "image_size": config.data["image_size"]}}
     built = {**raw, "model": model, **{key: OF_THE_MODULE for key in ("optimizer", "scheduler") if key not in taken}}
     if "optimizer" in taken:
         return built

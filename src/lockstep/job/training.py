@@ -30,6 +30,7 @@ from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.config.run_length import run_length
 from lockstep.data import Splits
+from lockstep.data.labels import spec_mismatch
 from lockstep.data.streams import room_note
 from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.job import worker_setup
@@ -44,11 +45,12 @@ from lockstep.launch.failures import is_lost_rank, place_of
 from lockstep.launch.process_group import ranks_writing_in
 from lockstep.launch.signals import Interrupted
 from lockstep.report import provenance
-from lockstep.report.report_lines import StartLines, chance_level_line, end_lines
+from lockstep.report.report_lines import CHANCE_STEPS, StartLines, chance_level_line, end_lines, images_lines
 from lockstep.report.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.text import join_names, plural
 
+VIEW_TEXT = "view size is not compatible with input tensor"  # of torch
 LOG = logging.getLogger("lockstep")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota or a file is at its limit
 
@@ -108,7 +110,8 @@ class TrainingJob(Job):
         chosen = make_callbacks(config, splits, folder, module)
         refuse_frozen_unloaded(f"init_from={config.init_from}", module, self._initial.not_loaded, chosen)
 
-        notes = [splits.about, self._initial.message, *_notes(config, splits, module, self._loaded)]
+        notes = [splits.about, *images_lines(splits), self._initial.message]
+        notes += _notes(config, splits, module, self._loaded)
         self._start_lines = StartLines(config, splits, folder, self._initial.not_loaded, notes)
         self._names = ParameterNameCheck(module)
         self._resume_state = ResumeState(
@@ -187,8 +190,8 @@ class TrainingJob(Job):
         summary = self.run.finish("completed", None)
         trainer = self.run.trainer
         if trainer.is_global_zero:
-            one_epoch = trainer.global_step >= self.length.steps_per_epoch  # before that, chance level is normal
-            chance = chance_level_line(self.run.metrics, self.splits, self._start_lines.lr) if one_epoch else None
+            learned = trainer.global_step >= max(CHANCE_STEPS, self.length.steps_per_epoch)
+            chance = chance_level_line(self.run.metrics, self.splits, self._start_lines.lr) if learned else None
             for line in filter(None, [chance, *end_lines(self.config, self.folder, self._callbacks)]):
                 LOG.info(line)
         return summary
@@ -265,7 +268,22 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
             run.finish("failed", f"{type(error).__name__}: {error}")
     if SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
         return single_value_error(config, len(run.splits.train))
+    if not has_trained and (wrong := _unlike_spec(config, run.splits)):
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return UserError(f"{wrong} ({cause}, {place_of(error)})")
+    if VIEW_TEXT in str(error) and config.speed.memory_format != "contiguous":
+        right = "use .reshape or .flatten there, or give speed.memory_format=contiguous"
+        return UserError(f"{place_of(error)}: .view does not take images that lie as channels_last: {right}")
     return None
+
+
+def _unlike_spec(config: Config, splits: Splits) -> str:
+    """Return what of a user's own data its Spec, for which the model was made, does not describe; empty if all fits."""
+    if str(config.data.get("_target_")).startswith("lockstep."):
+        return ""
+    with suppress(Exception):  # the data fail themselves
+        return spec_mismatch(splits)
+    return ""
 
 
 def check_sizes(config: Config, samples: int) -> None:

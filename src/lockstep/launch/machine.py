@@ -56,6 +56,11 @@ def cpu_cap() -> int:
     return max(8, 4 * available_cores())
 
 
+def most_loader_processes(workers: int) -> int:
+    """Return the largest number of loader processes of each worker: all together, as many as `cpu_cap`."""
+    return max(1, cpu_cap() if environment().dedicated_cores else cpu_cap() // workers)
+
+
 def gpu_count() -> int:
     """Return the number of CUDA devices that this process may use."""
     if not gpu_files():  # torch takes seconds to import

@@ -10,17 +10,22 @@ import importlib.util
 import json
 import keyword
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import lockstep
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
-from lockstep.programs.common.template import copy_template, template
+from lockstep.programs.common.template import PACKAGE, copy_template, template
 
 DISTRIBUTION = "pytorch-lockstep"
 TAKEN = {"lockstep", "project", "train", "evaluate", "predict", "src", "tests", "conf"}
@@ -47,21 +52,23 @@ include = [{packages}]
 testpaths = ["tests"]
 pythonpath = ["src"]
 """
-MAKEFILE = """# All commands run in .venv, which `make setup` builds from pyproject.toml.
+MAKEFILE = """# All commands run in .venv, which `make setup` builds from pyproject.toml and requirements.lock.
 PYTHON ?= python3
 ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.installed
-
+WHEELS := $(wildcard wheels)
+PIP    := $(BIN)/python -m pip install --quiet --constraint requirements.lock $(WHEELS:%=--find-links %)
+{required}
 .PHONY: setup train sweep dashboard test
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements.lock $(wildcard wheels/*)
 	@$(PYTHON) -m venv .venv
 	@echo "installing into .venv: a minute or two the first time, a few GB"
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@
+	@$(PIP) --editable '.[dev]'
+{reinstall}	@touch $@
 
 train: setup
 	@$(BIN)/python src/train.py $(ARGS)
@@ -74,6 +81,17 @@ dashboard: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
+"""
+# pip takes an equal version as satisfied, whatever commit, folder or file it came from.
+REINSTALL = """\t@if [ -e $@ ]; then $(PIP) --force-reinstall --no-deps "$$($(BIN)/python -c '$(REQUIRED)')"; fi
+"""
+REQUIRED = """
+# prints the requirement of Lockstep
+REQUIRED := import tomllib; lines = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \\
+    print(next(each for each in lines if each.startswith("pytorch-lockstep")))
+"""
+LOCK = """# The versions where `lockstep new` ran, with Python {python}: results depend on them to the bit.
+# `make setup` installs these. For newer versions delete lines, or all of them, and repeat it.
 """
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
 
@@ -109,7 +127,8 @@ The first command builds `.venv`. `python src/train.py --help` lists all setting
 {upgrade}
 """
 UPGRADE = (
-    """A newer Lockstep: change its version in `pyproject.toml`, then `make setup`. No file of yours is changed."""
+    "A newer Lockstep: change its line in `pyproject.toml`, then `make setup`. No file of yours is changed.\n"
+    "`requirements.lock` has the versions of all else."
 )
 VENDORED = "`src/lockstep/` and `src/hydra_plugins/` are a copy of Lockstep, for machines that can install nothing."
 IGNORED = """__pycache__/
@@ -136,36 +155,96 @@ def check_name(name: str) -> None:
         raise UserError(f"{name}: a module of this name exists already: choose another name")
 
 
-def requirement() -> str:
-    """Return what a project must require to get this very Lockstep: a version, a commit of git, or a folder."""
+def requirement() -> tuple[str, Path | None]:
+    """Return what a project must require to get this very Lockstep, and the file of it that the project must keep.
+
+    Raises:
+        UserError: it was installed from a file or folder that is gone.
+    """
+    if (source := template()) != PACKAGE / "template":  # it runs from a checkout, installed or not
+        return f"{DISTRIBUTION} @ {source.as_uri()}", None
     try:
         installed = metadata.distribution(DISTRIBUTION)
-    except metadata.PackageNotFoundError:  # it runs from a checkout that is not installed
-        return f"{DISTRIBUTION} @ {Path(lockstep.__file__).parents[2].as_uri()}"
-    if text := installed.read_text("direct_url.json"):
-        origin = json.loads(text)
-        commit = origin.get("vcs_info", {}).get("commit_id")
-        return f"{DISTRIBUTION} @ " + (f"git+{origin['url']}@{commit}" if commit else origin["url"])
+    except metadata.PackageNotFoundError:  # of `--vendor`
+        raise UserError(f"this Lockstep is a copy in {PACKAGE.parent}: run an installed one") from None
     major, minor, *_ = installed.version.split(".")
-    return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}"
+    text = installed.read_text("direct_url.json")  # PEP 610: pip writes it if it got a URL, a file or a folder
+    if not text:
+        return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}", None
+    origin = json.loads(text)
+    url, of_git = origin["url"], origin.get("vcs_info")
+    if of_git:
+        return f"{DISTRIBUTION} @ {of_git['vcs']}+{url}@{of_git['commit_id']}", None
+    if not url.startswith("file:"):
+        return f"{DISTRIBUTION} @ {url}", None
+    place = Path(unquote(urlsplit(url).path))
+    if not place.exists():
+        raise UserError(f"this Lockstep was installed from {place}, which is gone: give --require=PIN or --vendor")
+    if place.is_file():
+        return f"{DISTRIBUTION}=={installed.version}", place
+    return f"{DISTRIBUTION} @ {url}", None
 
 
-def write(name: str, folder: Path, pin: str, vendor: bool) -> None:
+def check_pin(pin: str) -> None:
+    """Check that pip can install a requirement of Lockstep.
+
+    Raises:
+        UserError: it can't, or it is no requirement of Lockstep.
+    """
+    if "git+file:" in pin:
+        right = f'clone it, and give --require "{DISTRIBUTION} @ file:///<the clone>", or give --vendor'
+        raise UserError(f"{pin}: pip before 24.1 can't install this requirement: {right}")
+    try:
+        name = Requirement(pin).name
+    except ValueError:
+        name = ""
+    if name.replace("_", "-").lower() != DISTRIBUTION:
+        raise UserError(f"--require {pin}: must be a requirement, such as {DISTRIBUTION}==0.1.0")
+
+
+def locked() -> str:
+    """Return the versions of all that Lockstep and a project's tests require here, a line each, for pip."""
+    versions: dict[str, str] = {}
+    left = [DISTRIBUTION, "pytest"]
+    while left:
+        required = Requirement(left.pop())
+        name = required.name.replace("_", "-").lower()
+        if name in versions or (required.marker and not required.marker.evaluate({"extra": ""})):
+            continue
+        if _is_installed(name):
+            versions[name] = Version(metadata.version(name)).public  # of 2.11.0+cpu, say, 2.11.0
+            left += metadata.requires(name) or ()
+    lines = (f"{name}=={version}\n" for name, version in sorted(versions.items()) if name != DISTRIBUTION)
+    return LOCK.format(python=platform.python_version()) + "".join(lines)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def write(name: str, folder: Path, pin: str | None, wheel: Path | None) -> None:
     """Write the files of a project into an empty folder.
 
     Args:
         name: the name of its package.
         folder: the project's folder.
-        pin: the requirement of Lockstep.
-        vendor: whether Lockstep is copied into src/, and required no more.
+        pin: the requirement of Lockstep; None: Lockstep is copied into src/, and not required.
+        wheel: a file of Lockstep that satisfies `pin`, which the project keeps; None: there is none.
     """
     copy_template(template(), folder)
     (folder / "src" / "project").rename(folder / "src" / name)
     for path in [*(folder / "src").rglob("*.py"), *(folder / "conf").rglob("*.yaml")]:
         text = re.sub(r"\b((?:from|import) )project\b", rf"\g<1>{name}", path.read_text())
         path.write_text(re.sub(r"\bproject\.(?=(?:models|data)\b)", f"{name}.", text))
-    required, packages = [pin], [f"{name}*"]
-    if vendor:
+    required, packages = [pin] if pin else [], [f"{name}*"]
+    if wheel:
+        (folder / "wheels").mkdir()
+        shutil.copy(wheel, folder / "wheels")
+    if not pin:
         library = Path(lockstep.__file__).parent
         ignored = shutil.ignore_patterns("__pycache__", "template")
         for package in (library, library.parent / "hydra_plugins"):
@@ -174,10 +253,12 @@ def write(name: str, folder: Path, pin: str, vendor: bool) -> None:
         packages += ["lockstep*", "hydra_plugins*"]
     quoted = "".join(f"    {json.dumps(each)},\n" for each in required)
     listed = ", ".join(map(json.dumps, packages))
+    makefile = MAKEFILE.replace("{required}", REQUIRED if pin else "").replace("{reinstall}", REINSTALL if pin else "")
     for file, text in {
         "pyproject.toml": PYPROJECT.format(name=name, dependencies=quoted, packages=listed),
-        "Makefile": MAKEFILE,
-        "README.md": README.format(name=name, upgrade=VENDORED if vendor else UPGRADE),
+        "requirements.lock": locked(),
+        "Makefile": makefile,
+        "README.md": README.format(name=name, upgrade=UPGRADE if pin else VENDORED),
         ".gitignore": IGNORED,
         "outputs/.gitignore": OUTPUTS,
         f"tests/test_{name}.py": TESTS,
@@ -220,12 +301,17 @@ def main(words: list[str]) -> int:
     check_name(options.name)
     if shutil.which("git") is None:
         raise UserError("git is not installed: a project is a git repository")
+    pin, wheel = (None, None) if options.vendor else (options.require, None) if options.require else requirement()
+    if pin:
+        check_pin(pin)
     folder.mkdir(parents=True, exist_ok=True)
-    pin = options.require or requirement()
-    write(options.name, folder, pin, options.vendor)
+    write(options.name, folder, pin, wheel)
     git(folder, "init", "--quiet", "--initial-branch=main")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "-m", "A new project, as `lockstep new` wrote it")
-    pinned = "" if options.vendor else f"\nit requires {pin}: pyproject.toml has the line"
-    print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test{pinned}")
+    print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test")
+    if pin:
+        print(f"it requires {pin}: pyproject.toml has the line")
+    if pin and "file:" in pin:
+        print("other machines don't have that folder: for them, write a version or a git address there")
     return 0

@@ -23,8 +23,10 @@ from lockstep.text import plural, short_path
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; only paths are longer
 CLASSES_WIDTH = 60  # columns for the names and counts of the classes
-# An accuracy is at chance level if it is at most this many standard deviations above random guessing.
-CHANCE_DEVIATIONS = 3.0
+SMALL_SHARE, PHOTOGRAPH = 0.1, 224  # of a file's pixels; pixels of photographs in most nets
+# An accuracy is at chance level if random guessing reaches it with at least this probability.
+CHANCE_PROBABILITY = 0.05
+CHANCE_STEPS = 100  # before that, chance level is normal
 
 
 class StartLines(pl.Callback):
@@ -173,6 +175,24 @@ def data_counts(splits: Splits) -> list[str]:
     return [sizes, classes]
 
 
+def images_lines(splits: Splits) -> list[str]:
+    """Return lines about image files: their sizes, the size that they get, crop and flip; none without files."""
+    if not splits.file_sizes:
+        return []
+    by_area = sorted(splits.file_sizes, key=math.prod)
+    size, augment = splits.spec.image_size, splits.augment
+    smallest, largest = (f"{width} x {height}" for width, height in (by_area[0], by_area[-1]))
+    files = f"{smallest} to {largest}" if smallest != largest else smallest
+    line = f"images {size} x {size}, from files of {files} ({len(by_area)} looked at)"
+    line += f"; crop={augment.crop} flip={str(augment.flip).lower()}"
+    lines = [line + ": data.augment.flip=false if left and right differ, as in digits or letters" * augment.flip]
+    width, height = by_area[len(by_area) // 2]
+    if (share := size**2 / (width * height)) < SMALL_SHARE:
+        keeps = f"data.image_size={max(PHOTOGRAPH, 2 * size)} keeps more"
+        lines.append(f"of a file of {width} x {height} only {share:.1%} of the pixels are left: {keeps}")
+    return lines
+
+
 # --- lines of a completed run ---
 
 
@@ -191,9 +211,9 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
 def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
     """Return a warning for a run whose accuracy is at chance level; None for any other run.
 
-    Chance level reaches up to the larger of two accuracies: that of always guessing the most common class, and that of
-    random guessing (1 / classes) plus CHANCE_DEVIATIONS standard deviations. The run's accuracy is that of the test, or
-    of validation if there is no test. There is no warning for samples without a class.
+    It is at chance level if always guessing the most common class reaches it, or if guessing at random reaches it with
+    at least CHANCE_PROBABILITY. The run's accuracy is that of the test, or of validation if there is no test. There is
+    no warning for samples without a class.
 
     Args:
         metrics: the run's metrics, such as `test/acc`.
@@ -204,10 +224,12 @@ def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> 
     dataset = getattr(splits, split) if split else None
     if dataset is None or num_classes < 2 or (labels := splits.classes_of(dataset)) is None:
         return None
-    accuracy, random_guess = metrics[f"{split}/acc"], 1 / num_classes
-    most_common = float(np.bincount(labels).max()) / len(labels)
-    deviation = math.sqrt(random_guess * (1 - random_guess) / len(labels))
-    if accuracy > max(most_common, random_guess + CHANCE_DEVIATIONS * deviation):
+    from scipy.special import bdtrc  # it takes a tenth of a second, which a start needs not wait for
+
+    accuracy, samples = metrics[f"{split}/acc"], len(labels)
+    correct, most_common = round(accuracy * samples), int(np.bincount(labels).max()) / samples
+    # the probability that guessing has more than `correct - 1` right
+    if accuracy > most_common and bdtrc(correct - 1, samples, 1 / num_classes) < CHANCE_PROBABILITY:
         return None
     guessing = f"always guessing the most common class gives {most_common:.4f}"
     return f"{split}/acc {accuracy:.4f} is chance level ({guessing}): the usual cause is the learning rate, {lr}"

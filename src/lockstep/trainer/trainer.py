@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,8 @@ class Trainer(StepTrainer):
         self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
         self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
+        if data.splits.val is None:  # Lightning takes the method of our data module for a loader
+            warnings.filterwarnings("ignore", message="You passed in a `val_dataloader`")
         try:
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)

@@ -59,6 +59,7 @@ class Run:
     folder: Path
     config: dict[str, Any]  # by dotted key
     summary: dict[str, Any]  # by dotted key
+    recorded: bool = True  # whether the run has recorded its config; else it is as Hydra composed it
 
     @property
     def completed(self) -> bool:
@@ -187,7 +188,9 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             )
         for run in sorted(run_folders, key=sort_key):
             summary = read(run / "summary.json")
-            runs[run.absolute()] = Run(run, dict(flat(recorded_config(run))), dict(flat(summary)))
+            runs[run.absolute()] = Run(
+                run, dict(flat(recorded_config(run))), dict(flat(summary)), (run / "provenance.json").exists()
+            )
     return list(runs.values())
 
 
@@ -200,6 +203,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         UserError: no run has a layout.
     """
     runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
+    runs = [_as_recorded(run, runs) for run in runs]
     gathered: dict[str, list[Run]] = {}
     for run in runs:
         experiment = {key: show(value) for key, value in run.config.items() if belongs_to_experiment(key, run.config)}
@@ -216,6 +220,24 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         replace(group, efficiency=_efficiency(group, groups), label=label)
         for group, label in zip(groups, _labels(groups), strict=True)
     ]
+
+
+def _as_recorded(run: Run, runs: Sequence[Run]) -> Run:
+    """Return a run that ended before its first step with the keys that runs of the same pages have recorded.
+
+    What it has not chosen is null in its config, or a key of another place, and is no difference.
+    """
+    if run.recorded:
+        return run
+
+    def pages(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in config.items() if key.endswith(".name")}
+
+    like = next((each.config for each in runs if each.recorded and pages(each.config) == pages(run.config)), None)
+    if like is None:
+        return run
+    chosen = {key: value for key, value in run.config.items() if key in like and value is not None}
+    return replace(run, config={**like, **chosen})
 
 
 def same_steps(groups: Sequence[Group]) -> list[list[Group]]:

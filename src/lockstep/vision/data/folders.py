@@ -23,6 +23,7 @@ from lockstep.vision.data.labelled import (
     LabelledFiles,
     check_bits,
     check_headers,
+    choose_image_size,
     decodable,
     image_spec,
     split,
@@ -42,7 +43,7 @@ WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images
 
 def image_folder(
     data_dir: str,
-    image_size: int = 32,
+    image_size: int | None = None,
     channels: int = 3,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -84,7 +85,7 @@ def image_folder(
     passed_over = beside + Counter(f"{name}/" for name in folders if name not in parts) if parts else Counter()
     opened, inodes = {}, []
     for name in parts or [""]:
-        files, classes, walked = _open_classes(root / name, image_size, channels, known_classes)
+        files, classes, walked = _open_classes(root / name, image_size or 0, channels, known_classes)
         opened[name] = (replace(files, reading=reading), classes)
         inodes.append(walked.inodes)
         passed_over += walked.passed_over
@@ -106,6 +107,7 @@ def image_folder(
                 where = root / name / classes[empty[0]]
                 raise UserError(f"image_folder: no image in {where} can be decoded: repair one, or remove the folder")
     check_headers([part for part, _ in opened.values()])
+    image_size, file_sizes = choose_image_size(image_size, [part for part, _ in opened.values()])
     what = ""
     if parts:
         train, val, test = (opened[name][0] if name in opened else None for name in PARTS)
@@ -120,7 +122,7 @@ def image_folder(
     texts = [f"{layout} in {root}", what, left_out, again, passed_over_text(passed_over, EXTENSIONS)]
     about = f"image_folder: {'; '.join(filter(None, texts))}"
     spec = image_spec(image_size, channels, mean, std, classes)
-    return Source(train, test, spec, val, about=about, split_by_opener=not parts)
+    return Source(train, test, spec, val, about=about, split_by_opener=not parts, file_sizes=file_sizes)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:

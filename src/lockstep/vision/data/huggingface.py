@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from lockstep.data.datasets import Source
 from lockstep.errors import UserError
 from lockstep.vision.data.classes import class_names
-from lockstep.vision.data.labelled import LabelledFiles, check_headers, image_spec, split_ids, split_text, subsets
+from lockstep.vision.data.labelled import (
+    LabelledFiles,
+    check_headers,
+    choose_image_size,
+    image_spec,
+    split_ids,
+    split_text,
+    subsets,
+)
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.walk import walk
 
@@ -60,7 +68,7 @@ def huggingface(
     subset: str | None = None,
     image: str = "image",
     label: str = "label",
-    image_size: int = 32,
+    image_size: int | None = None,
     channels: int = 3,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -97,19 +105,20 @@ def huggingface(
             rows = columns_of(f"huggingface: {path}, split {name}", splits[name], image, label)
             labels, classes = numbered(f"huggingface: {path}, split {name}", rows, label, classes, known_classes)
             where = np.array([f"{path}, split {name}"])
-            parts[part] = RowImages(Path(path), where, labels, image_size, channels, rows, image, reading=reading)
+            parts[part] = RowImages(Path(path), where, labels, image_size or 0, channels, rows, image, reading=reading)
     if len(classes) < 2:
         raise UserError(f"huggingface: {path} has only one class, {classes[0]}: it must have two at least")
     check_headers([*parts.values()])
+    image_size, file_sizes = choose_image_size(image_size, [*parts.values()])
     train, val, test = (parts.get(part) for part in PARTS)
     about = f"huggingface: {path}, " + ", ".join(f"{name} as {part}" for part, name in of_part.items() if name)
     spec = image_spec(image_size, channels, mean, std, classes)
     if not alone:
-        return Source(train, test, spec, val, about=about)
+        return Source(train, test, spec, val, about=about, file_sizes=file_sizes)
     ids = split_ids(parts["train"], val_fraction, test_fraction, split_seed)
     of_ids = subsets(parts["train"], ids)
     about = f"huggingface: {path}; {split_text(val_fraction)}"
-    return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, split_by_opener=True)
+    return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, split_by_opener=True, file_sizes=file_sizes)
 
 
 def load(path: str, subset: str | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lockstep.vision.data.labelled import (
     PARTS,
     LabelledFiles,
     check_headers,
+    choose_image_size,
     decodable,
     image_spec,
     split,
@@ -29,7 +30,7 @@ from lockstep.vision.data.targets import Columns, columns, read_targets, table_l
 
 def image_list(
     csv: str | None,
-    image_size: int = 32,
+    image_size: int | None = None,
     channels: int = 3,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -92,14 +93,15 @@ def image_list(
     left_out = ""
     if skip_broken and rows:
         names, none = np.array([row["path"] for row in rows]), np.zeros(len(rows), dtype=np.int64)
-        every = LabelledFiles(file.parent, names, none, image_size, channels, reading=reading)
+        every = LabelledFiles(file.parent, names, none, 0, channels, reading=reading)
         (good,), left_out = decodable([every])
         rows = [rows[index] for index in good]
     targets, names_of_targets = read_targets(file, rows, target, known_classes)
     if not rows:
         raise UserError(f"{file} has no rows: it must have one for each image")
     names = np.array([row["path"] for row in rows])
-    files = LabelledFiles(file.parent, names, targets, image_size, channels, reading=reading)
+    files = LabelledFiles(file.parent, names, targets, 0, channels, reading=reading)
+    image_size, file_sizes = choose_image_size(image_size, [files])
     if target.task == "segmentation":
         masks = np.array([row[target.names[0]] for row in rows])
         of_masks = masks, len(target.classes), unlabelled
@@ -122,7 +124,7 @@ def image_list(
     spec = image_spec(image_size, channels, mean, std, names_of_targets, target.task)
     texts = "; ".join(filter(None, [left_out, again]))
     about = texts and f"image_list: {texts}"
-    return Source(train, test, spec, val, about=about, split_by_opener="split" not in rows[0])
+    return Source(train, test, spec, val, about=about, split_by_opener="split" not in rows[0], file_sizes=file_sizes)
 
 
 def read(file: Path, of: Columns) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import Spec
+from lockstep.data.datasets import Sizes, Spec
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
 from lockstep.text import join_names, plural
@@ -45,6 +45,8 @@ UNDECODABLE = (*UNREADABLE, struct.error)  # errors of decoding it
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # names of folders, and the values of the column `split` in a table of labels
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # the most files that `check_headers` opens, roughly, and its time limit
+PHOTOGRAPH = 224  # pixels: the size of photographs, ImageNet's usual one, if the user gives none
+SAMPLED_SIZES = 64  # files whose sizes are read for it
 CHECKED_DEEP_FILES = 32  # the most files of 16 bits that it decodes
 SKIP = "data.skip_broken=true to leave such files out"  # for messages
 
@@ -62,7 +64,7 @@ class LabelledFiles:
     # each string of a list when it is read.
     names: NDArray[np.str_]
     labels: NDArray[Any]  # classes, int64 [n]; or several numbers of each image, float32 [n, k]
-    image_size: int  # pixels
+    image_size: int  # pixels; it can be unknown until `choose_image_size`
     channels: int  # 1 or 3
     reading: Reading = field(default=AS_USUAL, kw_only=True)
 
@@ -111,6 +113,10 @@ class LabelledFiles:
     def path(self, index: int) -> Path:
         return self.root / self.name(index)
 
+    def sample(self, most: int) -> NDArray[np.int64]:
+        """Return the numbers of some evenly spaced images, `most` at most."""
+        return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+
     def part(self, ids: NDArray[np.int64]) -> "LabelledFiles":
         """Return the samples with these numbers."""
         return replace(self, names=self.names[ids], labels=self.labels[ids])
@@ -157,8 +163,27 @@ def decode(source: Path | io.BytesIO, image_size: int | None, mode: str, reading
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
+def choose_image_size(image_size: int | None, parts: Sequence[LabelledFiles]) -> tuple[int, Sizes]:
+    """Read the sizes of some files of the first part. Choose the images' size by them if the user gives none.
+
+    It is the files' usual short side, and PHOTOGRAPH at most. All parts get it.
+
+    Returns:
+        The size in pixels, and width and height of the files that were looked at.
+    """
+    sizes = []
+    for index in parts[0].sample(SAMPLED_SIZES):
+        with contextlib.suppress(*UNREADABLE), open_image(parts[0].encoded(int(index))) as image:
+            sizes.append(image.size)
+    if image_size is None:
+        image_size = min(PHOTOGRAPH, int(np.median([min(size) for size in sizes]))) if sizes else PHOTOGRAPH
+    for part in parts:
+        part.image_size = image_size
+    return image_size, tuple(sizes)
+
+
 def image_spec(
-    image_size: int,
+    image_size: int | None,
     channels: int,
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
@@ -170,6 +195,8 @@ def image_spec(
     Raises:
         ValueError: An option is out of range.
     """
+    if image_size is None:  # it will be chosen from the files
+        image_size = PHOTOGRAPH
     if type(image_size) is not int or image_size < 1:
         raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
     if type(channels) is not int or channels not in MODES:

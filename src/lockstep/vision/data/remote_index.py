@@ -95,6 +95,11 @@ class RemoteImages(LabelledFiles):
         file, start, size = self.places[index].item()
         return io.BytesIO(self.cache.read(file - self.first_file, start, size))
 
+    def sample(self, most: int) -> NDArray[np.int64]:
+        """Return the numbers of images of one shard, so that no other is fetched for them."""
+        files = self.places["file"]
+        return np.flatnonzero(files == files[0])[:most]
+
     def fingerprint(self) -> str:
         return self.sha256
 

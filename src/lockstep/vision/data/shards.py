@@ -5,11 +5,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.datasets import Source
+from lockstep.data.datasets import Sizes, Source
 from lockstep.errors import UserError
 from lockstep.text import is_url, plural
 from lockstep.vision.data.classes import ordered
-from lockstep.vision.data.labelled import PARTS, SPLIT_RULE, check_bits, image_spec, split_ids, split_text, subsets
+from lockstep.vision.data.labelled import (
+    PARTS,
+    SPLIT_RULE,
+    check_bits,
+    choose_image_size,
+    image_spec,
+    split_ids,
+    split_text,
+    subsets,
+)
 from lockstep.vision.data.mds import INDEX, check_named
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.remote import Remote
@@ -34,7 +43,7 @@ def shards(
     image: Suffixes = None,
     label: str | None = "label",
     index_dir: str | None = None,
-    image_size: int = 32,
+    image_size: int | None = None,
     channels: int = 3,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
@@ -89,10 +98,10 @@ def shards(
 
     def open_with(**more: Any) -> Index:
         if is_url(data_dir):
-            return remote.open(of_part, {**options, **more}, image_size, channels, reading)
+            return remote.open(of_part, {**options, **more}, image_size or 0, channels, reading)
         files = {part: [root / name for name in names] for part, names in of_part.items()}
         of_files = {root / name: of_file for name, of_file in hashes.items()}
-        return open_index(root, files, {**options, **more}, index_dir, image_size, channels, reading, of_files)
+        return open_index(root, files, {**options, **more}, index_dir, image_size or 0, channels, reading, of_files)
 
     alone, split_here = len(of_part) == 1, bool(val_fraction or test_fraction)
     if window is not None and alone and split_here:
@@ -108,6 +117,9 @@ def shards(
         check_bits([*index.parts.values()])
     if len(index.classes) < 2:
         raise UserError(f"shards: {root} has only one class, {index.classes[0]}: it must have two at least")
+    file_sizes: Sizes = ()
+    if image_size is None or not is_url(data_dir):  # with a size, no shard is fetched for a line
+        image_size, file_sizes = choose_image_size(image_size, [*index.parts.values()])
     train: Any
     val: Any
     test: Any
@@ -132,7 +144,7 @@ def shards(
     texts = [where, what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))
     spec = image_spec(image_size, channels, mean, std, index.classes)
-    return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window)
+    return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window, file_sizes=file_sizes)
 
 
 def checked_suffixes(image: Suffixes) -> str | list[str] | None:
