@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
@@ -18,13 +19,14 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
+from lockstep.step.module_state import SavedTensors
 from lockstep.step.passes import overrides_method
 
 
@@ -211,6 +213,12 @@ class StepLogs(_LoggerConnector):
             self.trainer.strategy.end_evaluation_batch()
         super().on_batch_end()
 
+    def on_epoch_end(self) -> None:
+        """Save what is due, after the last hook of an epoch's end. Lightning calls this after `on_train_epoch_end`."""
+        super().on_epoch_end()
+        if self.trainer.training:
+            self.trainer.saves.complete_step(ends_epoch=True)
+
     def epoch_end_reached(self) -> None:
         """Let all ranks compute the same metrics, in the same order, when an epoch of training or evaluation ends.
 
@@ -256,8 +264,31 @@ class StepFitLoop(_FitLoop):
     See it: a run with max_steps that is resumed from a checkpoint of an epoch's end; `current_epoch` is one too large.
     """
 
+    trainer: Any
+
+    def on_advance_start(self) -> None:
+        """Begin an epoch. A checkpoint that a hook asks for waits for the others, which a resumed run does not call."""
+        self.trainer.saves.begin_step()
+        super().on_advance_start()
+
     def _iteration_based_training(self) -> bool:
         return False
+
+
+class ValidationLoop(_EvaluationLoop):
+    """Saves what is due after a validation inside an epoch, when its last hook has run.
+
+    See it: a module that changes a buffer in `on_validation_end`; a ModelCheckpoint with a monitor saves it before.
+    """
+
+    trainer: Any
+
+    def on_run_end(self) -> Any:
+        """Run the hooks of a validation's end, then save."""
+        outputs = super().on_run_end()
+        if not self.trainer.sanity_checking and not self.trainer.is_last_batch:  # else the end of the epoch follows
+            self.trainer.saves.complete_step()
+        return outputs
 
 
 class StepEpochLoop(_TrainingEpochLoop):
@@ -267,6 +298,9 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
+        self.val_loop = ValidationLoop(
+            trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
+        )
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
 
@@ -291,7 +325,8 @@ class StepEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """Call the module's `on_train_epoch_start` also if a run continues inside an epoch.
 
-        Callbacks are left out, since they may not expect a second call. Validation batches are counted, which Lightning
+        It may set Python attributes, which no checkpoint has. What it does to tensors and to the optimizer's groups is in
+        the checkpoint already, so this is undone. Callbacks are left out, since they have their own state. Validation batches are counted, which Lightning
         does when a validation is first due: `validation_or_epoch_end_follows` asks for them before.
 
         See it: a module that resets a counter there, resumed inside an epoch; check_val_every_n_epoch=2.
@@ -304,7 +339,8 @@ class StepEpochLoop(_TrainingEpochLoop):
         self._batches_that_stepped = self.global_step
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         if self.trainer.fit_loop.restarted_mid_epoch:
-            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            with unchanged(self.trainer):
+                call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def no_longer_restarting(self) -> None:
         """Clear the restart flag after the first step of a resumed run.
@@ -395,6 +431,17 @@ def without_logging(trainer: Any) -> Iterator[None]:
     finally:
         loop._results, trainer.loggers, connector._current_fx = results, loggers, current
         trainer.profiler = profiler
+
+
+@contextmanager
+def unchanged(trainer: Any) -> Iterator[None]:
+    """Return a context after which the module's tensors and the options of the optimizer's groups are as before."""
+    tensors, groups = SavedTensors(trainer.lightning_module), [g for each in trainer.optimizers for g in each.param_groups]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    yield
+    tensors.restore()
+    for group, values in zip(groups, options, strict=True):
+        group |= values
 
 
 def last_checkpoints(trainer: pl.Trainer) -> list[str]:

@@ -62,7 +62,6 @@ from lockstep.trainer.parts import (
     refuse_callback,
     refuse_hooks,
 )
-from lockstep.trainer.saves import SaveAfterStep
 
 REMEDIES = {
     BatchSizeFinder: "give more pieces, which need less memory at a time",
@@ -103,7 +102,6 @@ class Trainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
-    _saves: SaveAfterStep | None
 
     def __init__(
         self,
@@ -163,11 +161,10 @@ class Trainer(StepTrainer):
         # With a ModelCheckpoint that saves the last one, `last` means its file.
         saves_last = any(isinstance(each, ModelCheckpoint) and each.save_last for each in user_callbacks)
         ours: list[pl.Callback] = []
-        self._preemption, self._saves = Preemption(root), None
+        self._preemption = Preemption(root)
         if options.get("enable_checkpointing") is not False and not options.get("fast_dev_run"):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
-            self._saves = SaveAfterStep(super().save_checkpoint)
-            ours += [self._preemption, self._saves]
+            ours.append(self._preemption)
         if "num_sanity_val_steps" not in options:
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
@@ -292,15 +289,8 @@ class Trainer(StepTrainer):
 
         Inside a step it is saved when the step is complete; outside of `fit`, the file is complete on return.
         """
-        fits = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.RUNNING
-        ours = Path(filepath) == self._last
-        if fits and not ours and self._saves and self._saves.add(self, filepath, weights_only, storage_options):
-            return
-        if fits and ours:  # saved by our callbacks, which wait for the end of a step
-            loop: Any = self.fit_loop.epoch_loop
-            loop.follow_metrics()
         super().save_checkpoint(filepath, weights_only, storage_options)
-        if not fits:
+        if self.state.fn != TrainerFn.FITTING or self.state.status != TrainerStatus.RUNNING:
             self._checkpoint_io.wait()
 
     # --- parts ---
