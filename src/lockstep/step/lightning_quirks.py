@@ -403,6 +403,20 @@ class StepEpochLoop(_TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or ends
 
 
+def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
+    """Give the data module of a Trainer the hyperparameters of a user's, and the name of its class.
+
+    Lightning logs and saves the hyperparameters, and saves the state of a data module under the name of its class.
+
+    See it: MyData.load_from_checkpoint; without this, it makes one with the defaults.
+    """
+    for name in ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"):
+        if name in vars(owner):
+            vars(adapter)[name] = vars(owner)[name]
+    kind = type(owner)
+    adapter.__class__ = type(kind.__name__, (type(adapter),), {"__qualname__": kind.__qualname__})
+
+
 def remove_logged(trainer: pl.Trainer) -> None:
     """Drop the values that were logged for the last evaluation batch."""
     for result in (trainer._results or {}).values():

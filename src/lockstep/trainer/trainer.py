@@ -39,7 +39,7 @@ from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Auto, Strategy
-from lockstep.text import plural
+from lockstep.text import join_names, plural
 from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
 from lockstep.trainer.options import (
     PRECISIONS,
@@ -237,6 +237,8 @@ class Trainer(StepTrainer):
         self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
         self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
+        if self.checkpoint_callbacks:
+            self._note_left_out(model, data)
         try:
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
@@ -431,6 +433,16 @@ class Trainer(StepTrainer):
         if module.strict_loading and not overrides_method(module, "on_load_checkpoint", pl.LightningModule):
             remedy = "give the module that it was saved from, or leave ckpt_path out"
             checkpoint_io.check_same_shapes(path, content["state_dict"], module.state_dict(), remedy)
+
+    def _note_left_out(self, *made: Any) -> None:
+        """Say which hyperparameters checkpoints lack, without which Lightning would make another module or data."""
+        for each in made:
+            if names := checkpoint_io.not_plain(each.hparams):
+                kind = type(each).__name__
+                rank_zero_warn(
+                    f"hyperparameters {join_names(names)} of {kind} are no plain data, so checkpoints leave them out: "
+                    f"{kind}.load_from_checkpoint needs them as arguments"
+                )
 
     def _check_length(self, path: str, steps: int, steps_per_epoch: int) -> None:
         """Check that a run is not shorter than it was when a checkpoint was saved."""
