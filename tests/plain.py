@@ -132,7 +132,8 @@ def trainer_with(tmp_path: Path, *callbacks: pl.Callback, epochs: int = 1, **opt
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     ours = [each for each in callbacks if isinstance(each, SavesSteps)]
     usual = QUIET | {"enable_checkpointing": saves, "strategy": SingleDevice(torch.device("cpu"))}
-    made: dict[str, Any] = {"max_epochs": epochs, "callbacks": [*callbacks, *map(CompletesSteps, ours)], "plugins": [AtomicCheckpointIO()]}
+    callbacks = (*callbacks, *map(CompletesSteps, ours))
+    made: dict[str, Any] = {"max_epochs": epochs, "callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()]}
     trainer = pl.Trainer(default_root_dir=tmp_path, **(usual | made | options))
     loop: Any = trainer.fit_loop.epoch_loop
     loop.follow_metrics = lambda: None  # no schedule here follows one

@@ -96,11 +96,15 @@ class Renamed(Mixer):
         state[f"{prefix}version"] = torch.tensor(2)
         return state
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.rename_back)
+
+    @staticmethod
+    def rename_back(module: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in [name for name in state if name.startswith(f"{prefix}layers.")]:
             state[name.replace("layers.", "blocks.")] = state.pop(name)
         state.pop(f"{prefix}version", None)
-        super()._load_from_state_dict(state, prefix, *args, **kwargs)
 
 
 class Stem(ViT):

@@ -108,7 +108,7 @@ def test_a_config_as_hyperparameters(tmp_path: Path, cfg: Any) -> None:
     assert made.value == 3
     assert dict(made.hparams) == (CONFIG if cfg is CONFIG else PLAIN)
     if cfg is not CONFIG:
-        assert made.hparams.lr == 0.1
+        assert made.hparams.lr == 0.1  # type: ignore[attr-defined]
 
 
 class Sized(Data):

@@ -6,6 +6,7 @@ a new one continues from each of them.
 
 import os
 import signal
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -147,14 +148,12 @@ def check(folder: Path, least: int, *callbacks: pl.Callback, **options: Any) -> 
     """Check that runs which continue from the checkpoints of a run end as a run that nobody has disturbed."""
     files_of = {"batch_size": BATCH, **options}
     whole = undisturbed(str(folder.parent))
-    try:
+    with suppress(lockstep.Interrupted):
         assert run(folder, *callbacks, **files_of) == whole, "saving changes nothing"
-    except lockstep.Interrupted:
-        pass
     files = [*(folder / "all").glob("*"), *(folder / "checkpoints").glob("*.ckpt")]
     assert len(files) >= least
     for number, file in enumerate(files):
-        layout = {"strategy": "dp", "devices": 1 + number % 2}
+        layout: dict[str, Any] = {"strategy": "dp", "devices": 1 + number % 2}
         assert run(folder / "other", ckpt=file, batch_size=BATCH, **layout) == whole, file.name
 
 

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import step_of, weights_in_use
+from lockstep.checkpoint.left_out import LeftOut
 from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file
+from lockstep.step.lightning_quirks import AfterStart
+from lockstep.step.passes import overrides_method
 from lockstep.step.saves import SavesSteps
 from lockstep.step.timing import exclude_from_timing
+from lockstep.text import join_names
 
 log = logging.getLogger("lockstep")
 LENGTH = ("callbacks", "debug", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
@@ -197,7 +201,7 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mo
     return message
 
 
-class ResumeState(Callback):
+class ResumeState(AfterStart):
     """Saves and restores what Lightning does not save in a checkpoint, and what a resumed run needs.
 
     This is a record of the run, whether a callback (such as EarlyStopping) has stopped training, and which parameters
@@ -221,6 +225,7 @@ class ResumeState(Callback):
         # what is trained when the run has started, after all that freezes then; None: the run has not started
         self._trained: dict[str, bool] | None = None
         self._restored: dict[str, bool] = {}  # what differed from that when the checkpoint was saved
+        self._left_out: LeftOut | None = None
         self.fits = 1  # how many times `trainer.fit` was called
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -235,12 +240,14 @@ class ResumeState(Callback):
             for name, now in _trained(pl_module, modes=not in_evaluation).items()
             if now != started.get(name, now) or name in self._restored
         }
+        left_out = self._left_out.state(pl_module, checkpoint["state_dict"]) if self._left_out else {}
         checkpoint["continuation"] = {
             "stopped": trainer.should_stop,
             "length": self.length,
             "trained": changed,
             "settings": self.settings,
             **({"fits": self.fits} if self.fits > 1 else {}),
+            **({"left_out": left_out} if left_out else {}),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -255,8 +262,11 @@ class ResumeState(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trained, self._restored = None, {}
+        state = pl_module.state_dict()
+        self._left_out = LeftOut(pl_module, state)
         if not self._loaded:
             return
+        self._restore_left_out(trainer, pl_module, state)
         saved = self._loaded["continuation"]
         self._restored = saved["trained"]
         _train(pl_module, self._restored)  # the optimizer exists already, with the original parameters
@@ -264,13 +274,34 @@ class ResumeState(Callback):
             self._apply_new_settings(trainer, saved["settings"])
         self._loaded = {}
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Restore what is trained, the first time: after hooks that freeze at each start, such as BaseFinetuning's."""
-        if self._trained is None:
-            self._trained = _trained(pl_module)
-            _train(pl_module, self._restored)
+    def _restore_left_out(self, trainer: Trainer, module: LightningModule, state: Mapping[str, Any]) -> None:
+        """Restore what the module's state_dict leaves out.
 
-    on_train_batch_start = on_train_epoch_start  # a run that continues inside an epoch starts none
+        Raises:
+            UserError: the run is exact, and something that the checkpoint lacks is not as it was.
+        """
+        assert self._left_out is not None
+        saved = self._loaded["continuation"].get("left_out", {"changed": {}, "sha256": {}})
+        others = self._left_out.restore(module, saved)
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if overrides_method(module, "on_load_checkpoint", LightningModule):  # it may have restored them
+            trained = set()
+        others += [name for name in state if name in trained and name not in self._loaded["state_dict"]]
+        if not (others := trainer.strategy.broadcast(others)):
+            return
+        message = (
+            f"the checkpoint lacks {join_names(others, 3)}, which the module's state_dict leaves out or its "
+            "on_save_checkpoint removes, and which is not as it was: save it (persistent=True), or make it alike"
+        )
+        if (self.record.get("trainer") or self.record["config"]).get("exact"):
+            raise UserError(f"exact=True: {message}")
+        if trainer.is_global_zero:
+            log.warning(message)
+
+    def after_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore what is trained once more, after hooks that freeze at each start, such as BaseFinetuning's."""
+        self._trained = _trained(pl_module)
+        _train(pl_module, self._restored)
 
     def _apply_new_settings(self, trainer: Any, before: dict[str, Any]) -> None:
         """Write the new settings into the loaded checkpoint, before Lightning restores it."""

@@ -78,12 +78,11 @@ def _plain(value: Any, is_plain: Callable[[Any], bool]) -> Any:
         return _plain(value.item(), is_plain)
     if isinstance(value, PurePath):
         return str(value)
-    if omegaconf := sys.modules.get("omegaconf"):
-        if isinstance(value, omegaconf.Container):
-            try:
-                return _plain(omegaconf.OmegaConf.to_container(value, resolve=True), is_plain)
-            except omegaconf.errors.OmegaConfBaseException as error:
-                raise NotPlain from error
+    if (omegaconf := sys.modules.get("omegaconf")) and isinstance(value, omegaconf.Container):
+        try:
+            return _plain(omegaconf.OmegaConf.to_container(value, resolve=True), is_plain)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            raise NotPlain from error
     if isinstance(value, dict):
         return dict(zip(all_of(value), all_of(value.values()), strict=True))
     if type(value) in (list, tuple, set, frozenset):

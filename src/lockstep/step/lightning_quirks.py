@@ -258,6 +258,16 @@ class StepLogs(_LoggerConnector):
         loop._batches_that_stepped = counted
 
 
+class AfterStart(pl.Callback):
+    """A callback with a hook that comes after `on_train_start` of all callbacks and of the module.
+
+    See it: a module that freezes in `on_train_start`, and what a callback's own `on_train_start` sees of it.
+    """
+
+    def after_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Act before the first epoch of this fit."""
+
+
 class StepFitLoop(_FitLoop):
     """Counts each epoch once.
 
@@ -265,6 +275,13 @@ class StepFitLoop(_FitLoop):
     """
 
     trainer: Any
+
+    def on_run_start(self) -> None:
+        """Call the hooks of the start, then those after it."""
+        super().on_run_start()
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, AfterStart):
+                callback.after_train_start(self.trainer, self.trainer.lightning_module)
 
     def on_advance_start(self) -> None:
         """Begin an epoch. A checkpoint that a hook asks for waits for the others, which a resumed run does not call."""
@@ -325,9 +342,10 @@ class StepEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """Call the module's `on_train_epoch_start` also if a run continues inside an epoch.
 
-        It may set Python attributes, which no checkpoint has. What it does to tensors and to the optimizer's groups is in
-        the checkpoint already, so this is undone. Callbacks are left out, since they have their own state. Validation batches are counted, which Lightning
-        does when a validation is first due: `validation_or_epoch_end_follows` asks for them before.
+        It may set Python attributes, which no checkpoint has. What it does to tensors and to the optimizer's groups is
+        in the checkpoint already, so this is undone. Callbacks are left out, since they have their own state.
+        Validation batches are counted, which Lightning does when a validation is first due:
+        `validation_or_epoch_end_follows` asks for them before.
 
         See it: a module that resets a counter there, resumed inside an epoch; check_val_every_n_epoch=2.
         """
@@ -450,7 +468,8 @@ def without_logging(trainer: Any) -> Iterator[None]:
 @contextmanager
 def unchanged(trainer: Any) -> Iterator[None]:
     """Return a context after which the module's tensors and the options of the optimizer's groups are as before."""
-    tensors, groups = SavedTensors(trainer.lightning_module), [g for each in trainer.optimizers for g in each.param_groups]
+    tensors = SavedTensors(trainer.lightning_module)
+    groups = [group for each in trainer.optimizers for group in each.param_groups]
     options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     yield
     tensors.restore()

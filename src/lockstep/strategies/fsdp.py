@@ -369,7 +369,7 @@ class FullySharded(DistributedDataParallel):
         wrong += [name for name, value in state.items() if isinstance(value, DTensor) and name not in names]
         if wrong:
             raise UserError(
-                f"strategy=fsdp: the state_dict of {type(module).__name__} lacks {wrong[0]} or has changed it, and so "
+                f"strategy=fsdp: the module's state_dict lacks {wrong[0]} or has changed it, and so "
                 "would a checkpoint: leave weights as they are in state_dict() and its hooks, or use strategy=ddp"
             )
         return names
