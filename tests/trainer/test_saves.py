@@ -5,17 +5,18 @@ a new one continues from each of them.
 """
 
 import os
+import shutil
 import signal
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
 from trainer.small import BATCH, Net, loader, samples, trainer
 
 import lockstep
@@ -259,3 +260,103 @@ def test_what_is_trained_stays_so(tmp_path: Path, case: str) -> None:
         first = tmp_path / f"from {step}"
         assert run(first, tmp_path / "whole" / "all" / f"step={step}.ckpt") == whole
         assert run(tmp_path / "again", first / "all" / "step=16.ckpt") == whole, "continued twice"
+
+
+class Fails(Net):
+    """Fails in a hook of its tenth step."""
+
+    fails_in = ""
+
+    def fail(self, hook: str) -> None:
+        if self.fails_in == hook and self.trainer.global_step == (
+            9 if hook.endswith(("start", "training_step")) else 10
+        ):
+            raise KeyError("a fault of the user's")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.fail("on_train_batch_end")
+
+    def on_validation_end(self) -> None:
+        self.fail("on_validation_end")
+
+
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_train_batch_end", "on_validation_end"])
+def test_what_an_error_saves_inside_a_step_is_no_state_to_continue_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str
+) -> None:
+    options: dict[str, Any] = {"exact": True, "pieces": 2, "val_check_interval": 2}
+
+    def run(folder: Path, ckpt: Path | None = None, fails_in: str = "", **more: Any) -> str:
+        pl.seed_everything(0, verbose=False)
+        module = Fails()
+        module.fails_in = fails_in
+        made = trainer(folder, callbacks=OnExceptionCheckpoint(tmp_path), **options | more)
+        made.fit(module, loader(), loader(shuffle=False), ckpt_path=ckpt)
+        return lockstep.weights_sha256(module.state_dict())
+
+    with pytest.raises(KeyError):
+        run(tmp_path / "first", fails_in=hook)
+    file = tmp_path / "on_exception.ckpt"
+    if hook == "on_train_batch_start":
+        assert run(tmp_path / "other", file) == run(tmp_path / "whole")
+        return
+    with pytest.raises(lockstep.UserError, match=r"^exact=True: the checkpoint was saved after an error inside a step"):
+        run(tmp_path / "other", file)
+    shutil.copy(file, file := tmp_path / "copy.ckpt")  # Lightning's callback removes it when a run has ended
+    run(tmp_path / "plain", file, exact=False)
+    assert "lacks a part of this step" in caplog.text
+
+
+class Teacher(Net):
+    """A module with an average of its weights, as docs/use/module-rules.md asks for it, that saves by a callback."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.teacher = torch.nn.Linear(8, 16).requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mean, value in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            mean.data.lerp_(value.data, 0.2)
+
+    def configure_callbacks(self) -> Any:
+        return [ModelCheckpoint(self.folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+
+
+class Killed(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 9:
+            checkpoint_io: Any = trainer.strategy.checkpoint_io
+            checkpoint_io.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def teach(folder: Path, ckpt: Path | None = None, killed: bool = False, **options: Any) -> str:
+    pl.seed_everything(0, verbose=False)
+    module = Teacher(folder / "all")
+    callbacks: list[Any] = [Killed()] if killed else []
+    trainer(folder, exact=True, pieces=4, callbacks=callbacks, **options).fit(module, loader(), ckpt_path=ckpt)
+    return lockstep.weights_sha256(module.state_dict())
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_teacher_survives_a_kill_on_ddp(tmp_path: Path) -> None:
+    whole = teach(tmp_path / "whole")
+    options: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "hang_timeout": 120}
+    with pytest.raises(lockstep.WorkerFailed):
+        lockstep.launch(partial(teach, checkpoint_every=4), tmp_path, None, True, **options)
+    files = [tmp_path / "checkpoints" / "last.ckpt", tmp_path / "all" / "step=7.ckpt", tmp_path / "all" / "step=9.ckpt"]
+    for file in files:
+        assert lockstep.launch(teach, tmp_path / "other", file, **options) == whole, file.name
+        assert teach(tmp_path / "one", file) == whole

@@ -233,6 +233,7 @@ class ResumeState(AfterStart):
         checkpoint["lockstep"] = {**self.record, "metrics": metrics}
         saves = getattr(trainer, "saves", None)
         in_evaluation = trainer.evaluating and (saves is None or saves.under_way)  # then all layers evaluate
+        incomplete = saves is not None and saves.incomplete
         # A module may have changed the others when this run continued inside an epoch.
         started = {} if self._trained is None else self._trained
         changed = {
@@ -248,6 +249,7 @@ class ResumeState(AfterStart):
             "settings": self.settings,
             **({"fits": self.fits} if self.fits > 1 else {}),
             **({"left_out": left_out} if left_out else {}),
+            **({"incomplete": True} if incomplete else {}),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -268,11 +270,20 @@ class ResumeState(AfterStart):
             return
         self._restore_left_out(trainer, pl_module, state)
         saved = self._loaded["continuation"]
+        if saved.get("incomplete"):
+            message = "the checkpoint was saved after an error inside a step, so it lacks a part of this step"
+            if self._exact:
+                raise UserError(f"exact=True: {message}: continue from an earlier one")
+            log.warning(message)
         self._restored = saved["trained"]
         _train(pl_module, self._restored)  # the optimizer exists already, with the original parameters
         if saved["settings"] != self.settings:
             self._apply_new_settings(trainer, saved["settings"])
         self._loaded = {}
+
+    @property
+    def _exact(self) -> bool:
+        return bool((self.record.get("trainer") or self.record["config"]).get("exact"))
 
     def _restore_left_out(self, trainer: Trainer, module: LightningModule, state: Mapping[str, Any]) -> None:
         """Restore what the module's state_dict leaves out.
@@ -293,7 +304,7 @@ class ResumeState(AfterStart):
             f"the checkpoint lacks {join_names(others, 3)}, which the module's state_dict leaves out or its "
             "on_save_checkpoint removes, and which is not as it was: save it (persistent=True), or make it alike"
         )
-        if (self.record.get("trainer") or self.record["config"]).get("exact"):
+        if self._exact:
             raise UserError(f"exact=True: {message}")
         if trainer.is_global_zero:
             log.warning(message)

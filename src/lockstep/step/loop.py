@@ -160,6 +160,7 @@ class StepLoop(StepEpochLoop):
                 "step gives its samples: set trainer.should_stop=True to end the run"
             )
         progress.increment_started()
+        trainer.saves.incomplete = True
         with trainer.profiler.profile("run_training_batch"):
             outputs = self._step(Step(self.passes, step_batch))
         progress.increment_processed()

@@ -33,20 +33,27 @@ class WaitingSaves:
 
     Attributes:
         under_way: whether a step has begun and is not complete.
+        incomplete: whether its passes have begun, too: what is saved now, after an error, is no state between steps.
     """
 
     def __init__(self, trainer: Any, save: Callable[..., None]) -> None:
         self._trainer, self._save = trainer, save
         self._waiting: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments of `save`, by path
-        self.under_way = False
+        self.under_way = self.incomplete = False
+        self._has_begun = False  # whether any step has
 
     def begin_step(self) -> None:
         """Let the checkpoints wait that are asked for from now on."""
-        self.under_way = True
+        self.under_way, self.incomplete, self._has_begun = True, False, True
 
     def add(self, path: Any, *args: Any, **kwargs: Any) -> bool:
-        """Let a checkpoint wait, if a step is under way. Return whether it waits."""
-        if not self.under_way or current_hook(self._trainer.lightning_module) == "on_exception":
+        """Let a checkpoint wait, if a step is under way. Return whether it waits.
+
+        After an error before the first step there is nothing to save, and the file may be the one to continue from.
+        """
+        if current_hook(self._trainer.lightning_module) == "on_exception":
+            return not self._has_begun
+        if not self.under_way:
             return False
         self._waiting[str(path)] = (path, *args), kwargs
         checkpoint_io: Any = self._trainer.strategy.checkpoint_io
@@ -60,7 +67,7 @@ class WaitingSaves:
         Args:
             ends_epoch: see `SavesSteps.on_step_complete`.
         """
-        self.under_way = False
+        self.under_way = self.incomplete = False
         trainer = self._trainer
         for callback in trainer.callbacks:
             if isinstance(callback, SavesSteps):
@@ -69,7 +76,7 @@ class WaitingSaves:
 
     def save_waiting(self) -> None:
         """Save the checkpoints that wait. From now on, none waits until a step begins."""
-        trainer, self.under_way = self._trainer, False
+        trainer, self.under_way, self.incomplete = self._trainer, False, False
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
