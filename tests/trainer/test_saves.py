@@ -225,6 +225,23 @@ class Evaluates(pl.Callback):
             pl_module.net[4].bias.requires_grad_(False)
 
 
+class OneLayer(Net):
+    """A module whose optimizer has one layer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.2, momentum=0.9)
+
+
+class Adds(pl.Callback):
+    """Adds to the optimizer in the second epoch: a group of its own, and a weight to the first one."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            (optimizer,) = trainer.optimizers
+            optimizer.add_param_group({"params": list(pl_module.net[4].parameters()), "lr": 0.1})
+            optimizer.param_groups[0]["params"].append(pl_module.net[1].weight)
+
+
 class WithBackbone(Net):
     """A module for Lightning's BackboneFinetuning."""
 
@@ -240,15 +257,20 @@ class WithBackbone(Net):
 
 
 @pytest.mark.usefixtures("whole_run")
-@pytest.mark.parametrize("case", ["setup", "on_fit_start", "on_train_start", "mode", "backbone", "backbone without BN"])
+@pytest.mark.parametrize(
+    "case", ["setup", "on_fit_start", "on_train_start", "mode", "groups", "backbone", "backbone without BN"]
+)
 def test_what_is_trained_stays_so(tmp_path: Path, case: str) -> None:
     def run(folder: Path, ckpt: Path | None = None) -> str:
         pl.seed_everything(0, verbose=False)
-        module = WithBackbone() if case.startswith("backbone") else Freezes()
+        kinds: dict[str, Any] = {"backbone": WithBackbone, "groups": OneLayer}
+        module = kinds.get(case.split()[0], Freezes)()
         module.freezes_in = case
         callbacks: list[Any] = [ModelCheckpoint(folder / "all", "{step}", every_n_train_steps=1, save_top_k=-1)]
         if case == "mode":
             callbacks.append(Evaluates())
+        elif case == "groups":
+            callbacks.append(Adds())
         elif case.startswith("backbone"):
             callbacks.append(BackboneFinetuning(1, train_bn=case == "backbone"))
         made = trainer(folder, exact=True, pieces=2, max_epochs=3, callbacks=callbacks)

@@ -225,6 +225,7 @@ class ResumeState(AfterStart):
         # what is trained when the run has started, after all that freezes then; None: the run has not started
         self._trained: dict[str, bool] | None = None
         self._restored: dict[str, bool] = {}  # what differed from that when the checkpoint was saved
+        self._groups: Any = None  # the optimizers' parameters when the run starts; see `_groups`
         self._left_out: LeftOut | None = None
         self.fits = 1  # how many times `trainer.fit` was called
 
@@ -241,6 +242,7 @@ class ResumeState(AfterStart):
             for name, now in _trained(pl_module, modes=not in_evaluation).items()
             if now != started.get(name, now) or name in self._restored
         }
+        groups = _groups(trainer, pl_module)
         left_out = self._left_out.state(pl_module, checkpoint["state_dict"]) if self._left_out else {}
         checkpoint["continuation"] = {
             "stopped": trainer.should_stop,
@@ -250,6 +252,7 @@ class ResumeState(AfterStart):
             **({"fits": self.fits} if self.fits > 1 else {}),
             **({"left_out": left_out} if left_out else {}),
             **({"incomplete": True} if incomplete else {}),
+            **({"groups": groups} if groups and groups != self._groups else {}),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -266,6 +269,7 @@ class ResumeState(AfterStart):
         self._trained, self._restored = None, {}
         state = pl_module.state_dict()
         self._left_out = LeftOut(pl_module, state)
+        self._groups = _groups(trainer, pl_module)
         if not self._loaded:
             return
         self._restore_left_out(trainer, pl_module, state)
@@ -277,6 +281,7 @@ class ResumeState(AfterStart):
             log.warning(message)
         self._restored = saved["trained"]
         _train(pl_module, self._restored)  # the optimizer exists already, with the original parameters
+        _add_groups(trainer, pl_module, saved.get("groups", []))
         if saved["settings"] != self.settings:
             self._apply_new_settings(trainer, saved["settings"])
         self._loaded = {}
@@ -341,6 +346,25 @@ def _lr(settings: dict[str, Any]) -> Any:
     """Return the settings of the learning rate."""
     optimizer = settings.get("optimizer", settings)
     return optimizer.get("lr"), optimizer.get("lr_scale")
+
+
+def _groups(trainer: Any, module: LightningModule) -> list[list[list[str]]]:
+    """Return the names of each optimizer's parameters by group; empty if some are not the module's, as with fsdp."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in trainer.optimizers]
+    return groups if all(name for of_one in groups for group in of_one for name in group) else []
+
+
+def _add_groups(trainer: Any, module: LightningModule, groups: list[list[list[str]]]) -> None:
+    """Add what hooks had added to the optimizers before a checkpoint was saved, see `_groups`."""
+    for optimizer, saved in zip(trainer.optimizers, groups, strict=False):
+        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for number, names in enumerate(saved):
+            added = [p for p in map(module.get_parameter, names) if id(p) not in present]
+            if number < len(optimizer.param_groups):
+                optimizer.param_groups[number]["params"] += added
+            else:
+                optimizer.add_param_group({"params": added})
 
 
 # Flags of layers that freezing changes: the mode of any layer, and of a normalisation layer whether it has statistics.

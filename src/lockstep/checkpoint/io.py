@@ -416,6 +416,14 @@ class AtomicCheckpointIO(CheckpointIO):
         self.loaded_step: int | None = None
         self.removals: list[Path] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, of a Trainer for example: not the thread."""
+        self.wait()
+        return {**vars(self), "_writer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _writer=ThreadPoolExecutor(1, "checkpoint"))
+
     def expect(self, content: dict[str, Any]) -> None:
         """Let the next `load_checkpoint` return the content of a checkpoint that has been read already."""
         self._loaded = content

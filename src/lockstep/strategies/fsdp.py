@@ -702,6 +702,17 @@ class FullySharded(DistributedDataParallel):
 
     # --- checkpoints ---
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse to copy a module, whose hooks lead to its strategy: the copy would have this process's parts alone.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "strategy=fsdp: a module whose weights are in parts can't be copied: make another one, and load "
+            "trainer.strategy.lightning_module_state_dict() of all ranks, or a checkpoint"
+        )
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other.
 
