@@ -268,7 +268,7 @@ class ResumeState(AfterStart):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trained, self._restored = None, {}
         state = pl_module.state_dict()
-        self._left_out = LeftOut(pl_module, state)
+        self._left_out = LeftOut(pl_module, state, trainer.strategy)
         self._groups = _groups(trainer, pl_module)
         if not self._loaded:
             return

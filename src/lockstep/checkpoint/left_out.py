@@ -24,13 +24,15 @@ class LeftOut:
     Args:
         module: the module, as it was made and before it continues from a checkpoint.
         state: its state_dict.
+        strategy: the strategy, which compares parameters in parts itself.
 
     Attributes:
         sha256: of each of them, by name.
     """
 
-    def __init__(self, module: Any, state: Mapping[str, Any]) -> None:
-        tensors = tensors_left_out(module, state)
+    def __init__(self, module: Any, state: Mapping[str, Any], strategy: Any) -> None:
+        self._in_parts: Mapping[str, Any] = getattr(strategy, "by_name", {})
+        tensors = tensors_left_out(module, state, self._in_parts)
         self.sha256 = {name: _sha256(tensor) for name, tensor in tensors.items()}
         self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
         self._changed: set[str] = set()
@@ -49,7 +51,7 @@ class LeftOut:
             module: the module.
             state: the checkpoint's state_dict.
         """
-        tensors = tensors_left_out(module, state)
+        tensors = tensors_left_out(module, state, self._in_parts)
         compares, self._compares = self._compares > 0, self._compares - 1
         for name, tensor in tensors.items():
             if name not in self._changed and (compares or self._versions.get(name) != _version(tensor)):
@@ -78,15 +80,14 @@ def _restore(module: Any, name: str, value: Tensor) -> bool:
     return True
 
 
-def tensors_left_out(module: Any, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the buffers and parameters of a module that its state_dict has under no name."""
-    of_strategy = getattr(module.trainer.strategy, "by_name", {})  # in parts: the strategy compares them itself
+def tensors_left_out(module: Any, state: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the buffers and parameters of a module that its state_dict has under no name, without `others`."""
     buffers = {path: layer._buffers[name] for path, layer, name in module_buffers(module)}
     named = {**buffers, **dict(module.named_parameters())}
     missing = {
         name: tensor
         for name, tensor in named.items()
-        if name not in state and name not in of_strategy and isinstance(tensor, Tensor) and _has_content(tensor)
+        if name not in state and name not in others and isinstance(tensor, Tensor) and _has_content(tensor)
     }
     if not missing:
         return {}
