@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
+from lockstep.step.saves import SavesSteps
 from lockstep.step.strategy import SingleDevice
 
 STEPS, SIZE = 6, 4
@@ -108,9 +110,29 @@ QUIET: dict[str, Any] = {
 }
 
 
+class CompletesSteps(pl.callbacks.Checkpoint):
+    """Tells a callback that a step is complete, as our own loop does. Lightning's does not."""
+
+    def __init__(self, saves: SavesSteps) -> None:
+        self.saves = saves
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if not validation_or_epoch_end_follows(trainer):
+            self.saves.on_step_complete(trainer, ends_epoch=False)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking and not trainer.is_last_batch:
+            self.saves.on_step_complete(trainer, ends_epoch=False)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.saves.on_step_complete(trainer, ends_epoch=True)
+
+
 def trainer_with(tmp_path: Path, *callbacks: pl.Callback, epochs: int = 1, **options: Any) -> pl.Trainer:
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    ours = [each for each in callbacks if isinstance(each, SavesSteps)]
     usual = QUIET | {"enable_checkpointing": saves, "strategy": SingleDevice(torch.device("cpu"))}
+    callbacks = (*callbacks, *map(CompletesSteps, ours))
     made: dict[str, Any] = {"max_epochs": epochs, "callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()]}
     trainer = pl.Trainer(default_root_dir=tmp_path, **(usual | made | options))
     loop: Any = trainer.fit_loop.epoch_loop

@@ -11,6 +11,7 @@ import torch
 from rank_fits import Fit, Numbers, fit, layout_of
 from thread_ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import DataLoader, Subset
 
 import lockstep
@@ -75,6 +76,35 @@ class Mixer(nn.Module):
             x = x + block(x)
         result: Tensor = self.head(x)
         return result
+
+
+class Wrapped(Mixer):
+    """Its state_dict has other names than the module, as torch's activation checkpointing makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in self.blocks)
+
+
+class Renamed(Mixer):
+    """Its own code renames what its state_dict has, adds a tensor, and takes both back."""
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        state = super().state_dict(*args, prefix=prefix, **kwargs)
+        for name in [name for name in state if name.startswith(f"{prefix}blocks.")]:
+            state[name.replace("blocks.", "layers.")] = state.pop(name)
+        state[f"{prefix}version"] = torch.tensor(2)
+        return state
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.rename_back)
+
+    @staticmethod
+    def rename_back(module: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}layers.")]:
+            state[name.replace("layers.", "blocks.")] = state.pop(name)
+        state.pop(f"{prefix}version", None)
 
 
 class Stem(ViT):
@@ -147,6 +177,8 @@ NETS: dict[str, Any] = {
     "vit": ViT,
     "mixer": Mixer,
     "stem": Stem,
+    "wrapped": Wrapped,
+    "renamed": Renamed,
     "convolutions": convolutions,
     "tied": Tied,
     "frozen": frozen,
@@ -176,6 +208,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixer adamw": ("mixer", "adamw", {}),
     "mixer muon clipped": ("mixer", "muon", {"gradient_clip_val": 0.1}),
     "stem": ("stem", "sgd", {}),
+    "wrapped": ("wrapped", "adamw", {}),
+    "wrapped ema": ("wrapped", "adamw", {"callbacks": EMA}),
+    "renamed": ("renamed", "sgd", {}),
     "small": ("small", "sgd", {}),
     "vit uneven": ("vit", "sgd", {"pieces": 4}),
     "convolutions ema": ("convolutions", "sgd", {"callbacks": EMA}),

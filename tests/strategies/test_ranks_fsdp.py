@@ -159,6 +159,9 @@ def check_resume(ranks: Ranks, path: Path, case: str, before: str, after: str) -
     [
         ("mixer muon clipped", "parts 2", "one"),
         ("mixer adamw", "fsdp 2", "parts 2"),
+        ("wrapped", "fsdp 2", "one"),
+        ("wrapped", "parts 2", "parts 3"),
+        ("renamed", "parts 3", "fsdp 2"),
     ],
 )
 def test_a_run_continues_on_another_layout_to_the_same_bits(
@@ -179,6 +182,9 @@ def test_a_run_continues_on_another_layout_to_the_same_bits(
         ("convolutions ema", "parts 2", "one"),
         ("vit muon clipped", "fsdp 3", "ddp 2"),
         ("tied", "ddp 2", "parts 3"),
+        ("wrapped", "one", "fsdp 3"),
+        ("wrapped ema", "parts 2", "fsdp 2"),
+        ("renamed", "ddp 2", "parts 2"),
     ],
 )
 def test_other_runs_continue_on_another_layout_to_the_same_bits(
@@ -272,6 +278,30 @@ class AsksForItsState(Classifier):
             self.state_dict()
 
 
+class Drops(Mixer):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        for name in [name for name in state if "0.1.weight" in name]:
+            del state[name]
+        return state
+
+
+class Halves(Mixer):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        for name in [name for name in state if "0.1.weight" in name]:
+            state[f"{name}.half"] = state.pop(name).half()
+        return state
+
+
+class DropsLater(Classifier):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.save_checkpoint("never.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["net.blocks.1.1.weight"]
+
+
 def refusals(ranks: Ranks, module: pl.LightningModule, errors: Any = UserError, **options: Any) -> list[str]:
     """Fit a module on two ranks. Return the text of the error of each."""
     return [str(each) for each in ranks(2, lambda rank: rank_fit(rank, module, 2, **options), errors=errors)]
@@ -296,6 +326,9 @@ def refusals(ranks: Ranks, module: pl.LightningModule, errors: Any = UserError, 
         (Skips, Classifier, {}, "a pass has not used the block of net.blocks."),
         (Mixer, CallsInAHook, {}, "forward of the module is called outside of a step and an evaluation"),
         (Mixer, Replaces, {}, "net.blocks.0.1.weight was replaced within trainer.strategy.whole_weights()"),
+        (Drops, Classifier, {}, "the module's state_dict lacks net.blocks.0.1.weight or has changed it"),
+        (Halves, Classifier, {}, "the module's state_dict lacks net.blocks.0.1.weight or has changed it"),
+        (Mixer, DropsLater, {}, "never.ckpt: not saved, because it lacks net.blocks.1.1.weight"),
         (Mixer, AsksForItsState, {}, "state_dict() of a module would have parts of the weights"),
     ],
 )
@@ -319,6 +352,14 @@ def test_another_module_than_the_one_that_was_cut_is_refused(ranks: Ranks) -> No
 
     for error in ranks(2, tests_another, errors=UserError):
         assert "another module than that of trainer.fit: make a Trainer for it" in str(error)
+
+
+def test_a_module_in_parts_is_not_copied(ranks: Ranks) -> None:
+    def copies(rank: int) -> None:
+        deepcopy(rank_fit(rank, Classifier("stem"), 2).trainer.lightning_module.net.stem)
+
+    for error in ranks(2, copies, errors=UserError):
+        assert "a module whose weights are in parts can't be copied: make another one" in str(error)
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_zero(ranks: Ranks) -> None:

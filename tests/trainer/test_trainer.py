@@ -1,6 +1,7 @@
 """`lockstep.Trainer`: the step for any Lightning project."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,15 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     plain.save_checkpoint(last)
     refused("no lockstep.Trainer has saved it", Net(), loader())
     assert trainer(tmp_path).test(Net(), loader(shuffle=False), ckpt_path=last, verbose=False)
+
+
+def test_a_trainer_and_its_module_can_be_copied(tmp_path: Path) -> None:
+    module, made = Net(), trainer(tmp_path, max_epochs=1)
+    made.fit(module, loader())
+    other = deepcopy(module)
+    assert torch.equal(other.net[0].weight, module.net[0].weight)  # type: ignore[arg-type]
+    deepcopy(made).save_checkpoint(tmp_path / "copy.ckpt")
+    assert checkpoint_io.load(tmp_path / "copy.ckpt")["global_step"] == 6
 
 
 class OnServer(TensorDataset):

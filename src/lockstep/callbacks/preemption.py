@@ -13,18 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.launch.signals import Interrupted, ending_signals, pending_signals, record_signal, signal_handler
-from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
+from lockstep.step.saves import SavesSteps
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # time between two all-reduces about signals
 
 
-class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks last, so the state of others is saved
+class Preemption(SavesSteps):
     """Saves when any rank got a signal.
 
     About once a second, after an optimizer step, a small all-reduce on the CPU shares which signals the ranks got. It
@@ -63,14 +62,8 @@ class Preemption(LightningCheckpoint):  # Lightning calls checkpoint callbacks l
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:
             self._share_signals(trainer)
-        if self._save_due and not validation_or_epoch_end_follows(trainer):
-            self._save_for_signal(trainer)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._save_due and not trainer.is_last_batch:
-            self._save_for_signal(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_step_complete(self, trainer: Any, ends_epoch: bool) -> None:
         if self._save_due:
             self._save_for_signal(trainer)
 

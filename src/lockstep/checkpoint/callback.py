@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import step_of, weights_in_use
+from lockstep.checkpoint.left_out import LeftOut
 from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file
-from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
+from lockstep.step.lightning_quirks import AfterStart
+from lockstep.step.passes import overrides_method
+from lockstep.step.saves import SavesSteps
 from lockstep.step.timing import exclude_from_timing
+from lockstep.text import join_names
 
 log = logging.getLogger("lockstep")
 LENGTH = ("callbacks", "debug", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
@@ -26,7 +29,7 @@ LENGTH = ("callbacks", "debug", "max_epochs", "max_steps")  # if one of them has
 PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch", "warmup_done")
 
 
-class Checkpoint(LightningCheckpoint):
+class Checkpoint(SavesSteps):
     """Writes `last.ckpt` and `best.ckpt`.
 
     `last.ckpt` is written every `every` optimizer steps and at each epoch's end, after validation. `best.ckpt` is the
@@ -71,7 +74,6 @@ class Checkpoint(LightningCheckpoint):
         self._best_step = -1
         self._validated = -1  # the step of the last validation
         self._by_validation = (monitor or "").startswith("val")  # whether validation logs it: `val/acc` or `val_acc`
-        self._due = False
 
     def use_folder(self, folder: Path) -> None:
         """Write into another run folder from now on."""
@@ -153,21 +155,14 @@ class Checkpoint(LightningCheckpoint):
             log.warning("%s is missing beside %s: the next best checkpoint replaces it", self._best.name, source)
             self.best_score, self._best_step = None, -1
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self._due = self._every is not None and trainer.global_step % self._every == 0
-        if self._due and not validation_or_epoch_end_follows(trainer):
-            self.save(trainer)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking:
-            return
-        self._validated = trainer.global_step
-        # At an epoch's end, on_train_epoch_end saves: one file is enough, and it also has the epoch's metrics.
-        if not trainer.is_last_batch:
-            self._save_if_due(trainer, due=self._due)
+        if not trainer.sanity_checking:
+            self._validated = trainer.global_step
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save_if_due(trainer, due=True)  # save before the check below, so that a refused run can be resumed
+    def on_step_complete(self, trainer: Any, ends_epoch: bool) -> None:
+        self._save_if_due(trainer, ends_epoch)  # before the check below, so that a refused run can be resumed
+        if not ends_epoch:
+            return
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self.monitor is not None and expected and self.monitor not in names:
             raise UserError(unlogged_metric_message("callbacks.checkpoint.monitor", self.monitor, names, has_mode=True))
@@ -182,14 +177,16 @@ class Checkpoint(LightningCheckpoint):
 
     # --- the best ---
 
-    def _save_if_due(self, trainer: Any, due: bool) -> None:
+    def _save_if_due(self, trainer: Any, ends_epoch: bool) -> None:
         """Save if a checkpoint is due, or if the monitored metric has improved."""
+        due = ends_epoch or (self._every is not None and trainer.global_step % self._every == 0)
         # `callback_metrics` may hold the value of an earlier validation. Ignore it unless validation ran at this step.
-        validated_now = self._validated == trainer.global_step or not self._by_validation
+        validated_now = self._validated == trainer.global_step or (ends_epoch and not self._by_validation)
         improved = validated_now and self._improved(trainer)
+        if not improved and not due:
+            return
         trainer.fit_loop.epoch_loop.follow_metrics()
-        if improved or due:
-            self.save(trainer)
+        self.save(trainer)
         if improved and _writes(trainer):
             trainer.strategy.checkpoint_io.link_checkpoint(self._last, self._best)
 
@@ -240,7 +237,7 @@ def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], has_mo
     return message
 
 
-class ResumeState(Callback):
+class ResumeState(AfterStart):
     """Saves and restores what Lightning does not save in a checkpoint, and what a resumed run needs.
 
     This is a record of the run, whether a callback (such as EarlyStopping) has stopped training, and which parameters
@@ -261,22 +258,37 @@ class ResumeState(Callback):
         self.steps_per_epoch = steps_per_epoch
         self._loaded: dict[str, Any] = {}  # the checkpoint; Lightning restores loops and optimizers after on_fit_start
         self.length = {key: record["config"].get(key) for key in LENGTH}
-        self._trained: dict[str, bool] = {}  # requires_grad at the start of the run, by parameter name
+        # what is trained when the run has started, after all that freezes then; None: the run has not started
+        self._trained: dict[str, bool] | None = None
+        self._restored: dict[str, bool] = {}  # what differed from that when the checkpoint was saved
+        self._groups: Any = None  # the optimizers' parameters when the run starts; see `_groups`
+        self._left_out: LeftOut | None = None
         self.fits = 1  # how many times `trainer.fit` was called
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trained = _trained(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self.record, "metrics": metrics}
-        changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
+        saves = getattr(trainer, "saves", None)
+        in_evaluation = trainer.evaluating and (saves is None or saves.under_way)  # then all layers evaluate
+        incomplete = saves is not None and saves.incomplete
+        # A module may have changed the others when this run continued inside an epoch.
+        started = {} if self._trained is None else self._trained
+        changed = {
+            name: now
+            for name, now in _trained(pl_module, modes=not in_evaluation).items()
+            if now != started.get(name, now) or name in self._restored
+        }
+        groups = _groups(trainer, pl_module)
+        left_out = self._left_out.state(pl_module, checkpoint["state_dict"]) if self._left_out else {}
         checkpoint["continuation"] = {
             "stopped": trainer.should_stop,
             "length": self.length,
             "trained": changed,
             "settings": self.settings,
             **({"fits": self.fits} if self.fits > 1 else {}),
+            **({"left_out": left_out} if left_out else {}),
+            **({"incomplete": True} if incomplete else {}),
+            **({"groups": groups} if groups and groups != self._groups else {}),
         }
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -290,14 +302,58 @@ class ResumeState(Callback):
                     checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._trained, self._restored = None, {}
+        state = pl_module.state_dict()
+        self._left_out = LeftOut(pl_module, state, trainer.strategy)
+        self._groups = _groups(trainer, pl_module)
         if not self._loaded:
             return
+        self._restore_left_out(trainer, pl_module, state)
         saved = self._loaded["continuation"]
-        for name, trained in saved["trained"].items():  # the optimizer exists already, with the original parameters
-            pl_module.get_parameter(name).requires_grad_(trained)
+        if saved.get("incomplete"):
+            message = "the checkpoint was saved after an error inside a step, so it lacks a part of this step"
+            if self._exact:
+                raise UserError(f"exact=True: {message}: continue from an earlier one")
+            log.warning(message)
+        self._restored = saved["trained"]
+        _train(pl_module, self._restored)  # the optimizer exists already, with the original parameters
+        _add_groups(trainer, pl_module, saved.get("groups", []))
         if saved["settings"] != self.settings:
             self._apply_new_settings(trainer, saved["settings"])
         self._loaded = {}
+
+    @property
+    def _exact(self) -> bool:
+        return bool((self.record.get("trainer") or self.record["config"]).get("exact"))
+
+    def _restore_left_out(self, trainer: Trainer, module: LightningModule, state: Mapping[str, Any]) -> None:
+        """Restore what the module's state_dict leaves out.
+
+        Raises:
+            UserError: the run is exact, and something that the checkpoint lacks is not as it was.
+        """
+        assert self._left_out is not None
+        saved = self._loaded["continuation"].get("left_out", {"changed": {}, "sha256": {}})
+        others = self._left_out.restore(module, saved)
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if overrides_method(module, "on_load_checkpoint", LightningModule):  # it may have restored them
+            trained = set()
+        others += [name for name in state if name in trained and name not in self._loaded["state_dict"]]
+        if not (others := trainer.strategy.broadcast(others)):
+            return
+        message = (
+            f"the checkpoint lacks {join_names(others, 3)}, which the module's state_dict leaves out or its "
+            "on_save_checkpoint removes, and which is not as it was: save it (persistent=True), or make it alike"
+        )
+        if self._exact:
+            raise UserError(f"exact=True: {message}")
+        if trainer.is_global_zero:
+            log.warning(message)
+
+    def after_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore what is trained once more, after hooks that freeze at each start, such as BaseFinetuning's."""
+        self._trained = _trained(pl_module)
+        _train(pl_module, self._restored)
 
     def _apply_new_settings(self, trainer: Any, before: dict[str, Any]) -> None:
         """Write the new settings into the loaded checkpoint, before Lightning restores it."""
@@ -328,6 +384,46 @@ def _lr(settings: dict[str, Any]) -> Any:
     return optimizer.get("lr"), optimizer.get("lr_scale")
 
 
-def _trained(module: LightningModule) -> dict[str, bool]:
-    """Return whether each parameter is trained, by name."""
-    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+def _groups(trainer: Any, module: LightningModule) -> list[list[list[str]]]:
+    """Return the names of each optimizer's parameters by group; empty if some are not the module's, as with fsdp."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in trainer.optimizers]
+    return groups if all(name for of_one in groups for group in of_one for name in group) else []
+
+
+def _add_groups(trainer: Any, module: LightningModule, groups: list[list[list[str]]]) -> None:
+    """Add what hooks had added to the optimizers before a checkpoint was saved, see `_groups`."""
+    for optimizer, saved in zip(trainer.optimizers, groups, strict=False):
+        present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for number, names in enumerate(saved):
+            added = [p for p in map(module.get_parameter, names) if id(p) not in present]
+            if number < len(optimizer.param_groups):
+                optimizer.param_groups[number]["params"] += added
+            else:
+                optimizer.add_param_group({"params": added})
+
+
+# Flags of layers that freezing changes: the mode of any layer, and of a normalisation layer whether it has statistics.
+FLAGS = ("training", "track_running_stats")
+
+
+def _trained(module: LightningModule, modes: bool = True) -> dict[str, bool]:
+    """Return whether each parameter is trained, and the flags of each layer, by name.
+
+    Args:
+        modes: whether the modes of the layers are among them.
+    """
+    flags = FLAGS if modes else FLAGS[1:]
+    layers = {f"{name}.{flag}": vars(layer).get(flag) for name, layer in module.named_modules() for flag in flags}
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    return trained | {name: value for name, value in layers.items() if isinstance(value, bool)}
+
+
+def _train(module: LightningModule, trained: dict[str, bool]) -> None:
+    """Set what `_trained` has returned."""
+    for name, value in trained.items():
+        layer, _, flag = name.rpartition(".")
+        if flag in FLAGS:
+            setattr(module.get_submodule(layer), flag, value)
+        else:
+            module.get_parameter(name).requires_grad_(value)

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
@@ -27,13 +26,12 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
 from lockstep.checkpoint import foreign_files, formats, paths
+from lockstep.checkpoint.hyperparameters import left_out, with_plain_hyperparameters
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
 from lockstep.strategies.saved_parts import FOLDER, INDEX, Part, SavedParts, new_folder_name, without_data
-
-HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
 
 class CheckpointError(UserError):
@@ -313,8 +311,8 @@ def is_plain(value: Any) -> bool:
 
 
 def not_plain(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that `save` would refuse."""
-    return [name for name, value in values.items() if not is_plain(value)]
+    """Return the names of the hyperparameters that a checkpoint leaves out."""
+    return left_out(values, is_plain)
 
 
 def copied_to_cpu(state: Any) -> tuple[Any, Callable[[], None]]:
@@ -415,7 +413,6 @@ class AtomicCheckpointIO(CheckpointIO):
         self._named_parts: dict[Path, set[str]] = {}  # by folder: the folders of parts that its files have named
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
-        self._not_plain: list[str] | None = None  # names of hyperparameters that are not saved
         self.loaded_step: int | None = None
         self.removals: list[Path] | None = None
 
@@ -460,11 +457,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def _copied(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Return a copy of what is saved of a checkpoint, and a function that waits for it; see `copied_to_cpu`."""
-        if isinstance(hyperparameters := checkpoint.get(HYPERPARAMETERS), dict):
-            if self._not_plain is None:
-                self._not_plain = not_plain(hyperparameters)
-            plain_ones = {name: value for name, value in hyperparameters.items() if name not in self._not_plain}
-            checkpoint = {**checkpoint, HYPERPARAMETERS: plain_ones}
+        checkpoint = with_plain_hyperparameters(checkpoint, is_plain)
         copy, wait = copied_to_cpu(checkpoint)
         if (metadata := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
             copy["state_dict"]._metadata = metadata  # versions of layers, which some torchvision layers read

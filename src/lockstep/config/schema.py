@@ -177,6 +177,13 @@ class TrainingRecord(TypedDict):
     precision: str
 
 
+class LeftOutRecord(TypedDict):
+    """What the module's state_dict leaves out: the tensors that have changed, and hashes of the others, by name."""
+
+    changed: dict[str, Any]
+    sha256: dict[str, str]
+
+
 @with_config(ConfigDict(extra="allow"))
 class ContinuationRecord(TypedDict):
     """What Lightning does not save in a checkpoint."""
@@ -185,6 +192,7 @@ class ContinuationRecord(TypedDict):
     length: dict[str, Any]
     trained: dict[str, bool]
     settings: dict[str, Any]
+    left_out: NotRequired[LeftOutRecord]
 
 
 @with_config(ConfigDict(extra="allow"))

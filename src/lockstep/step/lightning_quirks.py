@@ -20,7 +20,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -29,6 +29,7 @@ from lockstep.launch.failures import ENDS, no_silent_end, refused_end
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
+from lockstep.step.module_state import SavedTensors
 from lockstep.step.passes import overrides_method
 
 
@@ -226,6 +227,12 @@ class StepLogs(_LoggerConnector):
             self.trainer.strategy.end_evaluation_batch()
         super().on_batch_end()
 
+    def on_epoch_end(self) -> None:
+        """Save what is due, after the last hook of an epoch's end. Lightning calls this after `on_train_epoch_end`."""
+        super().on_epoch_end()
+        if self.trainer.training:
+            self.trainer.saves.complete_step(ends_epoch=True)
+
     def epoch_end_reached(self) -> None:
         """Let all ranks compute the same metrics, in the same order, when an epoch of training or evaluation ends.
 
@@ -265,6 +272,16 @@ class StepLogs(_LoggerConnector):
         loop._batches_that_stepped = counted
 
 
+class AfterStart(pl.Callback):
+    """A callback with a hook that comes after `on_train_start` of all callbacks and of the module.
+
+    See it: a module that freezes in `on_train_start`, and what a callback's own `on_train_start` sees of it.
+    """
+
+    def after_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Act before the first epoch of this fit."""
+
+
 class StepFitLoop(_FitLoop):
     """Counts each epoch once, and takes no StopIteration of user code for the end of the run.
 
@@ -272,8 +289,18 @@ class StepFitLoop(_FitLoop):
     And `on_train_epoch_start` with `raise StopIteration`: the run ends as if it were complete.
     """
 
+    trainer: Any
+
+    def on_run_start(self) -> None:
+        """Call the hooks of the start, then those after it."""
+        super().on_run_start()
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, AfterStart):
+                callback.after_train_start(self.trainer, self.trainer.lightning_module)
+
     def on_advance_start(self) -> None:
-        """Prepare an epoch; see `no_silent_end`."""
+        """Begin an epoch. A checkpoint that a hook asks for waits for the others, which a resumed run does not call."""
+        self.trainer.saves.begin_step()
         with no_silent_end():
             super().on_advance_start()
 
@@ -291,10 +318,11 @@ class StepFitLoop(_FitLoop):
         return False
 
 
-class CountedBatches:
-    """For a loop over evaluation batches: each batch must be evaluated.
+class WatchedLoop:
+    """For a loop over evaluation batches: each batch must be evaluated, and what is due then is saved after the hooks.
 
-    See it: `validation_step` with `raise StopIteration`; Lightning takes it for the end of the data.
+    See it: `validation_step` with `raise StopIteration`; Lightning takes it for the end of the data. And a module that
+    changes a buffer in `on_validation_end`; a ModelCheckpoint with a monitor saves it before.
     """
 
     _data_fetcher: Any
@@ -309,33 +337,36 @@ class CountedBatches:
             super()._predict_step(*args)  # type: ignore[misc]
 
     def on_run_end(self) -> Any:
-        """End the loop.
+        """End the loop. After a validation inside an epoch, run its hooks and then save.
 
         Raises:
             StepRefused: its loader has ended early.
         """
+        trainer = self.trainer
         batches, expected = self._data_fetcher.fetched, self._data_fetcher.length
         if expected is not None and batches != expected:
-            raise StepRefused(
-                f"{self.trainer.state.stage.value}: {batches} of {expected} batches were evaluated: the loader must "
-                "yield all"
-            )
-        return super().on_run_end()  # type: ignore[misc]
+            stage = trainer.state.stage.value
+            raise StepRefused(f"{stage}: {batches} of {expected} batches were evaluated: the loader must yield all")
+        outputs = super().on_run_end()  # type: ignore[misc]
+        in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if in_fit and not trainer.is_last_batch:  # else the end of the epoch follows
+            trainer.saves.complete_step()
+        return outputs
 
 
-class CountedEvaluation(CountedBatches, _EvaluationLoop):
-    """Lightning's loop of an evaluation, see `CountedBatches`."""
+class WatchedEvaluation(WatchedLoop, _EvaluationLoop):
+    """Lightning's loop of an evaluation, see `WatchedLoop`."""
 
 
-class CountedPrediction(CountedBatches, _PredictionLoop):
-    """Lightning's loop of a prediction, see `CountedBatches`."""
+class WatchedPrediction(WatchedLoop, _PredictionLoop):
+    """Lightning's loop of a prediction, see `WatchedLoop`."""
 
 
-def with_counted_batches(loop: Any) -> Any:
-    """Return a loop over evaluation batches as Lightning has made `loop`, see `CountedBatches`."""
+def watched(loop: Any) -> Any:
+    """Return a loop over evaluation batches as Lightning has made `loop`, see `WatchedLoop`."""
     if isinstance(loop, _PredictionLoop):
-        return CountedPrediction(loop.trainer, loop.inference_mode)
-    return CountedEvaluation(loop.trainer, loop._trainer_fn, loop._stage, loop.verbose, loop.inference_mode)
+        return WatchedPrediction(loop.trainer, loop.inference_mode)
+    return WatchedEvaluation(loop.trainer, loop._trainer_fn, loop._stage, loop.verbose, loop.inference_mode)
 
 
 class StepEpochLoop(_TrainingEpochLoop):
@@ -345,7 +376,7 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self.val_loop = with_counted_batches(self.val_loop)
+        self.val_loop = watched(self.val_loop)
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
 
@@ -370,8 +401,10 @@ class StepEpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """Call the module's `on_train_epoch_start` also if a run continues inside an epoch.
 
-        Callbacks are left out, since they may not expect a second call. Validation batches are counted, which Lightning
-        does when a validation is first due: `validation_or_epoch_end_follows` asks for them before.
+        It may set Python attributes, which no checkpoint has. What it does to tensors and to the optimizer's groups is
+        in the checkpoint already, so this is undone. Callbacks are left out, since they have their own state.
+        Validation batches are counted, which Lightning does when a validation is first due:
+        `validation_or_epoch_end_follows` asks for them before.
 
         See it: a module that resets a counter there, resumed inside an epoch; check_val_every_n_epoch=2.
         """
@@ -383,7 +416,8 @@ class StepEpochLoop(_TrainingEpochLoop):
         self._batches_that_stepped = self.global_step
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         if self.trainer.fit_loop.restarted_mid_epoch:
-            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
+            with unchanged(self.trainer):
+                call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate if it is due; see `no_silent_end`, which takes 1 us more."""
@@ -453,6 +487,20 @@ class StepEpochLoop(_TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or ends
 
 
+def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
+    """Give the data module of a Trainer the hyperparameters of a user's, and the name of its class.
+
+    Lightning logs and saves the hyperparameters, and saves the state of a data module under the name of its class.
+
+    See it: MyData.load_from_checkpoint; without this, it makes one with the defaults.
+    """
+    for name in ("_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"):
+        if name in vars(owner):
+            vars(adapter)[name] = vars(owner)[name]
+    kind = type(owner)
+    adapter.__class__ = type(kind.__name__, (type(adapter),), {"__qualname__": kind.__qualname__})
+
+
 def remove_logged(trainer: pl.Trainer) -> None:
     """Drop the values that were logged for the last evaluation batch."""
     for result in (trainer._results or {}).values():
@@ -481,6 +529,18 @@ def without_logging(trainer: Any) -> Iterator[None]:
     finally:
         loop._results, trainer.loggers, connector._current_fx = results, loggers, current
         trainer.profiler = profiler
+
+
+@contextmanager
+def unchanged(trainer: Any) -> Iterator[None]:
+    """Return a context after which the module's tensors and the options of the optimizer's groups are as before."""
+    tensors = SavedTensors(trainer.lightning_module)
+    groups = [group for each in trainer.optimizers for group in each.param_groups]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    yield
+    tensors.restore()
+    for group, values in zip(groups, options, strict=True):
+        group |= values
 
 
 def last_checkpoints(trainer: pl.Trainer) -> list[str]:

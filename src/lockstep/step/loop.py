@@ -34,11 +34,13 @@ from lockstep.step.lightning_quirks import (
     call_hook,
     call_of_module,
     call_of_strategy,
-    with_counted_batches,
+    validation_or_epoch_end_follows,
+    watched,
     with_quick_hooks,
 )
 from lockstep.step.memory import optimizer_memory_advice
 from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
+from lockstep.step.saves import WaitingSaves
 
 
 class StepTrainer(QuickStage, pl.Trainer):
@@ -49,11 +51,15 @@ class StepTrainer(QuickStage, pl.Trainer):
         hooks: the hooks of each step.
         seed: the run's seed.
         options: options of Lightning's Trainer.
+
+    Attributes:
+        saves: the checkpoints that wait for the end of a step.
     """
 
     profiler: Profiler
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
+        self.saves = WaitingSaves(self, self._save_now)
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
         gradients.strategy.hooks = hooks
         gradients.strategy.precision_plugin = with_quick_hooks(gradients.strategy.precision_plugin)
@@ -67,7 +73,7 @@ class StepTrainer(QuickStage, pl.Trainer):
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
         self.fit_loop.epoch_loop._results = TrainingLogs()
         for name in ("validate_loop", "test_loop", "predict_loop"):
-            setattr(self, name, with_counted_batches(getattr(self, name)))
+            setattr(self, name, watched(getattr(self, name)))
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
         self.hook_finder = HookFinder(self)
@@ -83,7 +89,11 @@ class StepTrainer(QuickStage, pl.Trainer):
         return self._validated is self.lightning_module
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint; see Lightning's method."""
+        """Save a checkpoint; see Lightning's method. Inside a step it is saved when the step is complete."""
+        if not self.saves.add(*args, **kwargs):
+            self._save_now(*args, **kwargs)
+
+    def _save_now(self, *args: Any, **kwargs: Any) -> None:
         with self.strategy.saving():  # type: ignore[attr-defined]
             super().save_checkpoint(*args, **kwargs)
 
@@ -128,6 +138,7 @@ class StepLoop(StepEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """Find out once which arguments `training_step` takes."""
         super().on_run_start(data_fetcher)
+        self.trainer.saves.save_waiting()  # what the hooks of the epoch's start have asked for
         self._takes_batch_idx = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
 
     def advance(self, data_fetcher: Any) -> None:
@@ -138,6 +149,7 @@ class StepLoop(StepEpochLoop):
             StepRefused: the loader has ended early, or an `on_train_batch_start` returned -1, by which Lightning skips
                 the rest of the epoch.
         """
+        self.trainer.saves.begin_step()
         if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
         trainer = self.trainer
@@ -170,6 +182,7 @@ class StepLoop(StepEpochLoop):
                 "step gives its samples: set trainer.should_stop=True to end the run"
             )
         progress.increment_started()
+        trainer.saves.incomplete = True
         with trainer.profiler.profile("run_training_batch"):
             outputs = self._step(Step(self.passes, step_batch))
         progress.increment_processed()
@@ -178,6 +191,8 @@ class StepLoop(StepEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self.no_longer_restarting()
         call_hook(trainer, "on_train_batch_end", outputs, step_batch, self.batch_idx)
+        if not validation_or_epoch_end_follows(trainer):
+            trainer.saves.complete_step()
         connector.on_batch_end()
         progress.increment_completed()
         connector.update_train_step_metrics()

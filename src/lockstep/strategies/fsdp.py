@@ -42,7 +42,14 @@ from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.saved_parts import INDEX
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 from lockstep.strategies.sharded_optimizer import OptimizerParts
-from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks, has_shape
+from lockstep.strategies.sharded_parameters import (
+    ShardedParameter,
+    dim_to_cut,
+    find_blocks,
+    has_shape,
+    memory_of,
+    names_of_keys,
+)
 from lockstep.strategies.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
@@ -153,7 +160,9 @@ class FullySharded(DistributedDataParallel):
         self._messages: list[tuple[Any, ReduceScatter]] = []  # units that have sharded parameters
         self._replicated: list[nn.Parameter] = []
         self.of_optimizer = OptimizerParts(self)
-        self.by_name: dict[str, ShardedParameter] = {}  # by each name of it in the module
+        # by each name of it in the module and in the module's state_dict
+        self.by_name: dict[str, ShardedParameter] = {}
+        self.names_of_keys: dict[str, str] = {}  # the module's names of parameters, by those in its state_dict
         self._step_batch: StepBatch | None = None
         self._depth = 0  # of contexts in which all weights are gathered
         self._evaluation = ExitStack()
@@ -163,6 +172,7 @@ class FullySharded(DistributedDataParallel):
         self._memory_is_logged = False
         self._saves = False  # whether the module's state is being gathered
         self._saves_parts = saves_parts
+        self._saved_names: dict[str, ShardedParameter] = {}  # in the state that was gathered last
         self._checkpoints = CheckpointParts(self)
         self._addresses: dict[str, int] = {}  # of the gathered weights, by name
         self._example: Any = None  # what `example_input_array` of the module was
@@ -308,6 +318,9 @@ class FullySharded(DistributedDataParallel):
                 self.before[key] = before[name], parameter
         tensors = module.named_parameters(remove_duplicate=False)
         self.by_name = {name: self.sharded[id(tensor)] for name, tensor in tensors if id(tensor) in self.sharded}
+        state = module.state_dict()
+        self.by_name |= self._names_in_state(module, state)
+        self.names_of_keys = names_of_keys(module, state)
         self._units = [*blocks, module]
         for unit in self._units:
             set_gathered_strides(unit, {id(each.tensor): each.strides for each in self.sharded.values()})
@@ -338,6 +351,28 @@ class FullySharded(DistributedDataParallel):
                 f"fsdp: {elements:,} parameters in {self.world_size} parts, {whole:,} whole on each device; "
                 f"{len(blocks)} blocks"
             )
+
+    def _names_in_state(self, module: Any, state: Mapping[str, Any]) -> dict[str, ShardedParameter]:
+        """Return the sharded parameters by their names in the module's state_dict, which its hooks may rename.
+
+        Raises:
+            UserError: the state lacks one, or has parts of something else: a checkpoint would not be complete.
+        """
+        by_memory = {memory_of(each.tensor): each for each in self.sharded.values()}
+        names = {
+            name: parameter
+            for name, value in state.items()
+            if isinstance(value, DTensor) and (parameter := by_memory.get(memory_of(value)) or self.by_name.get(name))
+        }
+        saved = {id(parameter) for parameter in names.values()}
+        wrong = [each.name for each in self.sharded.values() if id(each) not in saved]
+        wrong += [name for name, value in state.items() if isinstance(value, DTensor) and name not in names]
+        if wrong:
+            raise UserError(
+                f"strategy=fsdp: the module's state_dict lacks {wrong[0]} or has changed it, and so "
+                "would a checkpoint: leave weights as they are in state_dict() and its hooks, or use strategy=ddp"
+            )
+        return names
 
     def _check_may_gather(self, called: str, *args: Any) -> None:
         """Check that all processes call a method or a block of the module now.
@@ -667,6 +702,17 @@ class FullySharded(DistributedDataParallel):
 
     # --- checkpoints ---
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse to copy a module, whose hooks lead to its strategy: the copy would have this process's parts alone.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "strategy=fsdp: a module whose weights are in parts can't be copied: make another one, and load "
+            "trainer.strategy.lightning_module_state_dict() of all ranks, or a checkpoint"
+        )
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other.
 
@@ -680,8 +726,10 @@ class FullySharded(DistributedDataParallel):
         finally:
             self._saves = False
         self.gather_again()  # `fully_shard` has freed what the evaluation still needs
+        names = self._names_in_state(self.lightning_module, state)
         wholes = {id(each): self._checkpoints.to_save(each, each.local) for each in self.sharded.values()}
-        state.update({name: wholes[id(each)] for name, each in self.by_name.items() if name in state})
+        state.update({name: wholes[id(each)] for name, each in names.items()})
+        self._saved_names = names
         return state
 
     def gather_dicts(self, local_values: dict[T, Any]) -> dict[T, Any]:
@@ -703,7 +751,18 @@ class FullySharded(DistributedDataParallel):
             self._checkpoints.begin(in_parts=False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint, or each process's part of it."""
+        """Write a checkpoint, or each process's part of it.
+
+        Raises:
+            UserError: it is not complete.
+        """
+        for name, parameter in self._saved_names.items():
+            value = checkpoint["state_dict"].get(name)
+            if value is None or (self.is_global_zero and not has_shape(value, parameter.shape)):
+                raise UserError(
+                    f"{filepath}: not saved, because it lacks {parameter.name} or has another shape of it: leave its "
+                    "state_dict as it is in on_save_checkpoint, or use strategy=ddp"
+                )
         parts = self._checkpoints.parts_of(checkpoint)
         if parts is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, stand_in, tensors_in
-from lockstep.strategies.sharded_parameters import ShardedParameter, has_shape, with_strides
+from lockstep.strategies.sharded_parameters import ShardedParameter, has_shape, names_of_keys, with_strides
 
 if TYPE_CHECKING:
     from lockstep.strategies.fsdp import FullySharded
@@ -66,12 +66,18 @@ class CheckpointParts:
         if not isinstance(saved, SavedParts):
             return checkpoint["state_dict"], {}
         state = copy(checkpoint["state_dict"])  # with the versions of layers, which some torchvision layers read
-        mine = {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
+        mine = self._parameters(module)
         in_parts = {
             name: each for name, each in state.items() if saved.has(each) and has_shape(mine.get(name), each.shape)
         }
-        state.update({name: mine[name] for name in in_parts})
+        state.update({name: mine[name].detach() for name in in_parts})
         return state, in_parts
+
+    def _parameters(self, module: nn.Module) -> dict[str, Any]:
+        """Return the module's parameters, by their names in it and in its state_dict."""
+        named = dict(module.named_parameters(remove_duplicate=False))
+        keys = self._strategy.names_of_keys or names_of_keys(module, module.state_dict())
+        return {key: named[name] for key, name in keys.items() if name in named} | named
 
     @torch.no_grad()
     def read_weights(self, module: nn.Module, checkpoint: Mapping[str, Any], in_parts: Mapping[str, Tensor]) -> None:
@@ -79,7 +85,7 @@ class CheckpointParts:
         saved = checkpoint.get(INDEX)
         if not isinstance(saved, SavedParts):
             return
-        mine = dict(module.named_parameters(remove_duplicate=False))
+        mine = self._parameters(module)
         for name, value in in_parts.items():
             if (parameter := self._strategy.by_name.get(name)) is None:
                 mine[name].copy_(saved.read(value))

@@ -1,7 +1,7 @@
 """Which parameters `strategy=fsdp` cuts into parts, where, and which modules are gathered one after the other."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -120,6 +120,19 @@ class ShardedParameter:
             )
         distributed: DTensor = made
         return distributed
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor, or this process's part of it, is in memory. It is the same for a detached tensor."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr(), int(local.storage_offset())
+
+
+def names_of_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of a module's parameters by their keys in its state_dict, which hooks may have renamed."""
+    named = {memory_of(tensor): name for name, tensor in module.named_parameters()}
+    tensors = ((key, value) for key, value in state.items() if isinstance(value, Tensor) and value.numel())
+    return {key: named[memory_of(value)] for key, value in tensors if memory_of(value) in named}
 
 
 def dim_to_cut(parameter: nn.Parameter, parts: int) -> int | None:

@@ -15,6 +15,7 @@ from lockstep.data.loader_sets import LoaderSet, refuse_transfers, set_of_loader
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
+from lockstep.step.lightning_quirks import take_identity
 from lockstep.step.passes import overrides_method
 
 # The loaders of each method of a Trainer, by the part of `SampleSets` that gets their data set.
@@ -221,6 +222,8 @@ class OwnedData(StepDataModule):
         self.owner = owner
         workers = max(each.num_workers for each in sets.values())
         super().__init__(sample_sets(sets), layout, seed, rank, workers, trains)
+        if isinstance(owner, pl.LightningDataModule):
+            take_identity(self, owner)
 
     def __getattr__(self, name: str) -> Any:
         owner = self.__dict__.get("owner")

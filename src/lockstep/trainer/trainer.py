@@ -41,7 +41,7 @@ from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Auto, Strategy
-from lockstep.text import plural
+from lockstep.text import join_names, plural
 from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
 from lockstep.trainer.options import (
     PRECISIONS,
@@ -65,7 +65,6 @@ from lockstep.trainer.parts import (
     refuse_hooks,
 )
 from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
-from lockstep.trainer.saves import SaveAfterStep
 
 REMEDIES = {
     BatchSizeFinder: "give more pieces, which need less memory at a time",
@@ -106,7 +105,6 @@ class Trainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
-    _saves: SaveAfterStep | None
 
     def __init__(
         self,
@@ -167,11 +165,10 @@ class Trainer(StepTrainer):
         # With a ModelCheckpoint that saves the last one, `last` means its file.
         saves_last = any(isinstance(each, ModelCheckpoint) and each.save_last for each in user_callbacks)
         ours: list[pl.Callback] = []
-        self._preemption, self._saves = Preemption(root), None
+        self._preemption = Preemption(root)
         if options.get("enable_checkpointing") is not False and not options.get("fast_dev_run"):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
-            self._saves = SaveAfterStep(super().save_checkpoint)
-            ours += [self._run_folder, self._preemption, self._saves]
+            ours += [self._run_folder, self._preemption]
         if "num_sanity_val_steps" not in options:
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
@@ -249,6 +246,8 @@ class Trainer(StepTrainer):
         rank_zero_info(data.layout.describe())
         if data.splits.val is None:  # Lightning takes the method of our data module for a loader
             warnings.filterwarnings("ignore", message="You passed in a `val_dataloader`")
+        if self.checkpoint_callbacks:
+            self._note_left_out(model, data)
         try:
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
@@ -303,15 +302,8 @@ class Trainer(StepTrainer):
         Inside a step it is saved when the step is complete; outside of `fit`, the file is complete on return.
         """
         filepath = local_path("trainer.save_checkpoint", filepath)
-        fits = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.RUNNING
-        ours = filepath == self._last
-        if fits and not ours and self._saves and self._saves.add(self, filepath, weights_only, storage_options):
-            return
-        if fits and ours:  # saved by our callbacks, which wait for the end of a step
-            loop: Any = self.fit_loop.epoch_loop
-            loop.follow_metrics()
         super().save_checkpoint(filepath, weights_only, storage_options)
-        if not fits:
+        if self.state.fn != TrainerFn.FITTING or self.state.status != TrainerStatus.RUNNING:
             self._checkpoint_io.wait()
 
     # --- parts ---
@@ -475,6 +467,16 @@ class Trainer(StepTrainer):
         if module.strict_loading and not overrides_method(module, "on_load_checkpoint", pl.LightningModule):
             remedy = "give the module that it was saved from, or leave ckpt_path out"
             checkpoint_io.check_same_shapes(path, content["state_dict"], module.state_dict(), remedy)
+
+    def _note_left_out(self, *made: Any) -> None:
+        """Say which hyperparameters checkpoints lack, without which Lightning would make another module or data."""
+        for each in made:
+            if names := checkpoint_io.not_plain(each.hparams):
+                kind = type(each).__name__
+                rank_zero_warn(
+                    f"hyperparameters {join_names(names)} of {kind} are no plain data, so checkpoints leave them out: "
+                    f"{kind}.load_from_checkpoint needs them as arguments"
+                )
 
     def _check_length(self, path: str, steps: int, steps_per_epoch: int) -> None:
         """Check that a run is not shorter than it was when a checkpoint was saved."""

@@ -29,7 +29,6 @@ from lockstep.extras.ledger.ledger_file import (
 )
 from lockstep.launch.signals import Interrupted
 from lockstep.programs.common.training import open_without_test, train_from
-from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
 from lockstep.text import is_url
 
 # Options of a strategy that affect the bits of the weights. They come from the ledger, the others from this command.
@@ -54,8 +53,6 @@ class SaveAtSteps(Preemption):
     ) -> None:
         if trainer.global_step in self._steps:
             self._save_due, self._end_due = True, trainer.global_step == self._steps[-1]
-            if not validation_or_epoch_end_follows(trainer):  # if one follows, Preemption saves after it
-                self._save_for_signal(trainer)
 
 
 @dataclass(frozen=True)

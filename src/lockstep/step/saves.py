@@ -1,0 +1,89 @@
+"""When checkpoints are saved: after all that belongs to their step.
+
+A step is complete after the last hook of it, of its validation, and of the epoch if they follow. Lightning calls a hook
+of the callbacks before that of the module, so a callback that saves in its own hook would save before the module's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+
+from lockstep.step.lightning_quirks import current_hook
+
+
+class SavesSteps(LightningCheckpoint):  # Lightning calls checkpoint callbacks last
+    """A callback that may save a checkpoint whenever a step is complete."""
+
+    def on_step_complete(self, trainer: Any, ends_epoch: bool) -> None:
+        """Save if it is due. All ranks call this.
+
+        Args:
+            ends_epoch: whether the hooks of an epoch's end have run; then it is the second call for a step after which
+                the run ends inside an epoch.
+        """
+
+
+class WaitingSaves:
+    """The checkpoints that hooks have asked for while a step is under way. They are saved when it is complete.
+
+    Args:
+        trainer: the trainer.
+        save: saves a checkpoint now, with the arguments of Lightning's `Trainer.save_checkpoint`.
+
+    Attributes:
+        under_way: whether a step has begun and is not complete.
+        incomplete: whether its passes have begun, too: what is saved now, after an error, is no state between steps.
+    """
+
+    def __init__(self, trainer: Any, save: Callable[..., None]) -> None:
+        self._trainer, self._save = trainer, save
+        self._waiting: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # arguments of `save`, by path
+        self.under_way = self.incomplete = False
+        self._has_begun = False  # whether any step has
+
+    def begin_step(self) -> None:
+        """Let the checkpoints wait that are asked for from now on."""
+        self.under_way, self.incomplete, self._has_begun = True, False, True
+
+    def add(self, path: Any, *args: Any, **kwargs: Any) -> bool:
+        """Let a checkpoint wait, if a step is under way. Return whether it waits.
+
+        After an error before the first step there is nothing to save, and the file may be the one to continue from.
+        """
+        if current_hook(self._trainer.lightning_module) == "on_exception":
+            return not self._has_begun
+        if not self.under_way:
+            return False
+        self._waiting[str(path)] = (path, *args), kwargs
+        checkpoint_io: Any = self._trainer.strategy.checkpoint_io
+        # of the files that this one replaces
+        checkpoint_io.removals = getattr(checkpoint_io, "removals", None) or []
+        return True
+
+    def complete_step(self, ends_epoch: bool = False) -> None:
+        """Save what is due, now that the step is complete: with the schedules that follow its metrics.
+
+        Args:
+            ends_epoch: see `SavesSteps.on_step_complete`.
+        """
+        self.under_way = self.incomplete = False
+        trainer = self._trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, SavesSteps):
+                callback.on_step_complete(trainer, ends_epoch)
+        self.save_waiting()
+
+    def save_waiting(self) -> None:
+        """Save the checkpoints that wait. From now on, none waits until a step begins."""
+        trainer, self.under_way, self.incomplete = self._trainer, False, False
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        trainer.fit_loop.epoch_loop.follow_metrics()
+        for args, kwargs in waiting.values():
+            self._save(*args, **kwargs)
+        checkpoint_io = trainer.strategy.checkpoint_io
+        removals, checkpoint_io.removals = checkpoint_io.removals or [], None
+        for path in removals:
+            checkpoint_io.remove_checkpoint(path)

@@ -1,0 +1,384 @@
+"""A checkpoint has what every hook of its step has done, whoever asks for it: resumed from it, a run has the same bits.
+
+Every hook of a module and of a callback changes state here, at each call in another way. A run writes checkpoints, and
+a new one continues from each of them.
+"""
+
+import os
+import shutil
+import signal
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
+from trainer.small import BATCH, Net, loader, samples, trainer
+
+import lockstep
+
+HOOKS_OF_STEPS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
+)
+HOOKS_OF_MODULES = (
+    *HOOKS_OF_STEPS,
+    *("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train"),
+    *("optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping"),
+)
+# Inside an epoch, a validation after steps 2, 4, 8, 10; steps 6 and 12 end epochs.
+OPTIONS: dict[str, Any] = {"exact": True, "pieces": 4, "val_check_interval": 2, "gradient_clip_val": 10.0}
+
+
+class Marks(Net):
+    """A module each of whose hooks changes a buffer, and a weight that training does not change."""
+
+    saves_in = ""  # the hook in which it saves a checkpoint
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        for name in HOOKS_OF_MODULES:
+            self.register_buffer(f"n_{name}", torch.zeros(1, dtype=torch.float64))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.save("validation_step")
+
+    def save(self, hook: str) -> None:
+        if self.saves_in == hook and not self.trainer.sanity_checking:
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "all", f"{self.trainer.global_step}"))
+
+    def mark(self, hook: str) -> None:
+        """Change state in a way that depends on how often this was called, and when."""
+        if not self.trainer.sanity_checking:
+            with torch.no_grad():
+                count = self.get_buffer(f"n_{hook}")
+                count.mul_(0.5).add_(1 + self.trainer.global_step)
+                self.teacher.mul_(0.75).add_(count.float() + HOOKS_OF_MODULES.index(hook))
+            self.save(hook)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.2, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+
+def _marking(hook: str) -> Any:
+    lightnings = getattr(pl.LightningModule, hook)
+
+    def method(self: Marks, *args: Any, **kwargs: Any) -> Any:
+        self.mark(hook)
+        return lightnings(self, *args, **kwargs)
+
+    return method
+
+
+for _hook in HOOKS_OF_MODULES:
+    setattr(Marks, _hook, _marking(_hook))
+
+
+class Counts(pl.Callback):
+    """A callback whose hooks change its state and the module's."""
+
+    def __init__(self, saves_in: str = "") -> None:
+        self.counts = dict.fromkeys(HOOKS_OF_STEPS, 0.0)
+        self.saves_in = saves_in
+
+    def mark(self, hook: str, trainer: pl.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.counts[hook] = self.counts[hook] / 2 + 1 + trainer.global_step
+            with torch.no_grad():
+                module.teacher.add_(self.counts[hook])
+            if self.saves_in == hook:
+                trainer.save_checkpoint(Path(trainer.default_root_dir, "all", f"{trainer.global_step}"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts = dict(state_dict)
+
+
+def _counting(hook: str) -> Any:
+    return lambda self, trainer, module, *args: self.mark(hook, trainer, module)
+
+
+for _hook in HOOKS_OF_STEPS:
+    setattr(Counts, _hook, _counting(_hook))
+
+
+class Last(pl.callbacks.Checkpoint, Counts):
+    """One that Lightning calls after all others."""
+
+
+class Signals(pl.Callback):
+    """Sends this process signals."""
+
+    def __init__(self, **steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        for name, step in self.steps.items():
+            if trainer.global_step == step:
+                os.kill(os.getpid(), getattr(signal, name))
+
+
+def run(folder: Path, *callbacks: pl.Callback, ckpt: Path | None = None, saves_in: str = "", **options: Any) -> Any:
+    """Return what a run ends with: the module's hash and the counts of its callbacks."""
+    pl.seed_everything(0, verbose=False)
+    module, counts = Marks(), [each for each in callbacks if isinstance(each, Counts)] or [Counts()]
+    module.saves_in = saves_in
+    everything = [*counts, *(each for each in callbacks if each not in counts), Last()]
+    made = trainer(folder, callbacks=everything, **OPTIONS, **options)
+    made.fit(module, lockstep.DataModule(train=samples(), val=samples()), ckpt_path=ckpt)
+    return lockstep.weights_sha256(module.state_dict()), counts[0].counts
+
+
+@cache
+def undisturbed(folder: str) -> Any:
+    return run(Path(folder) / "whole", batch_size=BATCH)
+
+
+def check(folder: Path, least: int, *callbacks: pl.Callback, **options: Any) -> None:
+    """Check that runs which continue from the checkpoints of a run end as a run that nobody has disturbed."""
+    files_of = {"batch_size": BATCH, **options}
+    whole = undisturbed(str(folder.parent))
+    with suppress(lockstep.Interrupted):
+        assert run(folder, *callbacks, **files_of) == whole, "saving changes nothing"
+    files = [*(folder / "all").glob("*"), *(folder / "checkpoints").glob("*.ckpt")]
+    assert len(files) >= least
+    for number, file in enumerate(files):
+        layout: dict[str, Any] = {"strategy": "dp", "devices": 1 + number % 2}
+        assert run(folder / "other", ckpt=file, batch_size=BATCH, **layout) == whole, file.name
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_of_last_ckpt(tmp_path: Path, every: int) -> None:
+    check(tmp_path, 1, Signals(SIGTERM=3), checkpoint_every=every)
+
+
+@pytest.mark.parametrize("step", [2, 3, 6])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_of_signals(tmp_path: Path, name: str, step: int) -> None:
+    check(tmp_path, 1, Signals(**{"SIGTERM": step + 1, name: step}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_n_train_steps": 1},
+        {"train_time_interval": timedelta(microseconds=1)},
+        {"monitor": "val_loss"},
+        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+    ],
+    ids=["steps", "time", "validation", "end of epoch", "last validation"],
+)
+def test_of_lightnings_callback(tmp_path: Path, options: dict[str, Any]) -> None:
+    check(tmp_path, 2, ModelCheckpoint(tmp_path / "all", "{step}", save_top_k=-1, **options))
+
+
+@pytest.mark.parametrize("hook", HOOKS_OF_STEPS)
+def test_of_a_users_callback(tmp_path: Path, hook: str) -> None:
+    check(tmp_path, 2, Counts(saves_in=hook))
+
+
+@pytest.mark.parametrize("hook", [*HOOKS_OF_MODULES, "validation_step"])
+def test_of_the_module(tmp_path: Path, hook: str) -> None:
+    check(tmp_path, 2, saves_in=hook)
+
+
+class Freezes(Net):
+    """A module whose hooks freeze, unfreeze, and change modes of layers, each in another epoch."""
+
+    freezes_in = "on_fit_start"
+
+    def setup(self, stage: str) -> None:
+        if self.freezes_in == "setup":
+            self.net[0].requires_grad_(False)
+
+    def on_fit_start(self) -> None:
+        if self.freezes_in == "on_fit_start":
+            self.net[0].requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        if self.freezes_in == "on_train_start":
+            self.net[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net.requires_grad_(True)
+
+
+class Evaluates(pl.Callback):
+    """Lets a layer evaluate from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.net[1].eval()
+            pl_module.net[4].bias.requires_grad_(False)
+
+
+class OneLayer(Net):
+    """A module whose optimizer has one layer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.2, momentum=0.9)
+
+
+class Adds(pl.Callback):
+    """Adds to the optimizer in the second epoch: a group of its own, and a weight to the first one."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            (optimizer,) = trainer.optimizers
+            optimizer.add_param_group({"params": list(pl_module.net[4].parameters()), "lr": 0.1})
+            optimizer.param_groups[0]["params"].append(pl_module.net[1].weight)
+
+
+class WithBackbone(Net):
+    """A module for Lightning's BackboneFinetuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize(
+    "case", ["setup", "on_fit_start", "on_train_start", "mode", "groups", "backbone", "backbone without BN"]
+)
+def test_what_is_trained_stays_so(tmp_path: Path, case: str) -> None:
+    def run(folder: Path, ckpt: Path | None = None) -> str:
+        pl.seed_everything(0, verbose=False)
+        kinds: dict[str, Any] = {"backbone": WithBackbone, "groups": OneLayer}
+        module = kinds.get(case.split()[0], Freezes)()
+        module.freezes_in = case
+        callbacks: list[Any] = [ModelCheckpoint(folder / "all", "{step}", every_n_train_steps=1, save_top_k=-1)]
+        if case == "mode":
+            callbacks.append(Evaluates())
+        elif case == "groups":
+            callbacks.append(Adds())
+        elif case.startswith("backbone"):
+            callbacks.append(BackboneFinetuning(1, train_bn=case == "backbone"))
+        made = trainer(folder, exact=True, pieces=2, max_epochs=3, callbacks=callbacks)
+        made.fit(module, loader(), loader(shuffle=False), ckpt_path=ckpt)
+        return lockstep.weights_sha256(module.state_dict())
+
+    whole = run(tmp_path / "whole")
+    for step in (6, 8, 12, 15):
+        first = tmp_path / f"from {step}"
+        assert run(first, tmp_path / "whole" / "all" / f"step={step}.ckpt") == whole
+        assert run(tmp_path / "again", first / "all" / "step=16.ckpt") == whole, "continued twice"
+
+
+class Fails(Net):
+    """Fails in a hook of its tenth step."""
+
+    fails_in = ""
+
+    def fail(self, hook: str) -> None:
+        if self.fails_in == hook and self.trainer.global_step == (
+            9 if hook.endswith(("start", "training_step")) else 10
+        ):
+            raise KeyError("a fault of the user's")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.fail("on_train_batch_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.fail("on_train_batch_end")
+
+    def on_validation_end(self) -> None:
+        self.fail("on_validation_end")
+
+
+@pytest.mark.usefixtures("whole_run")
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "training_step", "on_train_batch_end", "on_validation_end"])
+def test_what_an_error_saves_inside_a_step_is_no_state_to_continue_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hook: str
+) -> None:
+    options: dict[str, Any] = {"exact": True, "pieces": 2, "val_check_interval": 2}
+
+    def run(folder: Path, ckpt: Path | None = None, fails_in: str = "", **more: Any) -> str:
+        pl.seed_everything(0, verbose=False)
+        module = Fails()
+        module.fails_in = fails_in
+        made = trainer(folder, callbacks=OnExceptionCheckpoint(tmp_path), **options | more)
+        made.fit(module, loader(), loader(shuffle=False), ckpt_path=ckpt)
+        return lockstep.weights_sha256(module.state_dict())
+
+    with pytest.raises(KeyError):
+        run(tmp_path / "first", fails_in=hook)
+    file = tmp_path / "on_exception.ckpt"
+    if hook == "on_train_batch_start":
+        assert run(tmp_path / "other", file) == run(tmp_path / "whole")
+        return
+    with pytest.raises(lockstep.UserError, match=r"^exact=True: the checkpoint was saved after an error inside a step"):
+        run(tmp_path / "other", file)
+    shutil.copy(file, file := tmp_path / "copy.ckpt")  # Lightning's callback removes it when a run has ended
+    run(tmp_path / "plain", file, exact=False)
+    assert "lacks a part of this step" in caplog.text
+
+
+class Teacher(Net):
+    """A module with an average of its weights, as docs/use/module-rules.md asks for it, that saves by a callback."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.teacher = torch.nn.Linear(8, 16).requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.2)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mean, value in zip(self.teacher.parameters(), self.net[0].parameters(), strict=True):
+            mean.data.lerp_(value.data, 0.2)
+
+    def configure_callbacks(self) -> Any:
+        return [ModelCheckpoint(self.folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+
+
+class Killed(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 9:
+            checkpoint_io: Any = trainer.strategy.checkpoint_io
+            checkpoint_io.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def teach(folder: Path, ckpt: Path | None = None, killed: bool = False, **options: Any) -> str:
+    pl.seed_everything(0, verbose=False)
+    module = Teacher(folder / "all")
+    callbacks: list[Any] = [Killed()] if killed else []
+    trainer(folder, exact=True, pieces=4, callbacks=callbacks, **options).fit(module, loader(), ckpt_path=ckpt)
+    return lockstep.weights_sha256(module.state_dict())
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_teacher_survives_a_kill_on_ddp(tmp_path: Path) -> None:
+    whole = teach(tmp_path / "whole")
+    options: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "hang_timeout": 120}
+    with pytest.raises(lockstep.WorkerFailed):
+        lockstep.launch(partial(teach, checkpoint_every=4), tmp_path, None, True, **options)
+    files = [tmp_path / "checkpoints" / "last.ckpt", tmp_path / "all" / "step=7.ckpt", tmp_path / "all" / "step=9.ckpt"]
+    for file in files:
+        assert lockstep.launch(teach, tmp_path / "other", file, **options) == whole, file.name
+        assert teach(tmp_path / "one", file) == whole
