@@ -39,7 +39,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _publish(temporary, path)
+            _publish(temporary, path)  # before the file is closed, and with it unlocked
     except BaseException as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -91,21 +91,31 @@ def _open_temporary(path: Path) -> IO[bytes]:
         with contextlib.suppress(FileExistsError):  # another process has just made it
             if _remove_left_behind(temporary):
                 file = open(temporary, "xb")  # noqa: SIM115  the caller closes it
-                if try_lock(file.fileno()):
+                if try_lock(file.fileno()) and _has_name(file.fileno(), temporary):
                     return file
                 file.close()  # another process took it for one that was left behind
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(temporary))
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    """Check whether an open file still has a name: meanwhile another process may have renamed or removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _remove_left_behind(temporary: Path) -> bool:
     """Remove a temporary file that a killed process has left. Return False if a process writes it now."""
     try:
         descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # there is none, or it is a link
+    except FileNotFoundError:
+        return True
+    except OSError:  # it is a link
         temporary.unlink(missing_ok=True)
         return True
     try:
-        if not try_lock(descriptor):
+        if not (try_lock(descriptor) and _has_name(descriptor, temporary)):
             return False
         temporary.unlink(missing_ok=True)  # its lock is held meanwhile, so a process that just made it takes another
         return True

@@ -1,5 +1,6 @@
 """Checkpoint files: whole or refused by name, and no code in them."""
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -198,6 +199,25 @@ def test_killed_while_saving_the_old_file_is_whole(saved: Path) -> None:
     assert set(os.listdir(saved.parent)) <= {"last.ckpt", ".last.ckpt.tmp"}
     checkpoint_io.save(plain(), saved)
     assert os.listdir(saved.parent) == ["last.ckpt"]  # what the killed process left is gone
+
+
+def write_often(path: str, letter: str) -> None:
+    for _ in range(200):
+        atomic.write(path, letter.encode() * 5000)
+
+
+@pytest.mark.usefixtures("processes")
+def test_several_processes_that_write_one_file_leave_a_whole_one(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_often, args=(str(tmp_path / "file"), letter)) for letter in "abcdef"]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join()
+    assert [each.exitcode for each in writers] == [0] * 6
+    content = (tmp_path / "file").read_text()
+    assert content == content[0] * 5000
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -450,7 +450,7 @@ class Trainer(StepTrainer):
             )
         must_stay = tuple(now) if now["exact"] else UNCHANGED
         names = changed({name: saved.get(name) for name in now}, now)
-        for name in names:
+        for name in sorted(names, key="content".__eq__):  # other sizes are named first
             if name == "content":
                 raise UserError(
                     f"{path} was trained on other data of the same size: give the same, or leave ckpt_path out"
