@@ -153,8 +153,11 @@ def test_callbacks_follow_the_modules_objects(tmp_path: Path) -> None:
     modes = {type(each): each.mode for each in made if isinstance(each, Checkpoint | EarlyStopping | ModelCheckpoint)}
     assert modes == {Checkpoint: "min", EarlyStopping: "max", ModelCheckpoint: "max"}, "not Lightning's own default"
     unknown = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}"
+    (check_of_monitors,) = (
+        each for each in callbacks_of(tmp_path, Scored(), unknown) if isinstance(each, MonitorCheck)
+    )
     with pytest.raises(UserError, match=r"^callbacks\.stop\.monitor=val/x: .* give \+callbacks\.stop\.mode=max or"):
-        callbacks_of(tmp_path, Scored(), unknown)
+        check_of_monitors.on_train_start(pl.Trainer(logger=False), Scored())  # no batch was evaluated before
     with pytest.raises(UserError, match=r"callbacks\.checkpoint\.mode=max: smaller values of val/rec"):
         callbacks_of(tmp_path, Scored(), "callbacks.checkpoint.monitor=val/rec", "callbacks.checkpoint.mode=max")
 

@@ -63,11 +63,12 @@ def test_shards_that_were_replaced_are_other_data(tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_differs_in_what_was_chosen_alone(tmp_path: Path) -> None:
     """Runs record the modes and rates that follow; such a run has the config as it was composed."""
+    layout = {**LAYOUT, "strategy": "single", "devices": 1, "pieces": 1}
     for name, lr in (("one", 0.01), ("two", 0.02)):
-        run = written(tmp_path / name, status="completed", layout=LAYOUT, metrics={"test/acc": 0.5})
+        run = written(tmp_path / name, status="completed", layout=layout, metrics={"test/acc": 0.5})
         config = {"lr": lr, "max_epochs": 2, "callbacks": {"checkpoint": {"mode": "max"}}, "optimizer": {"name": "sgd"}}
         (run / "provenance.json").write_text(json.dumps({"config": config}))
-    cut = written(tmp_path / "cut", status="interrupted", layout=LAYOUT)
+    cut = written(tmp_path / "cut", status="interrupted", layout=layout)
     (cut / ".hydra" / "config.yaml").write_text(
         "lr: 0.03\nmax_epochs: 2\ncallbacks: {checkpoint: {mode: null}}\noptimizer: {name: sgd, lr: 0.02}\n"
     )

@@ -167,7 +167,7 @@ def is_sweep(override: str) -> bool:
 def is_list_of_values(override: str) -> bool:
     """Check whether an override has values that commas divide, as in `lr=0.1,0.2`."""
     try:
-        return OverridesParser.create().parse_override(override).is_choice_sweep()
+        return OverridesParser.create().parse_overrides([override])[0].is_choice_sweep()
     except OverrideParseException:  # it is refused later, with how to quote it
         return False
 
