@@ -22,6 +22,7 @@ from lockstep.data.augment import Augment
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, SampleSets, Splits, innermost_dataset
 from lockstep.data.labels import LabelCheck, in_memory, label_checks
 from lockstep.data.loaders import (
+    Chunk,
     ChunkDataset,
     ChunkSampler,
     Loader,
@@ -77,7 +78,8 @@ class StepDataModule(pl.LightningDataModule):
         self.trains = trains
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
-        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by samples of the set and limit of batches
+        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split, its samples and limit of batches
+        self._chunks_by_key: dict[tuple[str, int, int], list[Chunk]] = {}  # by split, rank and samples of the set
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -91,6 +93,10 @@ class StepDataModule(pl.LightningDataModule):
 
     def _label_check(self, split: str) -> LabelCheck | None:
         """Return what checks the labels of each batch; None: nothing does."""
+        return None
+
+    def _evaluation_batch_size(self, split: str) -> int | None:
+        """Return the samples of a batch of `val` or `test`; None: they follow from the layout."""
         return None
 
     @property
@@ -163,17 +169,17 @@ class StepDataModule(pl.LightningDataModule):
 
     def first_sample(self, split: str, batch_idx: int) -> int:
         """Return the number of the first sample of a batch that this process evaluates; 0 if it has no sample."""
-        chunks = self._chunks(getattr(self.splits, split))
+        chunks = self._chunks(split, self.rank)
         return chunks[batch_idx][0] if chunks else 0
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
         limited_by = "predict" if getattr(self.trainer, "predicting", False) else split
         limit = getattr(self.trainer, f"limit_{limited_by}_batches", None)
-        key = len(getattr(self.splits, split)), limit
+        key = split, len(getattr(self.splits, split)), limit
         if key not in self._shares:
             ranks = range(self.layout.replicas)
-            chunks = [limited(chunks_of_rank(key[0], self.layout, rank, self.trains), limit) for rank in ranks]
+            chunks = [limited(self._chunks(split, rank), limit) for rank in ranks]
             self._shares[key] = tuple(
                 EvaluationShare(len(each), sum(stop - start for start, stop in each)) for each in chunks
             )
@@ -181,12 +187,16 @@ class StepDataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)
-        chunks = self._chunks(dataset) or [(0, 1)] * min_batches
+        chunks = self._chunks(split, self.rank) or [(0, 1)] * min_batches
         checked = ChunkDataset(dataset, self._label_check(split), chunks)
         return self._loader(checked, ChunkSampler(chunks))
 
-    def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
-        return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)
+    def _chunks(self, split: str, rank: int) -> list[Chunk]:
+        key = split, rank, len(getattr(self.splits, split))
+        if key not in self._chunks_by_key:  # `first_sample` asks for each batch
+            size = self._evaluation_batch_size(split)
+            self._chunks_by_key[key] = chunks_of_rank(key[2], self.layout, rank, self.trains, size)
+        return self._chunks_by_key[key]
 
     def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)

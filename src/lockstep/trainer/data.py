@@ -219,6 +219,7 @@ class OwnedData(StepDataModule):
         self, sets: dict[str, LoaderSet], owner: Any, layout: Layout, seed: int, rank: int, trains: bool
     ) -> None:
         self.owner = owner
+        self._evaluation_sizes = {part: each.batch_size for part, each in sets.items()}
         workers = max(each.num_workers for each in sets.values())
         super().__init__(sample_sets(sets), layout, seed, rank, workers, trains)
 
@@ -227,6 +228,9 @@ class OwnedData(StepDataModule):
         if owner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(owner, name)
+
+    def _evaluation_batch_size(self, split: str) -> int | None:
+        return self._evaluation_sizes.get(split)
 
     def _call(self, name: str, *args: Any) -> Any:
         """Call a method of the user's LightningDataModule, if there is one."""
