@@ -292,10 +292,10 @@ def chunks_of_rank(
     Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
     same `batch_size` and `pieces`, because kernels may round differently for another size.
 
-    Without a `batch_size` of the evaluation, a chunk has the size of a piece. In a training run, a chunk smaller than 128 samples is enlarged to 128, or to two
-    pieces if that is less, since small chunks waste time. Evaluating two pieces takes 0.5 (resnet18) to 1.05 times
-    (mnist_cnn) the peak memory of training one. A small set is cut into smaller chunks, about `pieces` of them, to give
-    every process work.
+    Without a `batch_size` of the evaluation, a chunk has the size of a piece. In a training run, a chunk smaller than
+    128 samples is then enlarged to 128, or to two pieces if that is less, since small chunks waste time. Evaluating two
+    pieces takes 0.5 (resnet18) to 1.05 times (mnist_cnn) the peak memory of training one. A small set is cut into
+    smaller chunks, about `pieces` of them, to give every process work.
 
     Args:
         num_samples: number of samples of the evaluation set.
