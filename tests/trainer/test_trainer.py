@@ -19,7 +19,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     Subset,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -357,9 +356,7 @@ def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any]
         (Net, lambda: lockstep.DataModule(val=samples()), {"batch_size": 5}, "there is no train_dataloader"),
         (Net, lambda: lockstep.DataModule(train=Stream()), {}, "a Stream has no __getitem__ and __len__"),
         (Net, lambda: DataLoader(Stream(), batch_size=5), {}, "has an IterableDataset"),
-        (Net, lambda: loader(shuffle=None, sampler=SubsetRandomSampler(range(3))), {}, "has a SubsetRandomSampler"),
         (Net, lambda: {"a": loader()}, {}, "it must be one torch DataLoader"),
-        (Net, lambda: loader(worker_init_fn=print), {}, "has a worker_init_fn, which would not be called"),
         (Net, lambda: loader(batch_size=131), {}, "a BatchNorm layer gets one value per channel"),
     ],
 )

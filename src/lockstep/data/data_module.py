@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
@@ -95,9 +96,17 @@ class StepDataModule(pl.LightningDataModule):
         """Return what checks the labels of each batch; None: nothing does."""
         return None
 
-    def _evaluation_batch_size(self, split: str) -> int | None:
-        """Return the samples of a batch of `val` or `test`; None: they follow from the layout."""
+    def _evaluation_batch_size(self, split: str) -> int | list[int] | None:
+        """Return the samples of a batch of `val` or `test`, or of each batch; None: they follow from the layout."""
         return None
+
+    def _evaluated(self, split: str) -> tuple[int, Ids | None]:
+        """Return how many samples of `val` or `test` are evaluated, and which; None: those of the data set in order."""
+        return len(getattr(self.splits, split)), None
+
+    def _processes_of(self, split: str) -> tuple[int | None, Callable[[int], None] | None]:
+        """Return the number of loader processes of a split, and what is called in each; see `num_workers`."""
+        return self.num_workers, None
 
     @property
     def _augment(self) -> Augment:
@@ -141,7 +150,8 @@ class StepDataModule(pl.LightningDataModule):
         """Return the loader of an epoch's remaining steps."""
         trainer: Any = self.trainer
         dataset = self._steps()
-        return self._loader(dataset, StepSampler(self.order, lambda: trainer.global_step), keep_workers=True)
+        sampler = StepSampler(self.order, lambda: trainer.global_step)
+        return self._loader(dataset, sampler, "train", keep_workers=True)
 
     def val_dataloader(self) -> Any:
         """Return the loader of this process's validation samples; an empty list without a validation set."""
@@ -176,7 +186,7 @@ class StepDataModule(pl.LightningDataModule):
         """Return what each process evaluates of `val` or `test`, in rank order."""
         limited_by = "predict" if getattr(self.trainer, "predicting", False) else split
         limit = getattr(self.trainer, f"limit_{limited_by}_batches", None)
-        key = split, len(getattr(self.splits, split)), limit
+        key = split, self._evaluated(split)[0], limit
         if key not in self._shares:
             ranks = range(self.layout.replicas)
             chunks = [limited(self._chunks(split, rank), limit) for rank in ranks]
@@ -189,20 +199,21 @@ class StepDataModule(pl.LightningDataModule):
         dataset = self._dataset_of(split)
         chunks = self._chunks(split, self.rank) or [(0, 1)] * min_batches
         checked = ChunkDataset(dataset, self._label_check(split), chunks)
-        return self._loader(checked, ChunkSampler(chunks))
+        return self._loader(checked, ChunkSampler(chunks, self._evaluated(split)[1]), split)
 
     def _chunks(self, split: str, rank: int) -> list[Chunk]:
-        key = split, rank, len(getattr(self.splits, split))
+        key = split, rank, self._evaluated(split)[0]
         if key not in self._chunks_by_key:  # `first_sample` asks for each batch
             size = self._evaluation_batch_size(split)
             self._chunks_by_key[key] = chunks_of_rank(key[2], self.layout, rank, self.trains, size)
         return self._chunks_by_key[key]
 
-    def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
+    def _loader(self, dataset: Any, sampler: Any, split: str, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)
         # of a step, the random numbers are on the host, even if its images are on the GPU
         pinned = not resident or isinstance(dataset, StepDataset)
-        workers = 0 if resident else self.num_workers  # a loader process would have to read from the GPU
+        workers, start = self._processes_of(split)
+        workers = 0 if resident else workers  # a loader process would have to read from the GPU
         if workers is None and gains_from_loader_processes(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
         return Loader(
@@ -218,7 +229,7 @@ class StepDataModule(pl.LightningDataModule):
             # Each iterator draws a seed from this generator. Drawn from torch's global one, it would change all later
             # random numbers.
             generator=torch.Generator().manual_seed(self.order.seed),
-            worker_init_fn=partial(_set_up_loader_process, os.getpid()),
+            worker_init_fn=partial(_set_up_loader_process, os.getpid(), start),
         )
 
     # --- on the device ---
@@ -403,8 +414,8 @@ def _moved(dataset: Any, resident: dict[int, Any]) -> Any:
     return resident.get(id(dataset), dataset)
 
 
-def _set_up_loader_process(parent: int, worker: int) -> None:
-    """Set up a loader process: it ignores signals to the process group and ends with its parent.
+def _set_up_loader_process(parent: int, start: Callable[[int], None] | None, worker: int) -> None:
+    """Set up a loader process: it ignores signals to the process group, ends with its parent, and calls `start`.
 
     A signal to the whole process group must not end it, since the current step still needs it. If the parent dies, it
     must end, since it keeps the parent's connections to other ranks open.
@@ -415,6 +426,8 @@ def _set_up_loader_process(parent: int, worker: int) -> None:
     set_parent_death_signal(parent)
     if folder := environment().scratch:
         tempfile.tempdir = folder  # the run removes this folder, with this process's sockets, even after a kill
+    if start is not None:
+        start(worker)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

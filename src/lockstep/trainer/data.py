@@ -1,17 +1,20 @@
 """The data of a `lockstep.Trainer`: plain data sets, DataLoaders or a LightningDataModule."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
-from lockstep.data.datasets import SampleSets, checked_weights, content_of, fingerprint
+from lockstep.data.datasets import Ids, SampleSets, checked_weights, content_of, fingerprint
 from lockstep.data.loader_sets import LoaderSet, refuse_transfers, set_of_loader
+from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
@@ -110,7 +113,7 @@ class UserData:
                     self.loaders.get(method),
                     f"data: the {method} of trainer.{stage}",
                     method == "train_dataloader",
-                    "a WeightedRandomSampler",
+                    seed,
                 )
                 for part, method in LOADERS[stage].items()
             }
@@ -119,7 +122,7 @@ class UserData:
             if part not in present:
                 raise UserError(f"trainer.{stage}: there is no {LOADERS[stage][part]}: give its data set or loader")
         for part, each in present.items():
-            if not len(each.dataset):
+            if not each.samples:
                 raise UserError(f"trainer.{stage}: the data set of {LOADERS[stage][part]} is empty: give it samples")
         _check_same_on_all_ranks(stage, present)
         return present
@@ -168,18 +171,18 @@ def _sets_of_module(
         gather_objects(None)  # wait until the data are prepared
         pl.seed_everything(seed, workers=False, verbose=False)
         module.setup(stage)
-        return {part: _set_of_method(module, method) for part, method in LOADERS[stage].items()}
+        return {part: _set_of_method(module, method, seed) for part, method in LOADERS[stage].items()}
 
 
-def _set_of_method(module: pl.LightningDataModule, method: str) -> LoaderSet | None:
+def _set_of_method(module: pl.LightningDataModule, method: str, seed: int) -> LoaderSet | None:
     """Return the data set of the loader that a method of a LightningDataModule returns."""
     loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     where, trains = f"data: the {method} of {type(module).__name__}", method == "train_dataloader"
-    return set_of_loader(loader, where, trains, "a WeightedRandomSampler")
+    return set_of_loader(loader, where, trains, seed)
 
 
 def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
-    """Check that all ranks have data sets of the same sizes, with the same parts of a `Subset`."""
+    """Check that all ranks have data sets of the same sizes, with the same parts of a `Subset`, and the same order."""
     local = {part: (len(each.dataset), fingerprint(each.dataset)) for part, each in sets.items()}
     contents = {part: content_of([each.dataset]) for part, each in sets.items()}
     by_rank = gather_objects((local, contents))
@@ -190,6 +193,44 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
             f"trainer.{stage}: the ranks have different data sets: each must have all samples, since Lockstep "
             "divides them"
         )
+    orders = gather_objects({part: (each.batch_size, draws_digest(each.draws, 0)) for part, each in sets.items()})
+    for part in sets:
+        check_same_order(f"{LOADERS[stage][part]} of trainer.{stage}", [each.get(part) for each in orders])
+
+
+def draws_digest(draws: Draws | None, epoch: int) -> str | None:
+    """Return the SHA-256 of the order that a sampler gives for an epoch, in hex; None without a sampler."""
+    return None if draws is None else hashlib.sha256(draws.ids(epoch).data).hexdigest()
+
+
+def check_same_order(loader: str, by_rank: list[Any]) -> None:
+    """Check that the samplers of all ranks give the same order.
+
+    Args:
+        loader: what has the sampler, for messages.
+        by_rank: what must be the same for each rank.
+    """
+    if any(each != by_rank[0] for each in by_rank):
+        raise UserError(
+            f"{loader}: the ranks have samplers or batches that differ: each must give the order of all samples, since "
+            "Lockstep divides them: leave out what divides by rank or world size, and seed what draws"
+        )
+
+
+class SamplerCheck(pl.Callback):
+    """Checks before each epoch that the samplers of all ranks give the same order, and that nothing changes them.
+
+    Args:
+        draws: the samples that the training sampler gives.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epoch = trainer.current_epoch
+        self.draws.check_unchanged(epoch)
+        check_same_order("the train_dataloader", gather_objects(draws_digest(self.draws, epoch)))
 
 
 def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
@@ -197,7 +238,7 @@ def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
     parts = [sets[name].dataset if name in sets else None for name in ("train", "val", "test")]
     made = SampleSets(*parts)
     if train := sets.get("train"):
-        made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last)
+        made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last, draws=train.draws)
     return made
 
 
@@ -219,9 +260,8 @@ class OwnedData(StepDataModule):
         self, sets: dict[str, LoaderSet], owner: Any, layout: Layout, seed: int, rank: int, trains: bool
     ) -> None:
         self.owner = owner
-        self._evaluation_sizes = {part: each.batch_size for part, each in sets.items()}
-        workers = max(each.num_workers for each in sets.values())
-        super().__init__(sample_sets(sets), layout, seed, rank, workers, trains)
+        self.sets = sets
+        super().__init__(sample_sets(sets), layout, seed, rank, None, trains)
 
     def __getattr__(self, name: str) -> Any:
         owner = self.__dict__.get("owner")
@@ -229,8 +269,18 @@ class OwnedData(StepDataModule):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(owner, name)
 
-    def _evaluation_batch_size(self, split: str) -> int | None:
-        return self._evaluation_sizes.get(split)
+    def _evaluation_batch_size(self, split: str) -> int | list[int] | None:
+        draws = self.sets[split].draws
+        return (draws and draws.batch_sizes) or self.sets[split].batch_size
+
+    def _evaluated(self, split: str) -> tuple[int, Ids | None]:
+        draws = self.sets[split].draws
+        return self.sets[split].samples, None if draws is None else draws.ids(0)
+
+    def _processes_of(self, split: str) -> tuple[int | None, Callable[[int], None] | None]:
+        each = self.sets[split]
+        start = None if each.starts_worker is None else partial(_start_worker, each.starts_worker, each.loader.dataset)
+        return each.num_workers, start
 
     def _call(self, name: str, *args: Any) -> Any:
         """Call a method of the user's LightningDataModule, if there is one."""
@@ -251,6 +301,12 @@ class OwnedData(StepDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of the user's data module."""
         self._call("load_state_dict", state_dict)
+
+
+def _start_worker(start: Callable[[int], None], dataset: Any, worker: int) -> None:
+    """Call a user's `worker_init_fn` in a loader process, where torch's `get_worker_info` has the user's data set."""
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # torch's is frozen
+    start(worker)
 
 
 def batch_size_of(sets: dict[str, LoaderSet], chosen: int | None, parts: Sequence[str]) -> int | None:

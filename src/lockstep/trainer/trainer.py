@@ -40,7 +40,7 @@ from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import plural
-from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
+from lockstep.trainer.data import OwnedData, SamplerCheck, UserData, batch_size_of, draws_digest, user_data
 from lockstep.trainer.options import (
     PRECISIONS,
     check_numbers,
@@ -238,6 +238,8 @@ class Trainer(StepTrainer):
         names = ParameterNameCheck(model)
         others = [each for each in self.callbacks if each not in self._of_fit]
         self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
+        if data.splits.draws is not None:
+            self._of_fit.append(SamplerCheck(data.splits.draws))
         self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
         try:
@@ -357,7 +359,8 @@ class Trainer(StepTrainer):
 
     def _check_sizes(self, train: Any, size: int) -> None:
         """Check that the training set fits the steps, and those of an earlier fit."""
-        samples, accumulate = len(train.dataset), self._layout_options["accumulate_grad_batches"] or 1
+        samples = len(train.dataset) if train.draws is None else train.draws.samples
+        accumulate = self._layout_options["accumulate_grad_batches"] or 1
         if self.batch_size is None and accumulate > 1:
             raise UserError(
                 f"accumulate_grad_batches={accumulate} with a loader of batch_size={size}: in Lightning a step has "
@@ -398,13 +401,14 @@ class Trainer(StepTrainer):
 
     def _record(self, data: OwnedData) -> dict[str, Any]:
         """Return the entry `lockstep` of the checkpoints, as plain data."""
-        train, layout = data.splits.train, data.layout
+        train, layout, draws = data.splits.train, data.layout, data.splits.draws
         return {
             "format": FORMAT,
             "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
             "trainer": {
                 "batch_size": layout.batch_size,
-                "samples": len(train),
+                "samples": data.order.samples_per_epoch,
+                "order": draws_digest(draws, 0),
                 "drop_last": data.splits.drop_last,
                 "weighted": data.splits.weights is not None,
                 "pieces": layout.pieces,
@@ -480,7 +484,7 @@ class Trainer(StepTrainer):
 
 def _single_value_message(data: OwnedData) -> str:
     layout = data.layout
-    tail = len(data.splits.train) % layout.batch_size
+    tail = data.order.samples_per_epoch % layout.batch_size
     return (
         f"batch_size={layout.batch_size} in {plural(layout.pieces, 'piece')}, with {tail} samples in an epoch's last "
         "step: a piece has one sample, and a BatchNorm layer gets one value per channel: use fewer pieces, another "
