@@ -286,11 +286,6 @@ class Stream(IterableDataset[Any]):
         return iter(samples())
 
 
-class Transfers(Data):
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return batch
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -350,7 +345,6 @@ def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any]
         (Net, Data, {"batch_size": 30}, "Trainer(batch_size=30), but the training loader has batch_size=24"),
         (Net, Data, {"accumulate_grad_batches": 2}, "in Lightning a step has 48 samples"),
         (Net, Data, {"pieces": 5}, "batch_size=24 can't be cut into 5 equal pieces"),
-        (Net, Transfers, {}, "the transfer_batch_to_device of Transfers would not be called"),
         (Net, lambda: loader(batch_size=200), {}, "batch_size=200 is more than the 132 samples"),
         (Net, lambda: lockstep.DataModule(train=samples()), {}, "the batch size is unknown"),
         (Net, lambda: lockstep.DataModule(val=samples()), {"batch_size": 5}, "there is no train_dataloader"),

@@ -38,6 +38,7 @@ from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
+from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
@@ -240,17 +241,36 @@ class StepDataModule(pl.LightningDataModule):
         assert self.trainer is not None
         return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]
 
+    def transfer_hook(self, name: str) -> Callable[..., Any] | None:
+        """Return the user's hook of the transfer of a batch with this name; None if there is none."""
+        for each in self._hook_owners():
+            if overrides_method(each, name, pl.LightningModule):
+                hook: Callable[..., Any] = getattr(each, name)
+                return hook
+        return None
+
+    def _hook_owners(self) -> list[Any]:
+        """Return whose hooks are called; of those with a hook the first one's."""
+        return [self._module]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Call the user's hook with the batch of an evaluation."""
+        hook = self.transfer_hook("on_before_batch_transfer")
+        return batch if hook is None else hook(batch, dataloader_idx)
+
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to a device. On a CPU, a `StepBatch` is already there."""
+        """Move a batch to a device, by the user's hook if there is one. On a CPU, a `StepBatch` is already there."""
         if isinstance(batch, StepBatch):
             return batch if device.type == "cpu" else batch.to(device)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        hook = self.transfer_hook("transfer_batch_to_device")
+        return (hook or super().transfer_batch_to_device)(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Prepare an evaluation batch; then call the module's hook of this name, as in training."""
+        """Prepare an evaluation batch; then call the user's hook of this name, as in training."""
         if isinstance(batch, StepBatch):
             return batch
-        return self._module.on_after_batch_transfer(self._prepared(batch), dataloader_idx)
+        hook, prepared = self.transfer_hook("on_after_batch_transfer"), self._prepared(batch)
+        return prepared if hook is None else hook(prepared, dataloader_idx)
 
     def prepare(self, micro_batch: MicroBatch) -> Any:
         """Return the batch of a micro-batch for `training_step`, before mixing and the module's hooks."""

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
 from lockstep.data.datasets import Ids, SampleSets, checked_weights, content_of, fingerprint
-from lockstep.data.loader_sets import LoaderSet, refuse_transfers, set_of_loader
+from lockstep.data.loader_sets import LoaderSet, set_of_loader
 from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
@@ -161,7 +161,6 @@ def _sets_of_module(
     module: pl.LightningDataModule, trainer: pl.Trainer, stage: str, seed: int
 ) -> dict[str, LoaderSet | None]:
     """Return the data sets of a LightningDataModule, after `prepare_data` and `setup`."""
-    refuse_transfers(module)
     module.trainer = trainer
     with isolate_rng(include_cuda=False):
         pl.seed_everything(seed, workers=False, verbose=False)
@@ -281,6 +280,10 @@ class OwnedData(StepDataModule):
         each = self.sets[split]
         start = None if each.starts_worker is None else partial(_start_worker, each.starts_worker, each.loader.dataset)
         return each.num_workers, start
+
+    def _hook_owners(self) -> list[Any]:
+        has_owner = isinstance(self.owner, pl.LightningDataModule)
+        return [self.owner, self._module] if has_owner else [self._module]  # as Lightning chooses
 
     def _call(self, name: str, *args: Any) -> Any:
         """Call a method of the user's LightningDataModule, if there is one."""

@@ -22,10 +22,6 @@ from lockstep.strategies import Strategy
 
 # Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
 REFUSED_HOOKS = {
-    **dict.fromkeys(
-        ("on_before_batch_transfer", "transfer_batch_to_device"),
-        "would get a whole step: use on_after_batch_transfer, which gets a piece",
-    ),
     "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
 }
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
