@@ -15,7 +15,9 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
@@ -250,6 +252,18 @@ class StepLogs(_LoggerConnector):
         loop._batches_that_stepped = counted
 
 
+class StepLoaderSource(_DataLoaderSource):
+    """Gives a loop our loaders, and leaves the methods of a data module to users, who get their own loaders.
+
+    See it: `self.trainer.datamodule.train_dataloader()` in a hook.
+    """
+
+    def dataloader(self) -> Any:
+        """Return the loader of a loop."""
+        loader_of_loop = getattr(self.instance, "loader_of_loop", None)
+        return super().dataloader() if loader_of_loop is None else loader_of_loop(self.name)
+
+
 class StepFitLoop(_FitLoop):
     """Counts each epoch once.
 
@@ -365,6 +379,17 @@ class StepEpochLoop(_TrainingEpochLoop):
         """Validate also after a run's last step, inside an epoch, so that the final weights have a result."""
         ends = is_last_step(self.trainer) and self._should_check_val_epoch()
         return super()._should_check_val_fx(data_fetcher) or ends
+
+
+def unusual_ddp_option(strategy: DDPStrategy) -> str:
+    """Return the name of an option of Lightning's DDPStrategy that changes what is sent or who starts processes.
+
+    Others (`find_unused_parameters`, `static_graph`, sizes of buckets) only tune torch's DDP, which is not used.
+    Lightning has no public names for them.
+    """
+    names = {"ddp_comm_hook": strategy._ddp_comm_hook, "model_averaging_period": strategy._model_averaging_period}
+    named = next((name for name, value in names.items() if value is not None), "")
+    return named or ("" if strategy._start_method == "popen" else f"start_method={strategy._start_method}")
 
 
 def remove_logged(trainer: pl.Trainer) -> None:

@@ -29,6 +29,7 @@ from lockstep.step.lightning_quirks import (
     QuickStage,
     StepEpochLoop,
     StepFitLoop,
+    StepLoaderSource,
     StepLogs,
     call_hook,
     call_of_module,
@@ -64,8 +65,11 @@ class StepTrainer(QuickStage, pl.Trainer):
         limits = default_loop.min_steps, default_loop.max_steps
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
         self.fit_loop.epoch_loop._results = TrainingLogs()
-        for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
+        evaluations = self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop
+        for loop in evaluations:
             loop._results = EvaluationLogs()
+        for each in (self.fit_loop, *evaluations, self.predict_loop):
+            each._data_source = StepLoaderSource(None, each._data_source.name)
         self.hook_finder = HookFinder(self)
         self._validated: Any = None  # the module that is known to have something to validate
 

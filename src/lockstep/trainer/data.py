@@ -1,7 +1,10 @@
 """The data of a `lockstep.Trainer`: plain data sets, DataLoaders or a LightningDataModule."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +22,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.passes import overrides_method
+from lockstep.trainer.parts import refuse_other_package
 
 # The loaders of each method of a Trainer, by the part of `SampleSets` that gets their data set.
 LOADERS = {
@@ -140,6 +144,8 @@ def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any) -> User
     Raises:
         UserError: there are both, or the data module is none.
     """
+    for each in (first, datamodule):
+        refuse_other_package(f"trainer.{stage}: the data module", each)
     if isinstance(first, DataModule | pl.LightningDataModule):
         if datamodule is not None:
             raise UserError(f"trainer.{stage} got two data modules: give one")
@@ -162,7 +168,7 @@ def _sets_of_module(
 ) -> dict[str, LoaderSet | None]:
     """Return the data sets of a LightningDataModule, after `prepare_data` and `setup`."""
     module.trainer = trainer
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), same_global_seed():
         pl.seed_everything(seed, workers=False, verbose=False)
         here = environment()
         if (here.local_rank if module.prepare_data_per_node else here.rank) == 0:
@@ -171,6 +177,18 @@ def _sets_of_module(
         pl.seed_everything(seed, workers=False, verbose=False)
         module.setup(stage)
         return {part: _set_of_method(module, method, seed) for part, method in LOADERS[stage].items()}
+
+
+@contextmanager
+def same_global_seed() -> Iterator[None]:
+    """Return a context after which `PL_GLOBAL_SEED`, which Lightning's `seed_everything` sets, is what it was."""
+    before = os.environ.get("PL_GLOBAL_SEED")
+    try:
+        yield
+    finally:
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        if before is not None:
+            os.environ["PL_GLOBAL_SEED"] = before
 
 
 def _set_of_method(module: pl.LightningDataModule, method: str, seed: int) -> LoaderSet | None:
@@ -195,6 +213,78 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
     orders = gather_objects({part: (each.batch_size, draws_digest(each.draws, 0)) for part, each in sets.items()})
     for part in sets:
         check_same_order(f"{LOADERS[stage][part]} of trainer.{stage}", [each.get(part) for each in orders])
+
+
+class WatchedSize(int):
+    """A number of devices that records by what it divides.
+
+    Attributes:
+        quotients: the dividends and quotients.
+    """
+
+    quotients: list[tuple[Any, Any]]
+
+    def _recorded(self, other: Any, quotient: Any) -> Any:
+        self.quotients.append((other, quotient))
+        return quotient
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._recorded(other, other // int(self))
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._recorded(other, other / int(self))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % int(self)
+
+    def __mul__(self, other: Any) -> Any:
+        product = int(self) * other
+        return watched(product, self.quotients) if type(product) is int or isinstance(other, WatchedSize) else product
+
+    __rmul__ = __mul__
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def watched(size: int, quotients: list[tuple[Any, Any]]) -> WatchedSize:
+    """Return a number of devices that adds what it divides to `quotients`."""
+    made = WatchedSize(size)
+    made.quotients = quotients
+    return made
+
+
+def refuse_divided_batch_size(
+    size: int | None, chosen: int | None, owner: Any, devices: int, quotients: list[tuple[Any, Any]]
+) -> None:
+    """Refuse a training loader whose batch size was divided by the number of devices.
+
+    Args:
+        size: the loader's batch size.
+        chosen: the Trainer's `batch_size`, or None.
+        owner: the user's data module, or None. If it has an attribute or hyperparameter of a batch size that is
+            `devices` times as large, it has divided it.
+        devices: the devices of all machines.
+        quotients: what was divided by the Trainer's `world_size`, `num_devices` or `num_nodes`, with the results.
+
+    Raises:
+        UserError: it was.
+    """
+    if size is None or size == chosen or devices == 1:
+        return
+    whole = next((each for each, quotient in quotients if int(quotient) == size != each), None)
+    how = f"{whole} divided by the Trainer's number of devices"
+    if whole is None and isinstance(owner, pl.LightningDataModule):
+        values = {**dict(owner.hparams), **vars(owner)}
+        names = [name for name in values if "batch" in name and not re.search("val|test|eval|pred", name)]
+        name = next((name for name in names if type(values[name]) is int and values[name] == size * devices), None)
+        whole = None if name is None else values[name]
+        how = f"the {name} of {type(owner).__name__}, {whole}, divided by {devices} devices"
+    if whole is not None:
+        raise UserError(
+            f"the training loader has batch_size={size}, which is {how}: give the loader batch_size={whole}, since it "
+            f"counts the samples of a step over all devices; or, if a step has {size}, Trainer(batch_size={size})"
+        )
 
 
 def draws_digest(draws: Draws | None, epoch: int) -> str | None:
@@ -280,6 +370,38 @@ class OwnedData(StepDataModule):
         each = self.sets[split]
         start = None if each.starts_worker is None else partial(_start_worker, each.starts_worker, each.loader.dataset)
         return each.num_workers, start
+
+    # Lightning's loops call `loader_of_loop`. Users get what they gave.
+
+    def loader_of_loop(self, name: str) -> Any:
+        """Return the loader of one of Lightning's loops."""
+        return getattr(super(), name)()
+
+    def users_loader(self, name: str) -> Any:
+        """Return the loader of the user that a loop reads; ours if the user gave plain data sets."""
+        part = next(part for names in LOADERS.values() for part, each in names.items() if each == name)
+        loader = self.sets[part].loader if part in self.sets else None
+        return self.loader_of_loop(name) if loader is None else loader
+
+    def _of_user(self, name: str) -> Any:
+        is_module = isinstance(self.owner, pl.LightningDataModule)
+        return getattr(self.owner, name)() if is_module else self.users_loader(name)
+
+    def train_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("train_dataloader")
+
+    def val_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("val_dataloader")
+
+    def test_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("test_dataloader")
+
+    def predict_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("predict_dataloader")
 
     def _hook_owners(self) -> list[Any]:
         has_owner = isinstance(self.owner, pl.LightningDataModule)

@@ -7,15 +7,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import Checkpoint, DummyBatchOnEmptyRank, EvaluationSeed, Preemption, ReplicaConsistencyCheck
@@ -40,7 +43,16 @@ from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import plural
-from lockstep.trainer.data import OwnedData, SamplerCheck, UserData, batch_size_of, draws_digest, user_data
+from lockstep.trainer.data import (
+    OwnedData,
+    SamplerCheck,
+    UserData,
+    batch_size_of,
+    draws_digest,
+    refuse_divided_batch_size,
+    user_data,
+    watched,
+)
 from lockstep.trainer.options import (
     PRECISIONS,
     check_numbers,
@@ -49,9 +61,13 @@ from lockstep.trainer.options import (
     check_weights_only,
     checked_options,
     chosen_devices,
+    chosen_seed,
     chosen_strategy,
+    name_of,
     one_line_errors,
     set_up_process,
+    whole_number_of,
+    with_options_of_lightning,
 )
 from lockstep.trainer.parts import (
     OneOptimizerCheck,
@@ -61,6 +77,7 @@ from lockstep.trainer.parts import (
     rank_of_replica,
     refuse_callback,
     refuse_hooks,
+    refuse_other_package,
 )
 from lockstep.trainer.saves import SaveAfterStep
 
@@ -89,8 +106,8 @@ class Trainer(StepTrainer):
         accumulate_grad_batches: pieces that a device computes one after the other; None: as `pieces` needs, or 1.
         exact: whether all layouts with the same `batch_size` and `pieces` give the same bits; `portable`: on x86-64
             processors of different kinds, too.
-        seed: decides the order of the samples and the random numbers of each piece. The module's initial weights are
-            those that it brings.
+        seed: decides the order of the samples and the random numbers of each piece; None: that of Lightning's
+            `seed_everything`, else 0. The module's initial weights are those that it brings.
         precision: as of Lightning.
         nonfinite: what a gradient that is not finite does: `stop`, or `skip` the step.
         checkpoint_every: optimizer steps between two writes of `last.ckpt`; None: at each epoch's end only.
@@ -105,18 +122,19 @@ class Trainer(StepTrainer):
     callbacks: list[pl.Callback]
     _saves: SaveAfterStep | None
 
+    @with_options_of_lightning
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
-        devices: int | str | None = None,
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy | LightningStrategy = "auto",
+        devices: int | str | list[int] | None = None,
         num_nodes: int | None = None,
-        accelerator: str = "auto",
         batch_size: int | None = None,
         pieces: int | None = None,
         accumulate_grad_batches: int | None = None,
         exact: bool | str = False,
-        seed: int = 0,
+        seed: int | None = None,
         precision: Any = None,
         nonfinite: str = "stop",
         checkpoint_every: int | None = None,
@@ -124,6 +142,8 @@ class Trainer(StepTrainer):
         default_root_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        accelerator = name_of(accelerator)
+        devices = whole_number_of(devices, accelerator)
         check_numbers(
             devices=devices,
             num_nodes=num_nodes,
@@ -132,13 +152,15 @@ class Trainer(StepTrainer):
             accumulate_grad_batches=accumulate_grad_batches,
             checkpoint_every=checkpoint_every,
         )
-        check_values(seed, exact, nonfinite)
+        check_values(seed or 0, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
         self._reads_parts = kind.sharded
-        self.seed, self.batch_size = seed, batch_size
+        self.batch_size = batch_size
+        self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
         hide_harmless_warnings()
         self._join()
+        seed = self.seed = chosen_seed(seed)
         self._layout_options = {
             **chosen_devices(kind, devices, num_nodes, accelerator),
             "pieces": pieces,
@@ -168,7 +190,7 @@ class Trainer(StepTrainer):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
             self._saves = SaveAfterStep(super().save_checkpoint)
             ours += [self._preemption, self._saves]
-        if "num_sanity_val_steps" not in options:
+        if options.get("num_sanity_val_steps") is None:
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
@@ -196,6 +218,50 @@ class Trainer(StepTrainer):
                 default_root_dir=root,
                 **(device_options(layout) | options),
             )
+
+    # --- what users read ---
+
+    def _watched(self, size: int) -> int:
+        return size if self.state.status == TrainerStatus.RUNNING else watched(size, self._quotients)  # not in a step
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; see `refuse_divided_batch_size`."""
+        return self._watched(super().world_size)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of a machine."""
+        return self._watched(super().num_devices)
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self._watched(super().num_nodes)
+
+    def _users_loader(self, loader: Any, name: str) -> Any:
+        data: Any = vars(self).get("datamodule")
+        return data.users_loader(name) if isinstance(loader, DataLoader) and isinstance(data, OwnedData) else loader
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().train_dataloader, "train_dataloader")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().val_dataloaders, "val_dataloader")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().test_dataloaders, "test_dataloader")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().predict_dataloaders, "predict_dataloader")
 
     # --- Lightning's methods ---
 
@@ -242,6 +308,12 @@ class Trainer(StepTrainer):
             self._of_fit.append(SamplerCheck(data.splits.draws))
         self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
+        if data.layout.exact and self._layout_options["pieces"] is None:
+            pieces = data.layout.pieces
+            rank_zero_info(
+                f"exact=True without pieces: the same bits on layouts with the same number of pieces, here {pieces}: "
+                "give Trainer(pieces=...) for other numbers of devices"
+            )
         try:
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
@@ -327,6 +399,7 @@ class Trainer(StepTrainer):
         """Refuse a module that can't be trained in pieces."""
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise UserError("trainer.fit got a compiled module: compile the network in its __init__ instead")
+        refuse_other_package("trainer.fit: the module", module)
         if not isinstance(module, pl.LightningModule):
             raise UserError(f"trainer.fit got a {type(module).__name__}: it must be a LightningModule")
         refuse_hooks(type(module).__name__, module, "trainer.fit(module, loader or datamodule)")
@@ -346,6 +419,10 @@ class Trainer(StepTrainer):
         if data is None or not (data.owner or stage == "fit" or first is not None):
             raise UserError(f"trainer.{stage} needs data: give a DataLoader, a LightningDataModule or a DataModule")
         sets = data.sets(self, stage, self.seed)
+        if "train" in sets:
+            devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
+            size_of_loader = sets["train"].batch_size
+            refuse_divided_batch_size(size_of_loader, self.batch_size, data.owner, devices, self._quotients)
         trained = self._steps[1] if self._steps and stage != "fit" else None
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
