@@ -18,7 +18,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from trainer.small import BATCH, SAMPLES, Net, loader, samples, trainer
+from trainer.small import BATCH, SAMPLES, Net, fit, loader, samples, trainer
 
 import lockstep
 from lockstep.errors import UserError
@@ -324,3 +324,10 @@ def test_a_sampler_that_changes_during_training_is_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match="whose weights was changed during training"):
         trainer(tmp_path, callbacks=[Changes(sampler)]).fit(Net(), loader(shuffle=None, sampler=sampler))
     trainer(tmp_path).fit(Net(), loader(shuffle=None, sampler=WeightedRandomSampler([1.0] * SAMPLES, 60)))  # control
+
+
+def test_how_a_loader_moves_its_batches_is_ours(tmp_path: Path) -> None:
+    one = fit(tmp_path, loader(), exact=True, pieces=2)
+    options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3, "timeout": 5}
+    more = loader(num_workers=1, multiprocessing_context="spawn", **options)
+    assert fit(tmp_path, more, exact=True, pieces=2) == one

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -293,11 +293,11 @@ class Stream(IterableDataset[Any]):
         ({"devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
         ({"num_nodes": 2}, "torchrun, SLURM or MPI must start the workers: use torchrun --nnodes=2"),
         ({"strategy": "deepspeed"}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
-        ({"strategy": DDPStrategy()}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
+        ({"strategy": FSDPStrategy()}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
         ({"strategy": "fsdp", "devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
         ({"accelerator": "mps"}, "must be one of auto, cpu, gpu, cuda"),
         ({"accelerator": "gpu"}, "this machine has no GPU that torch can use"),
-        ({"devices": [0]}, "Trainer(devices=[0]): must be a whole number above 0"),
+        ({"devices": 0}, "Trainer(devices=0): must be a whole number above 0"),
         ({"batch_size": 0}, "Trainer(batch_size=0): must be a whole number above 0"),
         ({"pieces": True}, "Trainer(pieces=True): must be a whole number above 0"),
         ({"callbacks": ModelCheckpoint(save_last="link")}, "would link a file before it is written, and after a kill"),
@@ -316,7 +316,7 @@ class Stream(IterableDataset[Any]):
         ({"precision": "16-mixed"}, "fp16 needs a GPU"),
         ({"precision": "4"}, "4"),
         ({"exact": True, "precision": "bf16-true"}, "exact needs one of 64-true, 32-true, bf16-mixed"),
-        ({"exact": True, "deterministic": False}, "don't go together"),
+        ({"exact": True, "benchmark": True}, "don't go together"),
         ({"sync_batchnorm": True}, "sync_batchnorm"),
         ({"gradient_clip_algorithm": "value"}, "give both"),
         ({"callbacks": GradientAccumulationScheduler({0: 2})}, "which the layout fixes: use Trainer(accumulate"),
