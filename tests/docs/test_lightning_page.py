@@ -16,7 +16,7 @@ ROWS = {
     # arguments
     "`batch_size`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
     "`pieces`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
-    "`exact`": "test_programs.py::test_exact_without_pieces_says_what_it_means",
+    "`exact`": "test_programs.py::test_exact_with_no_pieces_logs_what_it_means",
     "`seed`": "test_programs.py::test_seed_everything_is_the_default_of_the_seed",
     "`strategy`": "test_programs.py::test_spellings_of_lightning_are_one_device",
     "`devices`, `num_nodes`, `accelerator`": "test_programs.py::test_spellings_of_lightning_are_one_device",
@@ -29,7 +29,7 @@ ROWS = {
         "test_loaders.py::test_the_order_of_an_epoch_is_what_the_sampler_gives"
     ),
     "`num_workers`, `worker_init_fn`": (
-        "test_loader_processes.py::test_loader_processes_are_set_up_by_the_users_function_and_know_the_epoch"
+        "test_loader_processes.py::test_loader_processes_are_set_up_by_the_users_function_and_get_the_epoch"
     ),
     "`pin_memory`, `persistent_workers`, `prefetch_factor`, `timeout`, `multiprocessing_context`": (
         "test_loaders.py::test_how_a_loader_moves_its_batches_is_ours"

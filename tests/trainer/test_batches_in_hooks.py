@@ -279,7 +279,7 @@ def test_hooks_of_the_transfer_get_pieces_by_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_ranks_get_their_own_samples_and_a_rank_without_one_gets_none(tmp_path: Path) -> None:
+def test_ranks_get_their_samples_and_an_empty_rank_gets_none(tmp_path: Path) -> None:
     """The last step has one sample, so one of two ranks has none."""
 
     class Rows(Looks):

@@ -78,7 +78,7 @@ class Asserts(Net):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_processes_are_set_up_by_the_users_function_and_know_the_epoch(tmp_path: Path, workers: int) -> None:
+def test_loader_processes_are_set_up_by_the_users_function_and_get_the_epoch(tmp_path: Path, workers: int) -> None:
     data = Opens()
     data.factor = 0.0 if workers else 2.0
     made = DataLoader(data, BATCH, True, num_workers=workers, worker_init_fn=opens if workers else None)

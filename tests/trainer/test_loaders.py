@@ -276,12 +276,12 @@ class Names(Backwards):
         return iter(["a"] * SAMPLES)
 
 
-class OwnIter(DataLoader[Any]):
+class UsersIter(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter(())
 
 
-class OwnLength(DataLoader[Any]):
+class UsersLength(DataLoader[Any]):
     def __len__(self) -> int:
         return 2
 
@@ -305,8 +305,11 @@ class OwnLength(DataLoader[Any]):
         ),
         (lambda data: DataLoader(data, batch_sampler=[[1], [2, 3], [4]]), "with batches of 1 to 2 samples: all but a"),
         (lambda data: DataLoader(data, batch_size=None), "has a batch_sampler or no batch_size"),
-        (lambda data: OwnIter(data, 12), "returns a OwnIter with its own __iter__, and batches that it makes can't be"),
-        (lambda data: OwnLength(data, 12), "returns a OwnLength with its own __len__"),
+        (
+            lambda data: UsersIter(data, 12),
+            "returns a UsersIter with its own __iter__, and batches that it makes can't be",
+        ),
+        (lambda data: UsersLength(data, 12), "returns a UsersLength with its own __len__"),
     ],
 )
 def test_a_loader_whose_samples_do_not_follow_from_the_epoch_is_refused(tmp_path: Path, made: Any, line: str) -> None:
@@ -326,6 +329,7 @@ def test_a_sampler_that_changes_during_training_is_refused(tmp_path: Path) -> No
     trainer(tmp_path).fit(Net(), loader(shuffle=None, sampler=WeightedRandomSampler([1.0] * SAMPLES, 60)))  # control
 
 
+@pytest.mark.usefixtures("processes")
 def test_how_a_loader_moves_its_batches_is_ours(tmp_path: Path) -> None:
     one = fit(tmp_path, loader(), exact=True, pieces=2)
     options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3, "timeout": 5}

@@ -175,7 +175,7 @@ def test_seed_everything_is_the_default_of_the_seed(tmp_path: Path, monkeypatch:
         del os.environ["PL_GLOBAL_SEED"]
 
 
-def test_exact_without_pieces_says_what_it_means(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exact_with_no_pieces_logs_what_it_means(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     line = "the same bits on layouts with the same number of pieces, here 1"
     logging.getLogger("lightning.pytorch").propagate = True
     for options, logged in (({"exact": True}, True), ({"exact": True, "pieces": 1}, False), ({}, False)):
