@@ -21,6 +21,7 @@ from torch.utils.data import (
 from trainer.small import BATCH, SAMPLES, Net, fit, loader, samples, trainer
 
 import lockstep
+from lockstep.data.lightning_data import source_of
 from lockstep.errors import UserError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -335,3 +336,23 @@ def test_how_a_loader_moves_its_batches_is_ours(tmp_path: Path) -> None:
     options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 3, "timeout": 5}
     more = loader(num_workers=1, multiprocessing_context="spawn", **options)
     assert fit(tmp_path, more, exact=True, pieces=2) == one
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda data: DataLoader(data, 12, sampler=OneClass(data)),
+        lambda data: DataLoader(data, 12, True, generator=seeded(5)),
+        lambda data: DataLoader(data, batch_sampler=ByClass(data)),
+        lambda data: UsersIter(data, 12),
+    ],
+)
+def test_the_template_refuses_what_it_would_not_read(made: Any) -> None:
+    """A config's data set has its order by `data.sampling`, and parts that are held out."""
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return made(samples())
+
+    with pytest.raises(UserError, match=r"^data: the train_dataloader of Data (has|returns)"):
+        source_of(Data(), 0)
