@@ -67,7 +67,7 @@ class DataOrder:
     """The order of a training set of `samples` samples, in steps and pieces of the layout's size.
 
     Attributes:
-        samples: samples of the training set, and of an epoch.
+        samples: samples of the training set.
         layout: gives the batch size and the pieces.
         seed: the run's seed.
         labels: for balanced sampling, the class of each sample, int64 [samples]. An epoch then has equally many samples
@@ -87,9 +87,14 @@ class DataOrder:
     drop_last: bool = False
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch; a sampler may give other numbers of them than the training set has."""
+        return self.samples
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch. The last one may be short, unless `drop_last` leaves it out."""
-        full, rest = divmod(self.samples, self.layout.batch_size)
+        full, rest = divmod(self.samples_per_epoch, self.layout.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def encoded_ids(self, epoch: int) -> NDArray[np.int64]:
@@ -124,7 +129,7 @@ class DataOrder:
 
     def step_size(self, index: int) -> int:
         """Return the number of samples of step `index` of any epoch."""
-        return max(0, min(self.layout.batch_size, self.samples - index * self.layout.batch_size))
+        return max(0, min(self.layout.batch_size, self.samples_per_epoch - index * self.layout.batch_size))
 
     def piece_sizes(self, index: int) -> list[int]:
         """Return the number of samples of each piece of step `index` of any epoch."""
@@ -135,7 +140,7 @@ class DataOrder:
 def _encoded_ids(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     if order.weights is not None:
         drawn = _drawn_ids(order, epoch, order.weights)
-        return drawn + order.samples * _earlier_uses(drawn)
+        return order_of_uses(drawn, order.samples)
     if not order.shuffle:
         return np.arange(order.samples)
     shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
@@ -155,6 +160,11 @@ def _drawn_ids(order: DataOrder, epoch: int, weights: NDArray[np.float64]) -> ND
     uniform = (hash64(order.seed, 0x3E164, epoch, np.arange(order.samples)) >> 11) * 2.0**-53  # in [0, 1)
     # The first border above the number: a sample with weight 0 has the border of the one before, and is never drawn.
     return np.searchsorted(borders, uniform * borders[-1], side="right")
+
+
+def order_of_uses(ids: NDArray[np.int64], samples: int) -> NDArray[np.int64]:
+    """Return drawn ids as `DataOrder.encoded_ids` has them, of a training set of `samples` samples."""
+    return ids + samples * _earlier_uses(ids)
 
 
 def _earlier_uses(ids: NDArray[np.int64]) -> NDArray[np.int64]:

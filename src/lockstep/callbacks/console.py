@@ -19,6 +19,7 @@ from lockstep.callbacks.meter import Meter, find_meter
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.step.lightning_quirks import is_last_step
+from lockstep.step.passes import numbers_of
 from lockstep.text import duration
 
 LOG = logging.getLogger("lockstep")
@@ -87,7 +88,7 @@ class Console(Callback):
             LOG.info(_line(f"{_step(trainer)}/{trainer.estimated_stepping_batches}", train, self._speed()))
             return
         if self._arriving is None and batch.num_local_samples and not batch.skipped:
-            self._arriving = trainer.global_step, Arriving(outputs)
+            self._arriving = trainer.global_step, Arriving(numbers_of(outputs))
         if self._arriving and self._arriving[1].done:
             step, arrived = self._arriving
             self._numbers, self._arriving = f"{_metrics(arrived.numbers)} ({_steps(step, step)})", None

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.data.streams import fetch_counts
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.memory import peak_memory
+from lockstep.step.passes import numbers_of
 
 GIB = float(1 << 30)
 WARMUP = 10  # optimizer steps that `samples_per_second` leaves out, see `Speed`
@@ -141,6 +142,7 @@ class Meter(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples_seen += batch.samples
+        outputs = numbers_of(outputs)
         if batch.num_local_samples and batch.skipped:  # its values do not count, and may be nan
             self._returned.append(({name: torch.zeros_like(value) for name, value in outputs.items()}, 0))
         elif batch.num_local_samples:

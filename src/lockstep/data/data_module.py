@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
@@ -22,6 +23,7 @@ from lockstep.data.augment import Augment
 from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, SampleSets, Splits, innermost_dataset
 from lockstep.data.labels import LabelCheck, in_memory, label_checks
 from lockstep.data.loaders import (
+    Chunk,
     ChunkDataset,
     ChunkSampler,
     Loader,
@@ -37,6 +39,7 @@ from lockstep.launch.machine import cores_per_worker, most_loader_processes
 from lockstep.launch.process_lifetime import refuse_daemon
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
+from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
@@ -84,7 +87,8 @@ class StepDataModule(pl.LightningDataModule):
         self.trains = trains
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
-        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by samples of the set and limit of batches
+        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split, its samples and limit of batches
+        self._chunks_by_key: dict[tuple[str, int, int], list[Chunk]] = {}  # by split, rank and samples of the set
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -99,6 +103,18 @@ class StepDataModule(pl.LightningDataModule):
     def _label_check(self, split: str) -> LabelCheck | None:
         """Return what checks the labels of each batch; None: nothing does."""
         return None
+
+    def _evaluation_batch_size(self, split: str) -> int | list[int] | None:
+        """Return the samples of a batch of `val` or `test`, or of each batch; None: they follow from the layout."""
+        return None
+
+    def _evaluated(self, split: str) -> tuple[int, Ids | None]:
+        """Return how many samples of `val` or `test` are evaluated, and which; None: those of the data set in order."""
+        return len(getattr(self.splits, split)), None
+
+    def _processes_of(self, split: str) -> tuple[int | None, Callable[[int], None] | None]:
+        """Return the number of loader processes of a split, and what is called in each; see `num_workers`."""
+        return self.num_workers, None
 
     @property
     def _augment(self) -> Augment:
@@ -142,7 +158,7 @@ class StepDataModule(pl.LightningDataModule):
         """Return the loader of an epoch's remaining steps."""
         trainer: Any = self.trainer
         sampler = StepSampler(self.order, partial(getattr, trainer, "global_step"))
-        return self._loader(self._steps(), sampler, keep_workers=True)
+        return self._loader(self._steps(), sampler, "train", keep_workers=True)
 
     def val_dataloader(self) -> Any:
         """Return the loader of this process's validation samples; an empty list without a validation set."""
@@ -173,17 +189,17 @@ class StepDataModule(pl.LightningDataModule):
 
     def first_sample(self, split: str, batch_idx: int) -> int:
         """Return the number of the first sample of a batch that this process evaluates; 0 if it has no sample."""
-        chunks = self._chunks(getattr(self.splits, split))
+        chunks = self._chunks(split, self.rank)
         return chunks[batch_idx][0] if chunks else 0
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
         limited_by = "predict" if getattr(self.trainer, "predicting", False) else split
         limit = getattr(self.trainer, f"limit_{limited_by}_batches", None)
-        key = len(getattr(self.splits, split)), limit
+        key = split, self._evaluated(split)[0], limit
         if key not in self._shares:
             ranks = range(self.layout.replicas)
-            chunks = [limited(chunks_of_rank(key[0], self.layout, rank, self.trains), limit) for rank in ranks]
+            chunks = [limited(self._chunks(split, rank), limit) for rank in ranks]
             self._shares[key] = tuple(
                 EvaluationShare(len(each), sum(stop - start for start, stop in each)) for each in chunks
             )
@@ -191,18 +207,23 @@ class StepDataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)
-        chunks = self._chunks(dataset) or [(0, 1)] * min_batches
+        chunks = self._chunks(split, self.rank) or [(0, 1)] * min_batches
         checked = ChunkDataset(dataset, self._label_check(split), chunks)
-        return self._loader(checked, ChunkSampler(chunks))
+        return self._loader(checked, ChunkSampler(chunks, self._evaluated(split)[1]), split)
 
-    def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
-        return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)
+    def _chunks(self, split: str, rank: int) -> list[Chunk]:
+        key = split, rank, self._evaluated(split)[0]
+        if key not in self._chunks_by_key:  # `first_sample` asks for each batch
+            size = self._evaluation_batch_size(split)
+            self._chunks_by_key[key] = chunks_of_rank(key[2], self.layout, rank, self.trains, size)
+        return self._chunks_by_key[key]
 
-    def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
+    def _loader(self, dataset: Any, sampler: Any, split: str, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)
         # of a step, the random numbers are on the host, even if its images are on the GPU
         pinned = not resident or isinstance(dataset, StepDataset)
-        workers = 0 if resident else self.num_workers  # a loader process would have to read from the GPU
+        workers, start = self._processes_of(split)
+        workers = 0 if resident else workers  # a loader process would have to read from the GPU
         if workers is None and gains_from_loader_processes(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
         if workers:
@@ -220,7 +241,7 @@ class StepDataModule(pl.LightningDataModule):
             # Each iterator draws a seed from this generator. Drawn from torch's global one, it would change all later
             # random numbers.
             generator=torch.Generator().manual_seed(self.order.seed),
-            worker_init_fn=partial(_set_up_loader_process, os.getpid()),
+            worker_init_fn=partial(_set_up_loader_process, os.getpid(), start),
         )
 
     # --- on the device ---
@@ -231,17 +252,36 @@ class StepDataModule(pl.LightningDataModule):
         assert self.trainer is not None
         return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]
 
+    def transfer_hook(self, name: str) -> Callable[..., Any] | None:
+        """Return the user's hook of the transfer of a batch with this name; None if there is none."""
+        for each in self._hook_owners():
+            if overrides_method(each, name, pl.LightningModule):
+                hook: Callable[..., Any] = getattr(each, name)
+                return hook
+        return None
+
+    def _hook_owners(self) -> list[Any]:
+        """Return whose hooks are called; of those with a hook the first one's."""
+        return [self._module]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Call the user's hook with the batch of an evaluation."""
+        hook = self.transfer_hook("on_before_batch_transfer")
+        return batch if hook is None else hook(batch, dataloader_idx)
+
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to a device. On a CPU, a `StepBatch` is already there."""
+        """Move a batch to a device, by the user's hook if there is one. On a CPU, a `StepBatch` is already there."""
         if isinstance(batch, StepBatch):
             return batch if device.type == "cpu" else batch.to(device)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        hook = self.transfer_hook("transfer_batch_to_device")
+        return (hook or super().transfer_batch_to_device)(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Prepare an evaluation batch; then call the module's hook of this name, as in training."""
+        """Prepare an evaluation batch; then call the user's hook of this name, as in training."""
         if isinstance(batch, StepBatch):
             return batch
-        return self._module.on_after_batch_transfer(self._prepared(batch), dataloader_idx)
+        hook, prepared = self.transfer_hook("on_after_batch_transfer"), self._prepared(batch)
+        return prepared if hook is None else hook(prepared, dataloader_idx)
 
     def prepare(self, micro_batch: MicroBatch) -> Any:
         """Return the batch of a micro-batch for `training_step`, before mixing and the module's hooks."""
@@ -405,8 +445,8 @@ def _moved(dataset: Any, resident: dict[int, Any]) -> Any:
     return resident.get(id(dataset), dataset)
 
 
-def _set_up_loader_process(parent: int, worker: int) -> None:
-    """Set up a loader process: it ignores signals to the process group and ends with its parent.
+def _set_up_loader_process(parent: int, start: Callable[[int], None] | None, worker: int) -> None:
+    """Set up a loader process: it ignores signals to the process group, ends with its parent, and calls `start`.
 
     A signal to the whole process group must not end it, since the current step still needs it. If the parent dies, it
     must end, since it keeps the parent's connections to other ranks open.
@@ -417,6 +457,8 @@ def _set_up_loader_process(parent: int, worker: int) -> None:
     set_parent_death_signal(parent)
     if folder := environment().scratch:
         tempfile.tempdir = folder  # the run removes this folder, with this process's sockets, even after a kill
+    if start is not None:
+        start(worker)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -18,6 +18,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, hash64
 from lockstep.arithmetic.streams import StreamOrder
 from lockstep.data.augment import Augment
+from lockstep.data.samplers import DrawnOrder, Draws
 from lockstep.data.seeding import Generators, seed_all
 from lockstep.errors import UserError
 from lockstep.launch.failures import no_silent_end
@@ -128,6 +129,7 @@ class SampleSets:
         weights: for weighted sampling, the weight of each training sample, float64 [n]; None: each sample counts once.
         shuffle: see `DataOrder`.
         drop_last: see `DataOrder`.
+        draws: gives the samples of each epoch in place of all that; None: nothing does.
     """
 
     train: Any
@@ -137,10 +139,13 @@ class SampleSets:
     weights: Weights | None = None
     shuffle: bool = True
     drop_last: bool = False
+    draws: Draws | None = None
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout."""
         samples = 0 if self.train is None else len(self.train)
+        if self.draws is not None:
+            return DrawnOrder(samples, layout, seed, drop_last=self.drop_last, draws=self.draws)
         return DataOrder(samples, layout, seed, None, self.weights, self.shuffle, self.drop_last)
 
 
@@ -459,6 +464,16 @@ def _array(values: Any) -> NDArray[Any]:
         return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError):
         return np.empty(0, dtype=object)
+
+
+def set_epoch_of(dataset: Any, epoch: int) -> None:
+    """Call the `set_epoch` of a data set, or of those inside it, if they have one."""
+    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        set_epoch(epoch)
+        return
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    for each in inner if isinstance(dataset, Subset | ConcatDataset) else ():
+        set_epoch_of(each, epoch)
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0, generators: Generators | None = None) -> Any:

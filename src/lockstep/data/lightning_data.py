@@ -53,7 +53,7 @@ def _dataset(module: pl.LightningDataModule, method: str) -> tuple[Any, Weights 
     """
     loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     where, trains = f"data: the {method} of {type(module).__name__}", method == "train_dataloader"
-    taken = set_of_loader(loader, where, trains, "data.sampling=balanced, or sample_weights")
+    taken = set_of_loader(loader, where, trains, other_draws="data.sampling=balanced, or sample_weights")
     return (taken.dataset, taken.weights) if taken else (None, None)
 
 

@@ -8,16 +8,15 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import (
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
 )
 
-from lockstep.data.datasets import Ids, Weights, checked_weights, labels_of, weights_of
+from lockstep.data.datasets import Ids, Weights, checked_weights, innermost_dataset, labels_of, weights_of
+from lockstep.data.samplers import Draws, draws_itself, of_all_ranks
 from lockstep.errors import UserError
 from lockstep.step.passes import overrides_method
 
@@ -68,6 +67,9 @@ class LoaderSet:
         num_workers: loader processes.
         shuffle: whether each epoch has another order.
         drop_last: whether a short last batch is left out.
+        draws: its sampler, if that decides the order of an epoch.
+        starts_worker: its `worker_init_fn`, or None.
+        loader: the DataLoader, or None.
     """
 
     dataset: Any
@@ -76,6 +78,15 @@ class LoaderSet:
     num_workers: int
     shuffle: bool
     drop_last: bool
+    draws: Draws | None = None
+    starts_worker: Callable[[int], None] | None = None
+    loader: Any = None
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of an epoch, without those that `drop_last` leaves out."""
+        count = len(self.dataset) if self.draws is None else self.draws.samples
+        return count - (count % self.batch_size if self.drop_last and self.batch_size else 0)
 
 
 def refuse_transfers(module: pl.LightningDataModule) -> None:
@@ -90,13 +101,16 @@ def refuse_transfers(module: pl.LightningDataModule) -> None:
             raise UserError(f"data: the {hook} of {name} would not be called: move it to the LightningModule")
 
 
-def set_of_loader(loader: Any, where: str, trains: bool, other_draws: str) -> LoaderSet | None:
+def set_of_loader(
+    loader: Any, where: str, trains: bool, seed: int | None = None, other_draws: str = ""
+) -> LoaderSet | None:
     """Return the data set of a loader and how it draws samples; None if there is no loader.
 
     Args:
         loader: one DataLoader, alone or in a list; None or an empty list: no loader.
         where: what returns the loader, `data: the train_dataloader of Digits`, for messages.
         trains: whether it is for training.
+        seed: seeds the random numbers of samplers; None: samplers are refused.
         other_draws: how a training set can be drawn otherwise than each sample once, for messages.
 
     Raises:
@@ -108,26 +122,49 @@ def set_of_loader(loader: Any, where: str, trains: bool, other_draws: str) -> Lo
         loader = loader[0]
     if not isinstance(loader, DataLoader):
         raise UserError(f"{where} returns a {type(loader).__name__}: it must be one torch DataLoader")
+    for method in ("__iter__", "__len__"):
+        if getattr(type(loader), method) is not getattr(DataLoader, method):
+            raise UserError(
+                f"{where} returns a {type(loader).__name__} with its own {method}, and batches that it makes can't be "
+                "cut into pieces: use torch's DataLoader, and change samples in the data set or in a collate_fn"
+            )
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
         raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
-    if loader.batch_size is None:
+    if loader.batch_sampler is None or (loader.batch_size is None and seed is None):
         raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
-    started = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
-    if started not in (None, pl_worker_init_function):  # Lightning's only seeds random numbers
+    starts_worker = loader.worker_init_fn
+    if getattr(starts_worker, "func", starts_worker) is pl_worker_init_function:  # it only seeds random numbers
+        starts_worker = None
+    if starts_worker is not None and seed is None:
         raise UserError(
             f"{where} has a worker_init_fn, which would not be called: leave it out, since random numbers are seeded "
             "for each sample, and let the data set open what it needs at its first sample"
         )
-    collate: Any = loader.collate_fn
-    collated = dataset if collate is default_collate else Collated(dataset, collate)
-    sampler, weights = loader.sampler, None
-    if type(sampler) is WeightedRandomSampler and trains:
+    sampler, weights, draws = loader.sampler, None, None
+    if type(sampler) is WeightedRandomSampler and trains and (seed is None or _draws_all_by_weight(sampler, dataset)):
         weights = _weights(sampler, len(dataset), where)
-    else:
-        _refuse_other_samplers(sampler, len(dataset), where, trains, other_draws)
+    elif draws_itself(loader):
+        if seed is None:
+            _refuse_sampler(sampler, where, trains, other_draws)
+        else:
+            drawing = loader.batch_sampler if loader.batch_size is None else of_all_ranks(sampler)
+            draws = Draws(drawing, dataset, where, seed, trains)
+    batch_size, drop_last = loader.batch_size, loader.drop_last
+    if batch_size is None and draws is not None:
+        batch_size, drop_last = draws.batch_size, False
     shuffle = not isinstance(sampler, SequentialSampler) and bool(getattr(sampler, "shuffle", True))
-    return LoaderSet(collated, weights, loader.batch_size, loader.num_workers, shuffle, loader.drop_last)
+    # torch's function needs no wrapper, unless the data set has a `collate_fn` that its loader does not use
+    plain = loader.collate_fn is default_collate and not hasattr(innermost_dataset(dataset), "collate_fn")
+    collated = dataset if plain else Collated(dataset, loader.collate_fn)
+    options = collated, weights, batch_size, loader.num_workers, shuffle, drop_last
+    return LoaderSet(*options, draws, starts_worker, loader)
+
+
+def _draws_all_by_weight(sampler: WeightedRandomSampler, dataset: Any) -> bool:
+    """Check whether a sampler draws as many samples as there are, with replacement, as `DataOrder` does."""
+    whole = len(sampler.weights) == sampler.num_samples == len(dataset)
+    return sampler.replacement and whole and sampler.generator is None
 
 
 def _weights(sampler: WeightedRandomSampler, samples: int, where: str) -> Weights:
@@ -145,20 +182,11 @@ def _weights(sampler: WeightedRandomSampler, samples: int, where: str) -> Weight
     return weights
 
 
-def _refuse_other_samplers(sampler: Any, samples: int, where: str, trains: bool, other_draws: str) -> None:
+def _refuse_sampler(sampler: Any, where: str, trains: bool, other_draws: str) -> None:
     """Refuse a sampler that does not yield each sample once, or in an order that Lockstep can't know."""
-    known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
-    if known and not getattr(sampler, "replacement", False) and samples == _samples_drawn(sampler):
-        return
     right = f"since an epoch has each sample once (or use {other_draws})"
     if isinstance(sampler, SubsetRandomSampler):
         right = "and use torch.utils.data.Subset(dataset, indices) for a part of the samples"
     elif not trains:
         right = "since an evaluation counts each sample once"
     raise UserError(f"{where} has a {type(sampler).__name__}: leave it out, {right}")
-
-
-def _samples_drawn(sampler: Any) -> int:
-    """Return the number of samples of an epoch, over all ranks."""
-    drawn: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
-    return len(drawn)

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.arithmetic.streams import StreamOrder, shards_of_chunks
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
+from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset, set_epoch_of
 from lockstep.data.repeats import SEEDED, other_sample
 from lockstep.data.seeding import Generators
 from lockstep.data.streams import reads_ahead
@@ -122,6 +122,7 @@ class StepDataset:
         self._fetched_steps: dict[StepPosition, StepBatch] = {}  # fetched, but not yet returned
         self._fetched_layout: Layout | None = None  # the layout of these steps
         self.stop_step = stop_step
+        self._epoch = -1  # for which the data set's `set_epoch` was called
         self._reads_ahead = reads_ahead(dataset) if isinstance(order, StreamOrder) else None
         self._announced: tuple[Layout | None, int, int] = (None, 0, 0)  # with this layout, from a step until another
 
@@ -163,6 +164,9 @@ class StepDataset:
     def _fetch(self, step_batch: StepBatch) -> StepBatch:
         """Fetch the samples of a step's micro-batches, one micro-batch at a time."""
         seed = self.order.seed
+        if self._epoch != step_batch.epoch:  # here, since a loader process has a data set of its own
+            self._epoch = step_batch.epoch
+            set_epoch_of(self.dataset, self._epoch)
         for micro_batch in step_batch.micro_batches:
             keys = seed, micro_batch.epochs_and_repeats
             micro_batch.batch = fetch(self.dataset, micro_batch.ids, *keys, self._generators)
@@ -254,21 +258,28 @@ class StepDataset:
         return MicroBatch(ids, device, piece, epochs_and_repeats=epoch + (repeats << 32))
 
 
-class ChunkSampler(Sampler[range]):
+class ChunkSampler(Sampler[Any]):
     """A sampler that yields the sample ids of each chunk.
+
+    Args:
+        chunks: those of this process.
+        ids: the samples of the evaluation in order; None: those of the data set.
 
     torch would accept a list of ranges. But Lightning's `predict` needs a `Sampler`, which it wraps in a sampler that
     records the ids for a `BasePredictionWriter`.
     """
 
-    def __init__(self, chunks: list[Chunk]) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: list[Chunk], ids: Ids | None = None) -> None:
+        self.chunks, self.ids = chunks, ids
 
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def __iter__(self) -> Iterator[range]:
-        return (range(*chunk) for chunk in self.chunks)
+    def __iter__(self) -> Iterator[Any]:
+        if self.ids is None:
+            return (range(*chunk) for chunk in self.chunks)
+        ids = self.ids
+        return (ids[start:stop].tolist() for start, stop in self.chunks)
 
 
 class ChunkDataset:
@@ -293,9 +304,10 @@ class ChunkDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, ids: range) -> Any:
-        self._announce_shards(ids)
-        batch = fetch(self.dataset, np.arange(ids.start, ids.stop), generators=self._generators)
+    def __getitems__(self, ids: range | list[int]) -> Any:
+        if isinstance(ids, range):
+            self._announce_shards(ids)
+        batch = fetch(self.dataset, np.asarray(ids, dtype=np.int64), generators=self._generators)
         if self.check is not None:
             self.check(batch, ids)
         return batch
@@ -312,28 +324,38 @@ class ChunkDataset:
             self._announced_shard = last_shard
 
 
-def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
+def chunks_of_rank(
+    num_samples: int, layout: Layout, rank: int, trains: bool = True, batch_size: int | Sequence[int] | None = None
+) -> list[Chunk]:
     """Return the chunks of neighbouring samples that a process evaluates.
 
     Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
     same `batch_size` and `pieces`, because kernels may round differently for another size.
 
-    A chunk has the size of a piece. In a training run, a chunk smaller than 128 samples is enlarged to 128, or to two
-    pieces if that is less, since small chunks waste time. Evaluating two pieces takes 0.5 (resnet18) to 1.05 times
-    (mnist_cnn) the peak memory of training one. A small set is cut into smaller chunks, about `pieces` of them, to give
-    every process work.
+    Without a `batch_size` of the evaluation, a chunk has the size of a piece. In a training run, a chunk smaller than
+    128 samples is then enlarged to 128, or to two pieces if that is less, since small chunks waste time. Evaluating two
+    pieces takes 0.5 (resnet18) to 1.05 times (mnist_cnn) the peak memory of training one. A small set is cut into
+    smaller chunks, about `pieces` of them, to give every process work.
 
     Args:
         num_samples: number of samples of the evaluation set.
         rank: the process's number among `layout.replicas`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
+        batch_size: the samples of a chunk, or of each; None: they follow from the piece.
 
     Returns:
         `(start, stop)` of each chunk; empty if there are fewer chunks than processes.
     """
-    piece = max(1, layout.batch_size // layout.pieces)
-    size = max(piece, min(2 * piece, 128)) if trains else piece
-    size = min(-(-num_samples // layout.pieces), size)
+    if isinstance(batch_size, Sequence):
+        ends = [0, *accumulate(batch_size)]
+        borders = cuts(len(batch_size), layout.replicas)
+        return list(pairwise(ends))[borders[rank] : borders[rank + 1]]
+    if batch_size is None:
+        piece = max(1, layout.batch_size // layout.pieces)
+        size = max(piece, min(2 * piece, 128)) if trains else piece
+        size = min(-(-num_samples // layout.pieces), size)
+    else:
+        size = batch_size
     # the last chunk may be short
     chunks = [(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
     borders = cuts(len(chunks), layout.replicas)

@@ -1,7 +1,8 @@
 """What a loader yields, one process's part of one optimizer step, and the interface of the data module."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder
+from lockstep.errors import UserError
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +60,8 @@ class StepBatch:
         weight: the sum of the weights that `training_step` returned, over all processes; None without weights. Set
             during the step.
         skipped: whether the gradient was not finite and the step was skipped (`nonfinite=skip`). Set during the step.
+        put_together: makes one batch of this process's samples, as `training_step` gets them. Hooks that use a
+            `StepBatch` as a batch (`x, y = batch`, `batch["x"]`, `len(batch)`) get its result. Set before the step.
     """
 
     micro_batches: list[MicroBatch]
@@ -69,6 +73,49 @@ class StepBatch:
     most_micro_batches: int = 0
     weight: float | None = None
     skipped: bool = False
+    put_together: Callable[[], Any] | None = field(default=None, repr=False)
+    _together: tuple[Any, list[int]] | None = field(default=None, repr=False)  # its result, the versions of its tensors
+
+    @property
+    def together(self) -> Any:
+        """This process's samples of the step as one batch, made when it is first asked for."""
+        if self._together is None:
+            if self.put_together is None:
+                raise UserError("this StepBatch belongs to no step: its samples are in micro_batches")
+            batch = self.put_together()
+            self._together = batch, _versions(batch)
+        return self._together[0]
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether a hook has changed a tensor of `together` in place."""
+        return self._together is not None and self._together[1] != _versions(self._together[0])
+
+    def __iter__(self) -> Any:
+        """Iterate `together`."""
+        return iter(self.together)
+
+    def __len__(self) -> int:
+        """Return the length of `together`."""
+        return len(self.together)
+
+    def __bool__(self) -> bool:
+        """Return True, without making `together`."""
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an item of `together`."""
+        return self.together[key]
+
+    def __contains__(self, key: Any) -> bool:
+        """Check whether `together` has a key."""
+        return key in self.together
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of `together`, such as `keys` or `shape`."""
+        if name.startswith("_") or self.put_together is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.together, name)
 
     @property
     def num_local_samples(self) -> int:
@@ -91,6 +138,69 @@ class StepBatch:
         pairs = zip(self.micro_batches, apply_to_collection(tensors, Tensor, move), strict=True)
         micro_batches = [replace(each, batch=batch, augmentation_numbers=numbers) for each, (batch, numbers) in pairs]
         return replace(self, micro_batches=micro_batches)
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return the numbers of in-place changes of a batch's tensors."""
+    versions: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: versions.append(tensor._version))  # inside containers, too
+    return versions
+
+
+class CannotJoin(Exception):
+    """Parts of pieces can't be put together."""
+
+
+def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return the parts of several pieces as one, in the order of the pieces.
+
+    Args:
+        parts: of each piece a tensor with one row for each sample, a list with one element for each, or a container of
+            such; or what is the same for all pieces.
+        sizes: the samples of each piece.
+
+    Raises:
+        CannotJoin: they are something else.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(type(part) is not type(first) for part in parts):
+        raise CannotJoin
+    if isinstance(first, Tensor):
+        if all(part.ndim and len(part) == size for part, size in zip(parts, sizes, strict=True)):
+            if len({(part.shape[1:], part.dtype) for part in parts}) == 1:
+                return torch.cat(list(parts))
+        elif all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+            return first
+        raise CannotJoin
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise CannotJoin
+        values = {key: joined([part[key] for part in parts], sizes) for key in first}
+        return values if type(first) is dict else type(first)(values)  # type: ignore[call-arg]
+    if isinstance(first, list | tuple):
+        by_sample = [len(part) for part in parts] == list(sizes)
+        columns_have_rows = all(_rows(each, len(first)) for each in first)
+        if len({len(part) for part in parts}) == 1 and (columns_have_rows or not by_sample):
+            with suppress(CannotJoin):
+                columns = [joined(column, sizes) for column in zip(*parts, strict=True)]
+                return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        if by_sample:
+            return type(first)(each for part in parts for each in part)
+        raise CannotJoin
+    if all(part is first or (isinstance(first, bool | int | float | str | bytes) and part == first) for part in parts):
+        return first
+    raise CannotJoin
+
+
+def _rows(value: Any, size: int) -> bool:
+    """Check whether a value has one row for each of `size` samples."""
+    if isinstance(value, Mapping):
+        return all(_rows(each, size) for each in value.values())
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and len(value) == size
+    return isinstance(value, list | tuple) and len(value) == size
 
 
 class EvaluationShare(NamedTuple):
@@ -128,6 +238,9 @@ class StepData(Protocol):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to a device."""
+
+    def transfer_hook(self, name: str) -> Callable[..., Any] | None:
+        """Return the user's hook of the transfer of a batch with this name; None if there is none."""
 
     def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates."""

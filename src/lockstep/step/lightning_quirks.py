@@ -17,7 +17,9 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -282,6 +284,18 @@ class AfterStart(pl.Callback):
         """Act before the first epoch of this fit."""
 
 
+class StepLoaderSource(_DataLoaderSource):
+    """Gives a loop our loaders, and leaves the methods of a data module to users, who get their own loaders.
+
+    See it: `self.trainer.datamodule.train_dataloader()` in a hook.
+    """
+
+    def dataloader(self) -> Any:
+        """Return the loader of a loop."""
+        loader_of_loop = getattr(self.instance, "loader_of_loop", None)
+        return super().dataloader() if loader_of_loop is None else loader_of_loop(self.name)
+
+
 class StepFitLoop(_FitLoop):
     """Counts each epoch once, and takes no StopIteration of user code for the end of the run.
 
@@ -362,7 +376,7 @@ class WatchedPrediction(WatchedLoop, _PredictionLoop):
     """Lightning's loop of a prediction, see `WatchedLoop`."""
 
 
-def watched(loop: Any) -> Any:
+def watched_loop(loop: Any) -> Any:
     """Return a loop over evaluation batches as Lightning has made `loop`, see `WatchedLoop`."""
     if isinstance(loop, _PredictionLoop):
         return WatchedPrediction(loop.trainer, loop.inference_mode)
@@ -376,7 +390,7 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
-        self.val_loop = watched(self.val_loop)
+        self.val_loop = watched_loop(self.val_loop)
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
 
@@ -499,6 +513,17 @@ def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
             vars(adapter)[name] = vars(owner)[name]
     kind = type(owner)
     adapter.__class__ = type(kind.__name__, (type(adapter),), {"__qualname__": kind.__qualname__})
+
+
+def unusual_ddp_option(strategy: DDPStrategy) -> str:
+    """Return the name of an option of Lightning's DDPStrategy that changes what is sent or who starts processes.
+
+    Others (`find_unused_parameters`, `static_graph`, sizes of buckets) only tune torch's DDP, which is not used.
+    Lightning has no public names for them.
+    """
+    names = {"ddp_comm_hook": strategy._ddp_comm_hook, "model_averaging_period": strategy._model_averaging_period}
+    named = next((name for name, value in names.items() if value is not None), "")
+    return named or ("" if strategy._start_method == "popen" else f"start_method={strategy._start_method}")
 
 
 def remove_logged(trainer: pl.Trainer) -> None:

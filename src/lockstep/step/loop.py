@@ -30,12 +30,13 @@ from lockstep.step.lightning_quirks import (
     QuickStage,
     StepEpochLoop,
     StepFitLoop,
+    StepLoaderSource,
     StepLogs,
     call_hook,
     call_of_module,
     call_of_strategy,
     validation_or_epoch_end_follows,
-    watched,
+    watched_loop,
     with_quick_hooks,
 )
 from lockstep.step.memory import optimizer_memory_advice
@@ -73,9 +74,12 @@ class StepTrainer(QuickStage, pl.Trainer):
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
         self.fit_loop.epoch_loop._results = TrainingLogs()
         for name in ("validate_loop", "test_loop", "predict_loop"):
-            setattr(self, name, watched(getattr(self, name)))
-        for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
+            setattr(self, name, watched_loop(getattr(self, name)))
+        evaluations = self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop
+        for loop in evaluations:
             loop._results = EvaluationLogs()
+        for each in (self.fit_loop, *evaluations, self.predict_loop):
+            each._data_source = StepLoaderSource(None, each._data_source.name)
         self.hook_finder = HookFinder(self)
         self._validated: Any = None  # the module that is known to have something to validate
 
@@ -176,21 +180,29 @@ class StepLoop(StepEpochLoop):
         step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
+        step = Step(self.passes, step_batch)
+        step_batch.put_together = step.put_together
         if call_hook(trainer, "on_train_batch_start", step_batch, self.batch_idx) == -1:
             raise StepRefused(
                 "on_train_batch_start returned -1, but the rest of an epoch can't be skipped, since the number of a "
                 "step gives its samples: set trainer.should_stop=True to end the run"
             )
+        if step_batch.was_changed:
+            raise UserError(
+                "an on_train_batch_start changes the batch in place, which is put together for hooks only: change it "
+                "in on_after_batch_transfer, which gets the batch of each piece"
+            )
         progress.increment_started()
         trainer.saves.incomplete = True
         with trainer.profiler.profile("run_training_batch"):
-            outputs = self._step(Step(self.passes, step_batch))
+            outputs = self._step(step)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self.no_longer_restarting()
         call_hook(trainer, "on_train_batch_end", outputs, step_batch, self.batch_idx)
+        step_batch.put_together = None  # it refers to the step, which refers to the batch
         if not validation_or_epoch_end_follows(trainer):
             trainer.saves.complete_step()
         connector.on_batch_end()
@@ -230,7 +242,7 @@ class StepLoop(StepEpochLoop):
             kind = type(self.trainer.lightning_module).__name__
             raise UserError(f"{kind}.optimizer_step did not call its closure: it must call it once")
         self.passes.after_optimizer_step(step)
-        return outputs
+        return step.returned(outputs)
 
     def run_optimizer(self, closure: Callable[[], Tensor]) -> None:
         """Run the module's `optimizer_step`, without counting a step. `closure` sets gradients and returns the loss."""

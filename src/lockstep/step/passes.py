@@ -2,25 +2,30 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
-from lockstep.errors import StepRefused
+from lockstep.errors import StepRefused, UserError
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
+from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, StepData, data_of, joined
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.memory import out_of_memory_advice
-from lockstep.step.strategy import Action, PieceStrategy, seed_device
+from lockstep.step.strategy import Action, PieceStrategy, generators, seed_device
+from lockstep.text import plural
 
 Outputs = dict[str, Tensor]
+# Hooks of modules and data modules that get the batch of a piece, in the order in which Lightning calls them.
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class StepHook:
@@ -94,11 +99,19 @@ class StepPasses:
         self.forward, self.backward = forward, backward
         self._restored_state: dict[str, Any] = {}  # the state from a checkpoint
         self._weighted: bool | None = None  # whether `training_step` returns a weight; None before the first step
+        self.last_outputs: StepOutputs | None = None  # those of the last step with a sample of this process
 
     @cached_property
     def buffers(self) -> StepBuffers:
         """The module's buffers; made at first use, when the module is on its device."""
         return StepBuffers(self.gradients, self._restored_state)
+
+    @cached_property
+    def leaves_ranks_empty(self) -> bool:
+        """Whether a short last step of an epoch has fewer samples than pieces, so that a process may have none."""
+        order = data_of(self.trainer).order
+        tail = order.samples_per_epoch % order.layout.batch_size
+        return self.gradients.world_size > 1 and 0 < tail < order.layout.pieces
 
     def run(self, step: "Step") -> Outputs:
         """Compute the gradient of the mean loss over the whole step's samples, in the parameters' `.grad`.
@@ -111,7 +124,7 @@ class StepPasses:
             StepRefused: a pass ran out of memory, or `training_step` returned no loss.
         """
         gradients, buffers, step_batch = self.gradients, self.buffers, step.batch
-        step.outputs = []  # an optimizer may run the passes of a step more than once
+        step.outputs, step.others = [], []  # an optimizer may run the passes of a step more than once
         try:
             for hook in self.hooks:
                 hook.before_step(step)
@@ -211,11 +224,14 @@ class Step:
         passes: the `StepPasses` that runs it.
         batch: this process's part of the step.
         outputs: the numbers that `training_step` returned for each micro-batch, in the order of their backward passes.
+        others: what else it returned in a dict.
     """
 
     passes: StepPasses
     batch: StepBatch
     outputs: list[Outputs] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+    _others: dict[str, Any] = field(default_factory=dict)  # those of the last pass
     # by index: the batch, loss and weight of each micro-batch that has had its forward pass, but not its backward pass
     _pending: dict[int, tuple[Any, Tensor, Any]] = field(default_factory=dict)
 
@@ -257,6 +273,7 @@ class Step:
         self._pending[index] = batch, loss, outputs.get("weight")
         if strategy.has_last_stage:
             self.outputs.append(outputs)
+            self.others.append(self._others)
 
     def backward(self, index: int) -> None:
         """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
@@ -265,6 +282,7 @@ class Step:
         if not strategy.has_last_stage:
             with torch.no_grad():
                 self.outputs.append(self._training_step(batch, micro_batch)[1])
+                self.others.append(self._others)
         self._differentiate(loss, micro_batch, weight)
 
     def compute(self, micro_batch: MicroBatch) -> None:
@@ -291,6 +309,38 @@ class Step:
             micro_batch = replace(micro_batch, piece=piece)
         return self._training_step(batch, micro_batch)[1]
 
+    def put_together(self) -> Any:
+        """Return this process's samples of the step as one batch, as `training_step` gets them.
+
+        A process without a sample gets a batch of none. Random generators stay as they are.
+
+        Raises:
+            UserError: the batches of the pieces can't be one.
+        """
+        micro_batches, device_generators = self.batch.micro_batches, generators(self.strategy.root_device)
+        states = [generator.get_state() for generator in device_generators]
+        from lockstep.step.trial import repeated
+
+        # Lightning's ThroughputMonitor asks in inference mode, and other hooks may need these tensors, too
+        with isolate_rng(include_cuda=False), torch.inference_mode(False):
+            if micro_batches:
+                parts = [self.prepared(each) for each in micro_batches]
+            else:
+                index = self.number - self.batch.epoch * self.data.order.steps_per_epoch
+                piece = next(piece for piece, size in enumerate(self.data.order.piece_sizes(index)) if size)
+                first = self.data.fetch_piece(self.batch, piece, self.trainer.global_rank)
+                parts = [repeated(self.prepared(first), first.size, range(0))]
+            try:
+                batch = joined(parts, [each.size for each in micro_batches])
+            except CannotJoin:
+                raise UserError(
+                    f"a hook uses the batch of a step, and the batches of its {plural(len(parts), 'piece')} can't be "
+                    "put together: use batch.micro_batches, whose `batch` has the samples of a piece"
+                ) from None
+        for generator, state in zip(device_generators, states, strict=True):
+            generator.set_state(state)
+        return batch
+
     def means(self) -> Outputs:
         """Return the numbers of `training_step`, each the mean over this process's samples.
 
@@ -316,11 +366,22 @@ class Step:
             means["loss"] = (losses * shares).sum() / shares.sum().where(shares.sum() > 0, 1)
         return means
 
+    def returned(self, numbers: Outputs) -> "StepOutputs":
+        """Return what `on_train_batch_end` gets of the results of `training_step`."""
+        outputs = StepOutputs(numbers, self.others, [each.size for each in self.batch.micro_batches])
+        if self.others and self.passes.leaves_ranks_empty:
+            self.passes.last_outputs = outputs
+        elif not self.others:
+            outputs.before = self.passes.last_outputs
+        return outputs
+
     def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
-            loss, outputs = outputs_of(self.passes.forward(batch))
+            returned = self.passes.forward(batch)
+            self._others = others_of(returned, micro_batch.size)
+            loss, outputs = outputs_of(returned)
         if "weight" in outputs:
             outputs["weight"] = outputs["weight"] / micro_batch.size
         return loss, outputs
@@ -348,19 +409,140 @@ class Step:
             hook.remove()
 
     def prepared(self, micro_batch: MicroBatch) -> Any:
-        """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
-        data, module = self.data, self.module
+        """Return the batch for `training_step`: after mixup or cutmix, and the hooks of a batch's transfer."""
+        data, device = self.data, self.strategy.root_device
         batch = data.prepare(micro_batch)
-        changes = [data.mix] if data.mixes else []
-        if overrides_method(module, "on_after_batch_transfer", pl.LightningModule):
-            changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
-        if not changes:
+        hooks = {name: data.transfer_hook(name) for name in TRANSFER_HOOKS}
+        if not data.mixes and not any(hooks.values()):
             return batch
         seed = preparation_seed(self.passes.seed, self.batch.step, micro_batch.piece)
-        seed_device(seed, self.strategy.root_device)
-        for change in changes:
-            batch = change(batch)
+        seed_device(seed, device)
+        if data.mixes:
+            batch = data.mix(batch)
+        for name, hook in hooks.items():
+            if hook is not None:
+                batch = hook(batch, device, 0) if name == "transfer_batch_to_device" else hook(batch, 0)
         return batch
+
+
+class StepOutputs(dict[str, Any]):
+    """What `on_train_batch_end` gets of the results of `training_step`.
+
+    What is no number is put together when a hook first asks for it. A process without a sample gets 0 for a number,
+    and no rows.
+
+    Args:
+        numbers: the means of the numbers.
+        others: the other results of each piece.
+        sizes: the samples of each piece.
+
+    Attributes:
+        numbers: see Args.
+        before: those of an earlier step, if this process has no sample in this one.
+    """
+
+    def __init__(self, numbers: Outputs, others: Sequence[dict[str, Any]], sizes: Sequence[int]) -> None:
+        if others:  # one row of a piece with one sample looks like a number
+            numbers = {name: value for name, value in numbers.items() if name not in others[0]}
+        super().__init__(numbers)
+        self.numbers = numbers
+        self.before: StepOutputs | None = None
+        self._others, self._sizes, self._refused = others, sizes, set[str]()
+
+    def _complete(self) -> None:
+        """Add what is no number, once."""
+        others, self._others = self._others, []
+        if self.before is not None:
+            self._add_empty(self.before)
+        for name in others[0] if others else ():
+            if all(name in each for each in others):
+                try:
+                    value = joined([each[name] for each in others], self._sizes)
+                    super().__setitem__(name, apply_to_collection(value, Tensor, Tensor.detach))
+                except CannotJoin:
+                    self._refused.add(name)
+
+    def _add_empty(self, before: "StepOutputs") -> None:
+        """Add the names of an earlier step's results, with 0 for numbers and no rows."""
+        from lockstep.step.trial import CannotRepeat, repeated
+
+        for name, value in before.items():
+            if name in before.numbers:
+                super().setdefault(name, torch.zeros_like(value))
+            else:
+                with suppress(CannotRepeat):
+                    super().__setitem__(name, repeated(value, sum(before._sizes), range(0)))
+        self.before = None
+
+    def __missing__(self, name: str) -> Any:
+        """Return what is no number; or raise an error that says why there is no such result."""
+        self._complete()
+        if super().__contains__(name):
+            return super().__getitem__(name)
+        if name in self._refused:
+            raise UserError(
+                f"a hook uses outputs[{name!r}], and what training_step returned for the pieces of the step can't be "
+                "put together: return one row for each sample, or a number"
+            )
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a result, or the default if there is none."""
+        self._complete()
+        return self[name] if name in self._refused else super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        """Check whether there is a result with this name."""
+        self._complete()
+        return super().__contains__(name) or name in self._refused
+
+    def __iter__(self) -> Any:
+        """Iterate the names."""
+        self._complete()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        """Return the number of results."""
+        self._complete()
+        return super().__len__()
+
+    def keys(self) -> Any:
+        """Return the names."""
+        self._complete()
+        return super().keys()
+
+    def values(self) -> Any:
+        """Return the results."""
+        self._complete()
+        return super().values()
+
+    def items(self) -> Any:
+        """Return the names and results."""
+        self._complete()
+        return super().items()
+
+
+def numbers_of(outputs: Any) -> Outputs:
+    """Return the numbers among what `on_train_batch_end` gets."""
+    numbers: Outputs = outputs.numbers if isinstance(outputs, StepOutputs) else outputs
+    return numbers
+
+
+def others_of(returned: Any, size: int) -> dict[str, Any]:
+    """Return what `training_step` returned in a dict beside the numbers.
+
+    Args:
+        returned: the result.
+        size: samples of the piece. A tensor with as many rows is no number, also if there is one row.
+    """
+    if not isinstance(returned, Mapping):
+        return {}
+    others = {}
+    for name, value in returned.items():
+        rows = isinstance(value, Tensor) and value.ndim > 0 and (value.numel() != 1 or len(value) == size)
+        if name != "loss" and (rows or not isinstance(value, Tensor | int | float)):
+            others[name] = value
+    return others
 
 
 def overrides_method(owner: Any, name: str, base: type) -> bool:

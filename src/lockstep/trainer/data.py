@@ -1,22 +1,29 @@
 """The data of a `lockstep.Trainer`: plain data sets, DataLoaders or a LightningDataModule."""
 
-from collections.abc import Sequence
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
-from lockstep.data.datasets import SampleSets, checked_weights, content_of, fingerprint
-from lockstep.data.loader_sets import LoaderSet, refuse_transfers, set_of_loader
+from lockstep.data.datasets import Ids, SampleSets, checked_weights, content_of, fingerprint
+from lockstep.data.loader_sets import LoaderSet, set_of_loader
+from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.lightning_quirks import take_identity
 from lockstep.step.passes import overrides_method
+from lockstep.trainer.parts import refuse_other_package
 
 # The loaders of each method of a Trainer, by the part of `SampleSets` that gets their data set.
 LOADERS = {
@@ -111,7 +118,7 @@ class UserData:
                     self.loaders.get(method),
                     f"data: the {method} of trainer.{stage}",
                     method == "train_dataloader",
-                    "a WeightedRandomSampler",
+                    seed,
                 )
                 for part, method in LOADERS[stage].items()
             }
@@ -120,7 +127,7 @@ class UserData:
             if part not in present:
                 raise UserError(f"trainer.{stage}: there is no {LOADERS[stage][part]}: give its data set or loader")
         for part, each in present.items():
-            if not len(each.dataset):
+            if not each.samples:
                 raise UserError(f"trainer.{stage}: the data set of {LOADERS[stage][part]} is empty: give it samples")
         _check_same_on_all_ranks(stage, present)
         return present
@@ -138,6 +145,8 @@ def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any) -> User
     Raises:
         UserError: there are both, or the data module is none.
     """
+    for each in (first, datamodule):
+        refuse_other_package(f"trainer.{stage}: the data module", each)
     if isinstance(first, DataModule | pl.LightningDataModule):
         if datamodule is not None:
             raise UserError(f"trainer.{stage} got two data modules: give one")
@@ -159,9 +168,8 @@ def _sets_of_module(
     module: pl.LightningDataModule, trainer: pl.Trainer, stage: str, seed: int
 ) -> dict[str, LoaderSet | None]:
     """Return the data sets of a LightningDataModule, after `prepare_data` and `setup`."""
-    refuse_transfers(module)
     module.trainer = trainer
-    with isolate_rng(include_cuda=False):
+    with isolate_rng(include_cuda=False), same_global_seed():
         pl.seed_everything(seed, workers=False, verbose=False)
         here = environment()
         if (here.local_rank if module.prepare_data_per_node else here.rank) == 0:
@@ -169,18 +177,30 @@ def _sets_of_module(
         gather_objects(None)  # wait until the data are prepared
         pl.seed_everything(seed, workers=False, verbose=False)
         module.setup(stage)
-        return {part: _set_of_method(module, method) for part, method in LOADERS[stage].items()}
+        return {part: _set_of_method(module, method, seed) for part, method in LOADERS[stage].items()}
 
 
-def _set_of_method(module: pl.LightningDataModule, method: str) -> LoaderSet | None:
+@contextmanager
+def same_global_seed() -> Iterator[None]:
+    """Return a context after which `PL_GLOBAL_SEED`, which Lightning's `seed_everything` sets, is what it was."""
+    before = os.environ.get("PL_GLOBAL_SEED")
+    try:
+        yield
+    finally:
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        if before is not None:
+            os.environ["PL_GLOBAL_SEED"] = before
+
+
+def _set_of_method(module: pl.LightningDataModule, method: str, seed: int) -> LoaderSet | None:
     """Return the data set of the loader that a method of a LightningDataModule returns."""
     loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     where, trains = f"data: the {method} of {type(module).__name__}", method == "train_dataloader"
-    return set_of_loader(loader, where, trains, "a WeightedRandomSampler")
+    return set_of_loader(loader, where, trains, seed)
 
 
 def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
-    """Check that all ranks have data sets of the same sizes, with the same parts of a `Subset`."""
+    """Check that all ranks have data sets of the same sizes, with the same parts of a `Subset`, and the same order."""
     local = {part: (len(each.dataset), fingerprint(each.dataset)) for part, each in sets.items()}
     contents = {part: content_of([each.dataset]) for part, each in sets.items()}
     by_rank = gather_objects((local, contents))
@@ -191,6 +211,116 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
             f"trainer.{stage}: the ranks have different data sets: each must have all samples, since Lockstep "
             "divides them"
         )
+    orders = gather_objects({part: (each.batch_size, draws_digest(each.draws, 0)) for part, each in sets.items()})
+    for part in sets:
+        check_same_order(f"{LOADERS[stage][part]} of trainer.{stage}", [each.get(part) for each in orders])
+
+
+class WatchedSize(int):
+    """A number of devices that records by what it divides.
+
+    Attributes:
+        quotients: the dividends and quotients.
+    """
+
+    quotients: list[tuple[Any, Any]]
+
+    def _recorded(self, other: Any, quotient: Any) -> Any:
+        self.quotients.append((other, quotient))
+        return quotient
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._recorded(other, other // int(self))
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._recorded(other, other / int(self))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % int(self)
+
+    def __mul__(self, other: Any) -> Any:
+        product = int(self) * other
+        return watched(product, self.quotients) if type(product) is int or isinstance(other, WatchedSize) else product
+
+    __rmul__ = __mul__
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def watched(size: int, quotients: list[tuple[Any, Any]]) -> WatchedSize:
+    """Return a number of devices that adds what it divides to `quotients`."""
+    made = WatchedSize(size)
+    made.quotients = quotients
+    return made
+
+
+def refuse_divided_batch_size(
+    size: int | None, chosen: int | None, owner: Any, devices: int, quotients: list[tuple[Any, Any]]
+) -> None:
+    """Refuse a training loader whose batch size was divided by the number of devices.
+
+    Args:
+        size: the loader's batch size.
+        chosen: the Trainer's `batch_size`, or None.
+        owner: the user's data module, or None. If it has an attribute or hyperparameter of a batch size that is
+            `devices` times as large, it has divided it.
+        devices: the devices of all machines.
+        quotients: what was divided by the Trainer's `world_size`, `num_devices` or `num_nodes`, with the results.
+
+    Raises:
+        UserError: it was.
+    """
+    if size is None or size == chosen or devices == 1:
+        return
+    whole = next((each for each, quotient in quotients if int(quotient) == size != each), None)
+    how = f"{whole} divided by the Trainer's number of devices"
+    if whole is None and isinstance(owner, pl.LightningDataModule):
+        values = {**dict(owner.hparams), **vars(owner)}
+        names = [name for name in values if "batch" in name and not re.search("val|test|eval|pred", name)]
+        name = next((name for name in names if type(values[name]) is int and values[name] == size * devices), None)
+        whole = None if name is None else values[name]
+        how = f"the {name} of {type(owner).__name__}, {whole}, divided by {devices} devices"
+    if whole is not None:
+        raise UserError(
+            f"the training loader has batch_size={size}, which is {how}: give the loader batch_size={whole}, since it "
+            f"counts the samples of a step over all devices; or, if a step has {size}, Trainer(batch_size={size})"
+        )
+
+
+def draws_digest(draws: Draws | None, epoch: int) -> str | None:
+    """Return the SHA-256 of the order that a sampler gives for an epoch, in hex; None without a sampler."""
+    return None if draws is None else hashlib.sha256(draws.ids(epoch).data).hexdigest()
+
+
+def check_same_order(loader: str, by_rank: list[Any]) -> None:
+    """Check that the samplers of all ranks give the same order.
+
+    Args:
+        loader: what has the sampler, for messages.
+        by_rank: what must be the same for each rank.
+    """
+    if any(each != by_rank[0] for each in by_rank):
+        raise UserError(
+            f"{loader}: the ranks have samplers or batches that differ: each must give the order of all samples, since "
+            "Lockstep divides them: leave out what divides by rank or world size, and seed what draws"
+        )
+
+
+class SamplerCheck(pl.Callback):
+    """Checks before each epoch that the samplers of all ranks give the same order, and that nothing changes them.
+
+    Args:
+        draws: the samples that the training sampler gives.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epoch = trainer.current_epoch
+        self.draws.check_unchanged(epoch)
+        check_same_order("the train_dataloader", gather_objects(draws_digest(self.draws, epoch)))
 
 
 def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
@@ -198,7 +328,7 @@ def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
     parts = [sets[name].dataset if name in sets else None for name in ("train", "val", "test")]
     made = SampleSets(*parts)
     if train := sets.get("train"):
-        made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last)
+        made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last, draws=train.draws)
     return made
 
 
@@ -220,8 +350,8 @@ class OwnedData(StepDataModule):
         self, sets: dict[str, LoaderSet], owner: Any, layout: Layout, seed: int, rank: int, trains: bool
     ) -> None:
         self.owner = owner
-        workers = max(each.num_workers for each in sets.values())
-        super().__init__(sample_sets(sets), layout, seed, rank, workers, trains)
+        self.sets = sets
+        super().__init__(sample_sets(sets), layout, seed, rank, None, trains)
         if isinstance(owner, pl.LightningDataModule):
             take_identity(self, owner)
 
@@ -230,6 +360,55 @@ class OwnedData(StepDataModule):
         if owner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(owner, name)
+
+    def _evaluation_batch_size(self, split: str) -> int | list[int] | None:
+        draws = self.sets[split].draws
+        return (draws and draws.batch_sizes) or self.sets[split].batch_size
+
+    def _evaluated(self, split: str) -> tuple[int, Ids | None]:
+        draws = self.sets[split].draws
+        return self.sets[split].samples, None if draws is None else draws.ids(0)
+
+    def _processes_of(self, split: str) -> tuple[int | None, Callable[[int], None] | None]:
+        each = self.sets[split]
+        start = None if each.starts_worker is None else partial(_start_worker, each.starts_worker, each.loader.dataset)
+        return each.num_workers, start
+
+    # Lightning's loops call `loader_of_loop`. Users get what they gave.
+
+    def loader_of_loop(self, name: str) -> Any:
+        """Return the loader of one of Lightning's loops."""
+        return getattr(super(), name)()
+
+    def users_loader(self, name: str) -> Any:
+        """Return the loader of the user that a loop reads; ours if the user gave plain data sets."""
+        part = next(part for names in LOADERS.values() for part, each in names.items() if each == name)
+        loader = self.sets[part].loader if part in self.sets else None
+        return self.loader_of_loop(name) if loader is None else loader
+
+    def _of_user(self, name: str) -> Any:
+        is_module = isinstance(self.owner, pl.LightningDataModule)
+        return getattr(self.owner, name)() if is_module else self.users_loader(name)
+
+    def train_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("train_dataloader")
+
+    def val_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("val_dataloader")
+
+    def test_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("test_dataloader")
+
+    def predict_dataloader(self) -> Any:
+        """Return the user's loader."""
+        return self._of_user("predict_dataloader")
+
+    def _hook_owners(self) -> list[Any]:
+        has_owner = isinstance(self.owner, pl.LightningDataModule)
+        return [self.owner, self._module] if has_owner else [self._module]  # as Lightning chooses
 
     def _call(self, name: str, *args: Any) -> Any:
         """Call a method of the user's LightningDataModule, if there is one."""
@@ -250,6 +429,12 @@ class OwnedData(StepDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of the user's data module."""
         self._call("load_state_dict", state_dict)
+
+
+def _start_worker(start: Callable[[int], None], dataset: Any, worker: int) -> None:
+    """Call a user's `worker_init_fn` in a loader process, where torch's `get_worker_info` has the user's data set."""
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # torch's is frozen
+    start(worker)
 
 
 def batch_size_of(sets: dict[str, LoaderSet], chosen: int | None, parts: Sequence[str]) -> int | None:

@@ -3,26 +3,40 @@
 import difflib
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
 from lockstep.config import portable
 from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, environment, external_workers
 from lockstep.launch.machine import choose_devices
+from lockstep.launch.process_group import gather_objects
+from lockstep.step.lightning_quirks import unusual_ddp_option
 from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}
 ACCELERATORS = {"auto": "auto", "cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
-PRECISIONS = {None: "32-true", 32: "32-true", "32": "32-true", 64: "64-true", "64": "64-true"}
+PRECISIONS = {
+    None: "32-true",
+    32: "32-true",
+    "32": "32-true",
+    64: "64-true",
+    "64": "64-true",
+    16: "16-mixed",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
 OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
 # Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 REFUSED_OPTIONS = {
@@ -54,6 +68,82 @@ def check_numbers(**numbers: Any) -> None:
             raise UserError(f"Trainer({name}={value!r}): must be a whole number above 0")
 
 
+def chosen_seed(seed: int | None) -> Any:
+    """Return the run's seed: the given one, else that of `lightning.pytorch.seed_everything`, else 0.
+
+    All ranks must call it.
+
+    Raises:
+        UserError: the ranks have called `seed_everything` with unlike seeds.
+    """
+    if seed is not None:
+        return seed
+    text = os.environ.get("PL_GLOBAL_SEED", "")
+    seeds = gather_objects(int(text) if text.isdigit() else 0)
+    if len(set(seeds)) > 1:
+        raise UserError(
+            f"the ranks have called seed_everything with unlike seeds ({', '.join(map(str, seeds))}): the order of the "
+            "samples follows from it, so give all the same, or Trainer(seed=...)"
+        )
+    return seeds[0]
+
+
+def whole_number_of(devices: Any, accelerator: Any) -> Any:
+    """Return the number of devices that Lightning's spellings mean: `[0, 1]`, "0,1", "2"; other values as they are.
+
+    Raises:
+        UserError: they are indices of GPUs that are not the first ones.
+    """
+    if isinstance(devices, str) and devices.strip().isdigit():
+        return int(devices)
+    parts: Any = devices
+    if isinstance(devices, str) and "," in devices:
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        parts = [int(part) if part.isdigit() else part for part in parts]
+    if isinstance(parts, str) or not isinstance(parts, Sequence):
+        return devices
+    if not parts or any(not isinstance(part, int) or isinstance(part, bool) for part in parts):
+        raise UserError(f"Trainer(devices={devices!r}): must be a number of devices, or a list of their indices")
+    if list(parts) != list(range(len(parts))) and accelerator != "cpu":
+        indices = ",".join(map(str, parts))
+        raise UserError(
+            f"Trainer(devices={devices!r}): must be the first ones: use devices={len(parts)} in an environment with "
+            f"CUDA_VISIBLE_DEVICES={indices}"
+        )
+    return len(parts)
+
+
+def name_of(accelerator: Any) -> Any:
+    """Return the name of an accelerator object of Lightning; other values as they are."""
+    for kind, name in ((CPUAccelerator, "cpu"), (CUDAAccelerator, "gpu")):
+        if isinstance(accelerator, kind):
+            return name
+    return accelerator
+
+
+def with_options_of_lightning(init: Any) -> Any:
+    """Give a Trainer's `__init__` a signature with Lightning's options, which LightningCLI and editors read.
+
+    Arguments without names are those of Lightning's Trainer, in its order.
+    """
+    lightnings = inspect.signature(pl.Trainer.__init__).parameters
+    names = [name for name in lightnings if name != "self"]
+
+    @wraps(init)
+    def with_names(self: Any, *args: Any, **options: Any) -> None:
+        init(self, **dict(zip(names, args, strict=False)), **options)
+
+    parameters = dict(inspect.signature(init).parameters)
+    del parameters["options"]
+    more = {name: each for name, each in lightnings.items() if name not in parameters and name != "model_registry"}
+    every = [*parameters.values(), *more.values()]
+    with_names.__signature__ = inspect.Signature(every, return_annotation=None)  # type: ignore[attr-defined]
+    with_names.__annotations__ = {each.name: each.annotation for each in every if each.name != "self"} | {
+        "return": None
+    }
+    return with_names
+
+
 def check_values(seed: Any, exact: Any, nonfinite: Any) -> None:
     """Refuse a seed, an `exact` or a `nonfinite` that is none."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
@@ -71,6 +161,11 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
     if unknown := [name for name in options if name not in known]:
         near = difflib.get_close_matches(unknown[0], [*known, *OURS], n=1)
         raise UserError(f"Trainer({unknown[0]}=...): there is no such option{f': use {near[0]}' if near else ''}")
+    # Hydra gives its own lists
+    options = {
+        name: list(value) if isinstance(value, Sequence) and not isinstance(value, str | list | tuple) else value
+        for name, value in options.items()
+    }
     options.pop("use_distributed_sampler", None)  # every process gets its samples by the order
     for name, (default, remedy) in REFUSED_OPTIONS.items():
         value = options.pop(name, default)
@@ -81,8 +176,8 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
             f"Trainer(val_check_interval={interval!r}) can't be used: give a number of steps, since a time "
             "comes after other steps in each run"
         )
-    if exact and options.get("deterministic", True) not in (True, None):
-        raise UserError(f"Trainer(deterministic={options['deterministic']!r}) and exact=True don't go together")
+    if exact:  # it decides by itself which kernels must be deterministic
+        options.pop("deterministic", None)
     if exact and options.get("benchmark"):
         raise UserError(
             "Trainer(benchmark=True) and exact=True don't go together: it may choose other kernels each time"
@@ -94,6 +189,17 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
 
 def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
     """Return the strategy that a user has named."""
+    if isinstance(strategy, DDPStrategy):
+        if option := unusual_ddp_option(strategy):
+            raise UserError(
+                f"Trainer(strategy=a DDPStrategy with {option}) can't be used, since Lockstep adds gradients by "
+                "itself: use strategy='ddp' or lockstep.strategies.DDP"
+            )
+        strategy = "ddp"
+    if isinstance(strategy, SingleDeviceStrategy):
+        strategy = "auto"
+    if isinstance(strategy, str) and strategy.startswith("ddp_find_unused_parameters_"):
+        strategy = "ddp"  # a parameter without a gradient needs no option here
     if isinstance(strategy, Strategy):
         chosen = strategy
     elif isinstance(strategy, str) and strategy in STRATEGIES:
@@ -116,7 +222,7 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
     Raises:
         UserError: this process is alone, and the strategy needs more workers; or the numbers do not fit.
     """
-    if accelerator not in ACCELERATORS:
+    if not isinstance(accelerator, str) or accelerator not in ACCELERATORS:
         raise UserError(f"Trainer(accelerator={accelerator!r}): must be one of {', '.join(ACCELERATORS)}")
     workers, several = external_workers(), f"{environment().started_by} has started several workers"
     one_process = isinstance(strategy, DP)

@@ -1,6 +1,7 @@
 """What every Trainer is made of, whether a config or a user's own code makes it."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,10 +24,6 @@ from lockstep.text import is_url
 
 # Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
 REFUSED_HOOKS = {
-    **dict.fromkeys(
-        ("on_before_batch_transfer", "transfer_batch_to_device"),
-        "would get a whole step: use on_after_batch_transfer, which gets a piece",
-    ),
     "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
 }
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -87,6 +84,23 @@ def rank_of_replica(layout: Layout) -> int:
     return environment().rank if layout.replicas > 1 else 0
 
 
+def refuse_other_package(what: str, value: Any) -> None:
+    """Refuse an object of the package pytorch_lightning, whose classes are not those of lightning.pytorch.
+
+    Args:
+        what: what it is, for messages.
+        value: the object.
+
+    Raises:
+        UserError: it is one.
+    """
+    if any(kind.__module__.partition(".")[0] == "pytorch_lightning" for kind in type(value).__mro__):
+        raise UserError(
+            f"{what} {type(value).__name__} is of the package pytorch_lightning, and Lockstep stands on "
+            "lightning.pytorch: write import lightning.pytorch as pl instead of import pytorch_lightning as pl"
+        )
+
+
 def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str) -> None:
     """Refuse a module whose steps can't be cut into pieces, or with loaders of its own.
 
@@ -101,6 +115,11 @@ def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str) -> None
     for hook, message_end in hooks.items():
         if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{setting}: its {hook} {message_end}")
+    if "optimizer_idx" in inspect.signature(module.training_step).parameters:
+        raise UserError(
+            f"{setting}: its training_step takes optimizer_idx, which is of Lightning 1: remove the argument, since "
+            "there is one optimizer"
+        )
     if not module.automatic_optimization:
         raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
 
@@ -115,6 +134,7 @@ def refuse_callback(setting: str, callback: pl.Callback, remedies: dict[Any, str
     Raises:
         UserError: it is such a callback.
     """
+    refuse_other_package(f"{setting}:", callback)
     for kind, wrong in REFUSED_CALLBACKS.items():
         if isinstance(callback, kind):
             raise UserError(f"{setting}: {type(callback).__name__} {wrong}: {remedies[kind]}")
@@ -143,4 +163,4 @@ class OneOptimizerCheck(pl.Callback):
 
 def callbacks_of(returned: Any) -> Iterator[pl.Callback]:
     """Yield the callbacks that a module's `configure_callbacks` returned."""
-    yield from returned if isinstance(returned, list | tuple) else [returned]
+    yield from returned if isinstance(returned, Sequence) else [returned]  # Hydra gives its own lists

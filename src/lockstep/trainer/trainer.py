@@ -8,15 +8,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import Checkpoint, DummyBatchOnEmptyRank, EvaluationSeed, Preemption, ReplicaConsistencyCheck
@@ -42,7 +45,16 @@ from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import join_names, plural
-from lockstep.trainer.data import OwnedData, UserData, batch_size_of, user_data
+from lockstep.trainer.data import (
+    OwnedData,
+    SamplerCheck,
+    UserData,
+    batch_size_of,
+    draws_digest,
+    refuse_divided_batch_size,
+    user_data,
+    watched,
+)
 from lockstep.trainer.options import (
     PRECISIONS,
     check_numbers,
@@ -51,9 +63,13 @@ from lockstep.trainer.options import (
     check_weights_only,
     checked_options,
     chosen_devices,
+    chosen_seed,
     chosen_strategy,
+    name_of,
     one_line_errors,
     set_up_process,
+    whole_number_of,
+    with_options_of_lightning,
 )
 from lockstep.trainer.parts import (
     OneOptimizerCheck,
@@ -63,6 +79,7 @@ from lockstep.trainer.parts import (
     rank_of_replica,
     refuse_callback,
     refuse_hooks,
+    refuse_other_package,
 )
 from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
 
@@ -91,8 +108,8 @@ class Trainer(StepTrainer):
         accumulate_grad_batches: pieces that a device computes one after the other; None: as `pieces` needs, or 1.
         exact: whether all layouts with the same `batch_size` and `pieces` give the same bits; `portable`: on x86-64
             processors of different kinds, too.
-        seed: decides the order of the samples and the random numbers of each piece. The module's initial weights are
-            those that it brings.
+        seed: decides the order of the samples and the random numbers of each piece; None: that of Lightning's
+            `seed_everything`, else 0. The module's initial weights are those that it brings.
         precision: as of Lightning.
         nonfinite: what a gradient that is not finite does: `stop`, or `skip` the step.
         checkpoint_every: optimizer steps between two writes of `last.ckpt`; None: at each epoch's end only.
@@ -106,18 +123,19 @@ class Trainer(StepTrainer):
 
     callbacks: list[pl.Callback]
 
+    @with_options_of_lightning
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
-        devices: int | str | None = None,
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy | LightningStrategy = "auto",
+        devices: int | str | list[int] | None = None,
         num_nodes: int | None = None,
-        accelerator: str = "auto",
         batch_size: int | None = None,
         pieces: int | None = None,
         accumulate_grad_batches: int | None = None,
         exact: bool | str = False,
-        seed: int = 0,
+        seed: int | None = None,
         precision: Any = None,
         nonfinite: str = "stop",
         checkpoint_every: int | None = None,
@@ -125,6 +143,8 @@ class Trainer(StepTrainer):
         default_root_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        accelerator = name_of(accelerator)
+        devices = whole_number_of(devices, accelerator)
         check_numbers(
             devices=devices,
             num_nodes=num_nodes,
@@ -133,13 +153,15 @@ class Trainer(StepTrainer):
             accumulate_grad_batches=accumulate_grad_batches,
             checkpoint_every=checkpoint_every,
         )
-        check_values(seed, exact, nonfinite)
+        check_values(seed or 0, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
         self._reads_parts = kind.sharded
-        self.seed, self.batch_size = seed, batch_size
+        self.batch_size = batch_size
+        self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
         hide_harmless_warnings()
         self._join()
+        seed = self.seed = chosen_seed(seed)
         self._layout_options = {
             **chosen_devices(kind, devices, num_nodes, accelerator),
             "pieces": pieces,
@@ -169,7 +191,7 @@ class Trainer(StepTrainer):
         if options.get("enable_checkpointing") is not False and not options.get("fast_dev_run"):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
             ours += [self._run_folder, self._preemption]
-        if "num_sanity_val_steps" not in options:
+        if options.get("num_sanity_val_steps") is None:
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
@@ -197,6 +219,50 @@ class Trainer(StepTrainer):
                 default_root_dir=root,
                 **(device_options(layout) | options),
             )
+
+    # --- what users read ---
+
+    def _watched(self, size: int) -> int:
+        return size if self.state.status == TrainerStatus.RUNNING else watched(size, self._quotients)  # not in a step
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; see `refuse_divided_batch_size`."""
+        return self._watched(super().world_size)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of a machine."""
+        return self._watched(super().num_devices)
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self._watched(super().num_nodes)
+
+    def _users_loader(self, loader: Any, name: str) -> Any:
+        data: Any = vars(self).get("datamodule")
+        return data.users_loader(name) if isinstance(loader, DataLoader) and isinstance(data, OwnedData) else loader
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().train_dataloader, "train_dataloader")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().val_dataloaders, "val_dataloader")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().test_dataloaders, "test_dataloader")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The user's loader, when the loop has one."""
+        return self._users_loader(super().predict_dataloaders, "predict_dataloader")
 
     # --- Lightning's methods ---
 
@@ -242,12 +308,20 @@ class Trainer(StepTrainer):
         names = ParameterNameCheck(model)
         others = [each for each in self.callbacks if each not in self._of_fit]
         self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
+        if data.splits.draws is not None:
+            self._of_fit.append(SamplerCheck(data.splits.draws))
         self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
         if data.splits.val is None:  # Lightning takes the method of our data module for a loader
             warnings.filterwarnings("ignore", message="You passed in a `val_dataloader`")
         if self.checkpoint_callbacks:
             self._note_left_out(model, data)
+        if data.layout.exact and self._layout_options["pieces"] is None:
+            pieces = data.layout.pieces
+            rank_zero_info(
+                f"exact=True without pieces: the same bits on layouts with the same number of pieces, here {pieces}: "
+                "give Trainer(pieces=...) for other numbers of devices"
+            )
         try:
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
@@ -335,6 +409,7 @@ class Trainer(StepTrainer):
         """Refuse a module that can't be trained in pieces."""
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise UserError("trainer.fit got a compiled module: compile the network in its __init__ instead")
+        refuse_other_package("trainer.fit: the module", module)
         if not isinstance(module, pl.LightningModule):
             raise UserError(f"trainer.fit got a {type(module).__name__}: it must be a LightningModule")
         refuse_hooks(type(module).__name__, module, "trainer.fit(module, loader or datamodule)")
@@ -354,6 +429,10 @@ class Trainer(StepTrainer):
         if data is None or not (data.owner or stage == "fit" or first is not None):
             raise UserError(f"trainer.{stage} needs data: give a DataLoader, a LightningDataModule or a DataModule")
         sets = data.sets(self, stage, self.seed)
+        if "train" in sets:
+            devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
+            size_of_loader = sets["train"].batch_size
+            refuse_divided_batch_size(size_of_loader, self.batch_size, data.owner, devices, self._quotients)
         trained = self._steps[1] if self._steps and stage != "fit" else None
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
@@ -367,7 +446,8 @@ class Trainer(StepTrainer):
 
     def _check_sizes(self, train: Any, size: int) -> None:
         """Check that the training set fits the steps, and those of an earlier fit."""
-        samples, accumulate = len(train.dataset), self._layout_options["accumulate_grad_batches"] or 1
+        samples = len(train.dataset) if train.draws is None else train.draws.samples
+        accumulate = self._layout_options["accumulate_grad_batches"] or 1
         if self.batch_size is None and accumulate > 1:
             raise UserError(
                 f"accumulate_grad_batches={accumulate} with a loader of batch_size={size}: in Lightning a step has "
@@ -419,14 +499,15 @@ class Trainer(StepTrainer):
 
     def _record(self, data: OwnedData) -> dict[str, Any]:
         """Return the entry `lockstep` of the checkpoints, as plain data."""
-        train, layout = data.splits.train, data.layout
+        train, layout, draws = data.splits.train, data.layout, data.splits.draws
         return {
             "format": FORMAT,
             "command": broadcast_from_rank_zero(command()),
             "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
             "trainer": {
                 "batch_size": layout.batch_size,
-                "samples": len(train),
+                "samples": data.order.samples_per_epoch,
+                "order": draws_digest(draws, 0),
                 "drop_last": data.splits.drop_last,
                 "weighted": data.splits.weights is not None,
                 "pieces": layout.pieces,
@@ -516,7 +597,7 @@ class Trainer(StepTrainer):
 
 def _single_value_message(data: OwnedData) -> str:
     layout = data.layout
-    tail = len(data.splits.train) % layout.batch_size
+    tail = data.order.samples_per_epoch % layout.batch_size
     return (
         f"batch_size={layout.batch_size} in {plural(layout.pieces, 'piece')}, with {tail} samples in an epoch's last "
         "step: a piece has one sample, and a BatchNorm layer gets one value per channel: use fewer pieces, another "

@@ -1,0 +1,60 @@
+"""docs/use/lightning.md: each row of its tables has a test, which is named here."""
+
+import re
+from pathlib import Path
+
+from conftest import ROOT
+
+TRAINER = "tests/trainer/"
+ROWS = {
+    # several devices
+    'nothing: one device, or `strategy="dp"` on several': (
+        "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash"
+    ),
+    "Lockstep, on one machine": "test_launch.py::test_rank_zeros_result_is_returned",
+    "torchrun, SLURM, MPI": "test_launch.py::test_bad_input_is_refused_in_one_line",
+    # arguments
+    "`batch_size`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
+    "`pieces`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
+    "`exact`": "test_programs.py::test_exact_with_no_pieces_logs_what_it_means",
+    "`seed`": "test_programs.py::test_seed_everything_is_the_default_of_the_seed",
+    "`strategy`": "test_programs.py::test_spellings_of_lightning_are_one_device",
+    "`devices`, `num_nodes`, `accelerator`": "test_programs.py::test_spellings_of_lightning_are_one_device",
+    "`accumulate_grad_batches`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
+    "`nonfinite`": "test_trainer.py::test_options_are_refused_in_one_line",
+    "`checkpoint_every`": "test_trainer.py::test_a_checkpoint_is_written_before_an_older_one_is_removed",
+    "all others": "test_programs.py::test_the_signature_has_lightnings_options",
+    # data
+    "`dataset`, `batch_size`, `shuffle`, `sampler`, `batch_sampler`, `generator`, `drop_last`, `collate_fn`": (
+        "test_loaders.py::test_the_order_of_an_epoch_is_what_the_sampler_gives"
+    ),
+    "`num_workers`, `worker_init_fn`": (
+        "test_loader_processes.py::test_loader_processes_are_set_up_by_the_users_function_and_get_the_epoch"
+    ),
+    "`pin_memory`, `persistent_workers`, `prefetch_factor`, `timeout`, `multiprocessing_context`": (
+        "test_loaders.py::test_how_a_loader_moves_its_batches_is_ours"
+    ),
+    "`self.trainer.train_dataloader`, `self.trainer.datamodule.test_dataloader()`": (
+        "test_programs.py::test_hooks_read_the_users_loaders"
+    ),
+    # hooks
+    '`x, y = batch`, `batch["x"]`, `len(batch)` in `on_train_batch_start` and `_end`': (
+        "test_batches_in_hooks.py::test_hooks_get_the_samples_of_the_step"
+    ),
+    "`outputs` of `on_train_batch_end`": "test_batches_in_hooks.py::test_hooks_get_the_samples_of_the_step",
+    "`on_before_batch_transfer`, `transfer_batch_to_device`, `on_after_batch_transfer`": (
+        "test_batches_in_hooks.py::test_hooks_of_the_transfer_get_pieces_by_position"
+    ),
+}
+
+
+def test_each_row_of_a_table_has_a_test() -> None:
+    page = (ROOT / "docs/use/lightning.md").read_text()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in re.findall(r"^\|.*", page, re.M)]
+    rows = [
+        row for row in rows if row not in ("what starts the workers", "argument", "what") and not row.startswith("|-")
+    ]
+    assert sorted(rows) == sorted(ROWS)
+    for place in ROWS.values():
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in Path(ROOT / TRAINER / file).read_text(), place

@@ -1,0 +1,307 @@
+"""`lockstep.Trainer`: what programs for Lightning write in other ways, in arguments and in data modules."""
+
+import inspect
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import LearningRateMonitor, Timer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+from trainer.small import BATCH, QUIET, Data, Net, fit, loader, samples, trainer
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.trainer.data import WatchedSize, watched
+
+
+@pytest.fixture(autouse=True)
+def global_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp_find_unused_parameters_true"},
+        {"strategy": "ddp_find_unused_parameters_false"},
+        {"strategy": DDPStrategy(find_unused_parameters=True, static_graph=False)},
+        {"strategy": SingleDeviceStrategy("cpu")},
+        {"devices": [0]},
+        {"devices": (0,)},
+        {"devices": OmegaConf.create([0])},
+        {"devices": "1"},
+        {"devices": "0,"},
+        {"accelerator": CPUAccelerator()},
+        {"deterministic": False},
+        {"deterministic": "warn"},
+        {"callbacks": (Timer(),)},
+        {"callbacks": OmegaConf.create([Timer()], flags={"allow_objects": True})},
+        {"callbacks": OmegaConf.create([], flags={"allow_objects": True})},
+        {"num_sanity_val_steps": None, "plugins": None, "barebones": False, "use_distributed_sampler": True},
+    ],
+    ids=str,
+)
+def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = fit(tmp_path / "plain", exact=True, pieces=2, max_epochs=1)
+    assert fit(tmp_path, exact=True, pieces=2, max_epochs=1, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"devices": [1], "accelerator": "auto"}, "use devices=1 in an environment with CUDA_VISIBLE_DEVICES=1"),
+        ({"devices": "0,2", "accelerator": "auto"}, "use devices=2 in an environment with CUDA_VISIBLE_DEVICES=0,2"),
+        ({"devices": ["a"]}, "must be a number of devices, or a list of their indices"),
+        ({"devices": []}, "must be a number of devices, or a list of their indices"),
+        ({"devices": "0,1"}, "this process is alone: call lockstep.launch(function, devices=2)"),
+        ({"strategy": DDPStrategy(start_method="spawn")}, "a DDPStrategy with start_method=spawn) can't be used"),
+        ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "a DDPStrategy with ddp_comm_hook) can't be used"),
+        ({"strategy": "ddp_spawn"}, "must be 'auto', 'ddp'"),
+        ({"callbacks": [pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})]}, "pytorch_lightning, and"),
+        ({"callbacks": pytorch_lightning.callbacks.EarlyStopping("val_loss")}, "is of the package pytorch_lightning"),
+    ],
+)
+def test_arguments_that_can_not_be_are_refused_in_one_line(tmp_path: Path, options: Any, line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        trainer(tmp_path, **options)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class OfOtherPackage(pytorch_lightning.LightningModule):
+    pass
+
+
+class DataOfOtherPackage(pytorch_lightning.LightningDataModule):
+    pass
+
+
+class OfLightning1(Net):
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int = 0) -> Any:
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "line"),
+    [
+        (OfOtherPackage, loader, "trainer.fit: the module OfOtherPackage is of the package pytorch_lightning, and"),
+        (
+            Net,
+            DataOfOtherPackage,
+            "trainer.fit: the data module DataOfOtherPackage is of the package pytorch_lightning",
+        ),
+        (OfLightning1, loader, "its training_step takes optimizer_idx, which is of Lightning 1"),
+    ],
+)
+def test_what_is_of_another_lightning_is_named(tmp_path: Path, module: Any, data: Any, line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        trainer(tmp_path).fit(module(), data())
+    assert line in str(refused.value)
+
+
+def test_the_signature_has_lightnings_options() -> None:
+    """LightningCLI makes its options of it."""
+    names = inspect.signature(lockstep.Trainer).parameters
+    lightnings = inspect.signature(pl.Trainer).parameters
+    assert set(lightnings) - set(names) == {"model_registry"}
+    assert {"pieces", "exact", "batch_size", "seed", "checkpoint_every"} <= names.keys()
+    assert not [each for each in names.values() if each.kind is each.VAR_KEYWORD]
+    assert lockstep.Trainer.__init__.__annotations__["max_epochs"] == lightnings["max_epochs"].annotation
+
+    class Mine(lockstep.Trainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+
+    assert Mine(**QUIET).max_epochs == 2
+    defaults = {name: each.default for name, each in names.items() if each.default is not each.empty}
+    assert lockstep.Trainer(**{**defaults, **QUIET}).max_epochs == 2, "the command line gives them all"
+    positional: Any = lockstep.Trainer
+    assert positional("cpu", "auto", 1, logger=False, max_epochs=3).max_epochs == 3
+
+
+def test_hydra_makes_a_trainer_with_callbacks(tmp_path: Path) -> None:
+    from hydra.utils import instantiate
+
+    config = {
+        "_target_": "lockstep.Trainer",
+        "default_root_dir": str(tmp_path),
+        "callbacks": [{"_target_": "lightning.pytorch.callbacks.Timer"}],
+        "logger": [{"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(tmp_path)}],
+        "accelerator": "cpu",
+        "devices": [0],
+    }
+    made = instantiate(OmegaConf.create(config))
+    assert any(isinstance(each, Timer) for each in made.callbacks)
+    assert len(made.loggers) == 1
+
+
+class Order(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net[0].reset_parameters()  # type: ignore[operator]
+
+
+def weights(folder: Path, data: Any = None, **options: Any) -> str:
+    torch.manual_seed(0)
+    module = Order()
+    torch.manual_seed(7)
+    trainer(folder, max_epochs=1, exact=True, pieces=2, **options).fit(module, data or loader())
+    return lockstep.weights_sha256(module.state_dict())
+
+
+def test_seed_everything_is_the_default_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order and dropout follow it, and a random_split in `setup`."""
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    for data in (loader, Data):
+        zero = weights(tmp_path, data())
+        assert weights(tmp_path, data(), seed=0) == zero
+        three = weights(tmp_path, data(), seed=3)
+        assert three != zero
+        assert "PL_GLOBAL_SEED" not in os.environ
+        pl.seed_everything(3, verbose=False)
+        assert weights(tmp_path, data()) == three
+        assert weights(tmp_path, data(), seed=0) == zero
+        assert os.environ["PL_GLOBAL_SEED"] == "3"
+        del os.environ["PL_GLOBAL_SEED"]
+
+
+def test_exact_with_no_pieces_logs_what_it_means(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    line = "the same bits on layouts with the same number of pieces, here 1"
+    logging.getLogger("lightning.pytorch").propagate = True
+    for options, logged in (({"exact": True}, True), ({"exact": True, "pieces": 1}, False), ({}, False)):
+        caplog.clear()
+        made = trainer(tmp_path, max_epochs=1, **options)
+        with caplog.at_level(logging.INFO, "lightning.pytorch"):
+            made.fit(Net(), loader())
+        assert (line in caplog.text) == logged
+
+
+class Split(Data):
+    def __init__(self, batch_size: int = BATCH) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+
+class InSetup(Split):
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.options["batch_size"] = self.batch_size // self.trainer.world_size  # type: ignore[union-attr]
+
+
+class InLoader(Split):
+    def train_dataloader(self) -> Any:
+        size = int(24 / self.trainer.num_devices)  # type: ignore[union-attr]
+        return DataLoader(self.train, batch_size=max(1, size))
+
+
+class PerDevice(Split):
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        trainer: Any = self.trainer
+        self.batch_size_per_device = self.hparams["batch_size"] // (trainer.num_nodes * trainer.num_devices)
+
+    def __init__(self, batch_size: int = BATCH) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_size=self.batch_size_per_device)
+
+
+class OfEnvironment(Split):
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_size=self.batch_size // torch.distributed.get_world_size())
+
+
+class Multiplied(Split):
+    """Uses the number for other things; a control."""
+
+    def train_dataloader(self) -> Any:
+        trainer: Any = self.trainer
+        assert self.batch_size % trainer.world_size == 0
+        return DataLoader(self.train, batch_size=24, num_workers=2 // trainer.world_size)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_batch_size_that_is_divided_by_the_devices_is_refused(tmp_path: Path) -> None:
+    def fits(data: type[Split], **options: Any) -> str:
+        return fit(tmp_path, data(), exact=True, pieces=2, **options)
+
+    for data in (InSetup, InLoader, PerDevice, OfEnvironment):
+        with pytest.raises(
+            UserError, match=r"has batch_size=12, which is .*24.* divided by .*give the loader batch_size=24"
+        ):
+            lockstep.launch(fits, data, devices=2)
+    assert lockstep.launch(fits, Multiplied, devices=2) == fits(Multiplied)
+    assert fits(InLoader) == fits(Multiplied), "on one device it divides by one"
+    confirmed = lockstep.launch(lambda: fits(InSetup, batch_size=12), devices=2)
+    assert confirmed != fits(InSetup)
+
+
+def test_a_watched_number_is_a_number() -> None:
+    records: list[Any] = []
+    size = watched(2, records)
+    assert (8 // size, 9 / size, divmod(9, size), 9 % size, size // 2, size + 1) == (4, 4.5, (4, 1), 1, 1, 3)
+    assert records == [(8, 4), (9, 4.5), (9, 4)]
+    assert isinstance(size * 2, WatchedSize)
+    assert size * 0.5 == 1.0
+    assert pickle.loads(pickle.dumps(size)) == 2
+    assert type(pickle.loads(pickle.dumps(size))) is int
+    assert [0, 1, 2][size] == 2
+    assert f"{size}" == "2"
+
+
+class Reads(Net):
+    """Reads loaders of the trainer and its data module in hooks, as some projects do."""
+
+    lengths: tuple[int, ...] = ()
+
+    def on_train_epoch_start(self) -> None:
+        made: Any = self.trainer.train_dataloader
+        assert made.batch_size == BATCH
+        assert len(made) == self.trainer.num_training_batches
+        assert not hasattr(made.dataset, "micro_batches")
+
+    def on_validation_end(self) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        x, _ = next(iter(data.test_dataloader()))
+        sizes = len(data.train_dataloader().dataset), len(self.trainer.val_dataloaders)  # type: ignore[arg-type]
+        self.lengths = len(x), *sizes
+
+
+class WithTest(Data):
+    def test_dataloader(self) -> Any:
+        return DataLoader(samples(), batch_size=5)
+
+
+def test_hooks_read_the_users_loaders(tmp_path: Path) -> None:
+    data, module = WithTest(), Reads()
+    trainer(tmp_path, pieces=2).fit(module, data)
+    assert module.lengths == (5, 102, 5)
+
+
+def test_a_collate_fn_of_the_data_set_that_its_loader_does_not_use_is_not_used(tmp_path: Path) -> None:
+    class Collates(torch.utils.data.TensorDataset):
+        def collate_fn(self, items: list[Any]) -> Any:
+            raise AssertionError("the loader does not use it")
+
+    data = Collates(*samples().tensors)
+    one = fit(tmp_path, loader(), exact=True, pieces=2)
+    assert fit(tmp_path, DataLoader(data, BATCH, True), exact=True, pieces=2) == one
+    with pytest.raises(AssertionError, match="the loader does not use it"):
+        fit(tmp_path, DataLoader(data, BATCH, True, collate_fn=data.collate_fn))
+
+
+def test_lightnings_callbacks_are_taken_from_lightning(tmp_path: Path) -> None:
+    fit(tmp_path, callbacks=[Timer()], max_epochs=1)
+    assert issubclass(LearningRateMonitor, pl.Callback)
