@@ -45,8 +45,8 @@ class Weighted(Net):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
         if zero:
-            nn.init.zeros_(self.net[-1].weight)
-            nn.init.zeros_(self.net[-1].bias)
+            for parameter in self.net[-1].parameters():
+                nn.init.zeros_(parameter)
         self.loss, self.alone = loss, alone
         self.losses: list[float] = []
 

@@ -302,7 +302,7 @@ class _Trial:
         Args:
             others: further kinds of layers that are in evaluation mode.
         """
-        kinds = (*DROPOUT, *others)
+        kinds: tuple[type[nn.Module], ...] = (*DROPOUT, *others)
         layers = [layer for layer in self.step.module.modules() if isinstance(layer, kinds) and layer.training]
         for layer in layers:
             layer.training = False
