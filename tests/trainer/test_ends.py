@@ -124,7 +124,7 @@ def evaluates(tmp_path: Path, place: str, error: type[BaseException], workers: i
 def test_ranks_do_not_wait_for_one_that_has_stopped(tmp_path: Path, place: str) -> None:
     def run() -> None:
         step = module_that_raises("training_step", StopIteration)
-        data = [DataLoader(Items(StopIteration if name == place else None), BATCH) for name in ("train", "val")]
+        data: Any = [DataLoader(Items(StopIteration if name == place else None), BATCH) for name in ("train", "val")]
         trainer(tmp_path, devices=2).fit(step if place == "training_step" else Net(), *data)
 
     with pytest.raises(UserError, match=r"^StopIteration was raised at .*, which ends a loop, so steps or samples"):

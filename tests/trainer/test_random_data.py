@@ -90,7 +90,7 @@ def noisy(items: list[Any]) -> Any:
     return x + 0.5 * torch.randn(x.shape) + np.random.randn() + random.random(), y  # noqa: NPY002
 
 
-def own_noise() -> Callable[[Any], Any]:
+def noise_of_a_generator() -> Callable[[Any], Any]:
     generator = np.random.default_rng()
 
     def collate(items: list[Any]) -> Any:
@@ -114,14 +114,16 @@ def train(folder: Path, transform: Any, collate: Any = None, workers: int = 0, p
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transforms_own_generator_is_seeded(tmp_path: Path, name: str) -> None:
+def test_a_generator_of_a_transform_is_seeded(tmp_path: Path, name: str) -> None:
     one = train(tmp_path, TRANSFORMS[name])
     assert train(tmp_path, TRANSFORMS[name]) == one, "though it is another generator"
     assert train(tmp_path, TRANSFORMS[name], seed=1) != one
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize(("transform", "collate"), [("late", None), ("numpy", noisy), ("torch", own_noise())])
+@pytest.mark.parametrize(
+    ("transform", "collate"), [("late", None), ("numpy", noisy), ("torch", noise_of_a_generator())]
+)
 def test_loader_processes_ranks_and_a_resume_give_the_same(tmp_path: Path, transform: str, collate: Any) -> None:
     make = TRANSFORMS[transform]
     one = train(tmp_path / "a", make, collate)

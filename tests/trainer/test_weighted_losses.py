@@ -29,7 +29,7 @@ def ignoring(x: Tensor, logits: Tensor, y: Tensor) -> Any:
 
 
 def masked(x: Tensor, logits: Tensor, y: Tensor) -> Any:
-    """Some pieces have no sample: their loss is nan, and so are the gradients of their parameters."""
+    """Return the loss of some samples. A piece may have none: its loss and gradients are nan."""
     mask = (x[:, 0] > 0.9).float()
     return {"loss": (F.cross_entropy(logits, y, reduction="none") * mask).sum() / mask.sum(), "weight": mask.sum()}
 
@@ -45,8 +45,8 @@ class Weighted(Net):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
         if zero:
-            nn.init.zeros_(self.net[-1].weight)
-            nn.init.zeros_(self.net[-1].bias)
+            for parameter in self.net[-1].parameters():
+                nn.init.zeros_(parameter)
         self.loss, self.alone = loss, alone
         self.losses: list[float] = []
 
@@ -122,7 +122,7 @@ def dice(x: Tensor, logits: Tensor, y: Tensor) -> Any:
 
 
 def rare(x: Tensor, logits: Tensor, y: Tensor) -> Any:
-    """A batch that has one class only, so that its class weights do not show."""
+    """Return the loss of samples of one class only, which does not show its class weights."""
     return F.cross_entropy(logits, y * 0, weight=CLASS_WEIGHTS)
 
 

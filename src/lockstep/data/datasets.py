@@ -512,7 +512,7 @@ def _fetched(dataset: Any, ids: Ids, seed: int, epoch: int | Ids, generators: Ge
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     has_getitems, collates = hasattr(dataset, "__getitems__"), hasattr(dataset, "collate_fn")
     is_random = vars(type(dataset)).get("uses_random_numbers", True)
-    items = []
+    items: Any = []
     if not is_random:
         items = dataset.__getitems__(ids) if has_getitems else [dataset[index] for index in ids.tolist()]
         if not isinstance(items, list):

@@ -237,9 +237,10 @@ def no_silent_end(*more: type[BaseException]) -> Iterator[None]:
     Raises:
         StepRefused: user code raised one of them.
     """
+    kinds: tuple[type[BaseException], ...] = (*ENDS, *more)
     try:
         yield
-    except (*ENDS, *more) as end:
+    except kinds as end:
         raise refused_end(end) from end
 
 

@@ -226,7 +226,7 @@ class _Trial:
         try:
             with self._without_dropout(BATCH_NORMS), torch.no_grad(), WeightedMeans() as means:
                 losses = Losses(self, self.step.prepared(self.micro_batch))
-                if losses.are_alike(blocks):  # of a network whose last layer begins with zeros, for example
+                if losses.are_almost_equal(blocks):  # of a network whose last layer begins with zeros, for example
                     losses.move = True
                 wrong = losses.differ_from_mean(blocks, range(count))
                 other_mean = wrong and not losses.weighted and losses.follow_other_mean(borders)
@@ -302,7 +302,7 @@ class _Trial:
         Args:
             others: further kinds of layers that are in evaluation mode.
         """
-        kinds = (*DROPOUT, *others)
+        kinds: tuple[type[nn.Module], ...] = (*DROPOUT, *others)
         layers = [layer for layer in self.step.module.modules() if isinstance(layer, kinds) and layer.training]
         for layer in layers:
             layer.training = False
@@ -439,13 +439,13 @@ class Losses:
         scale = max(abs(loss) for loss, _ in self.known.values() if math.isfinite(loss))
         self._smallest = max(self._share * scale, 20 * rounding, 1e-12)
 
-    def are_alike(self, blocks: Sequence[range]) -> bool:
+    def are_almost_equal(self, blocks: Sequence[range]) -> bool:
         """Check whether samples have almost the same loss, so that each mean of them is the same."""
         losses = [self.of(rows)[0] for rows in blocks]
-        alike = max(losses) - min(losses) <= 10 * MIN_DIFFERENCE * max(map(abs, losses))
-        if alike:
+        equal = max(losses) - min(losses) <= 10 * MIN_DIFFERENCE * max(map(abs, losses))
+        if equal:
             self.known.clear()
-        return alike
+        return equal
 
     def are_random(self, rows: range) -> bool:
         """Check whether a loss depends on random numbers of the piece."""
@@ -484,7 +484,7 @@ class Losses:
         if not (weight_a > 0 and weight_c > 0):
             return False
         expected = (weight_a * a + b + weight_c * c) / (weight_a + 1 + weight_c)
-        # The differences of losses that are nearly alike say little about the weights.
+        # The differences of losses that are nearly equal say little about the weights.
         error = smallest * (1 + abs(a - abc) / abs(a - ab) + abs(c - abc) / abs(c - bc))
         return abs(expected - abc) <= error
 
