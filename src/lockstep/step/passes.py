@@ -71,8 +71,8 @@ class StepPasses:
         gradients: sums the gradients of a step's pieces.
         hooks: the hooks of each step.
         seed: the run's seed. The random numbers inside a piece depend on it, the step and the piece.
-        forward: takes the data of a micro-batch and returns the result of `training_step`.
-        backward: takes a weighted loss and runs its backward pass.
+        forward: takes the data of a micro-batch, and the micro-batch; returns the result of `training_step`.
+        backward: takes a weighted loss, and the micro-batch; runs the backward pass.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class StepPasses:
         gradients: GradientSum,
         hooks: Sequence[StepHook],
         seed: int,
-        forward: Callable[[Any], Any],
-        backward: Callable[[Tensor], None],
+        forward: Callable[[Any, MicroBatch], Any],
+        backward: Callable[[Tensor, MicroBatch], None],
     ) -> None:
         self.trainer = trainer
         self.gradients = gradients
@@ -280,14 +280,14 @@ class Step:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
-            return outputs_of(self.passes.forward(batch))
+            return outputs_of(self.passes.forward(batch, micro_batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Weight a micro-batch's loss and run its backward pass."""
         weight = 1.0
         if self.strategy.has_last_stage:  # an earlier stage receives a gradient that is weighted already
             weight = self.passes.gradients.weight(micro_batch, self.batch)
-        self.passes.backward(loss if weight == 1 else loss * weight)
+        self.passes.backward(loss if weight == 1 else loss * weight, micro_batch)
 
     def prepared(self, micro_batch: MicroBatch) -> Any:
         """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
