@@ -56,6 +56,7 @@ class StepDataModule(pl.LightningDataModule):
 
     Attributes:
         order: the order of the training samples.
+        batch_sizes: samples of a batch of `val` and `test` by which limits of batches count; else the layout's.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class StepDataModule(pl.LightningDataModule):
         self.trains = trains
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
-        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by samples of the set and limit of batches
+        self.batch_sizes: dict[str, int] = {}
+        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split and the samples that are evaluated
+        self._chunks_of: dict[Any, list[tuple[int, int]]] = {}  # by split, rank, samples, and those that are evaluated
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -163,17 +166,20 @@ class StepDataModule(pl.LightningDataModule):
 
     def first_sample(self, split: str, batch_idx: int) -> int:
         """Return the number of the first sample of a batch that this process evaluates; 0 if it has no sample."""
-        chunks = self._chunks(getattr(self.splits, split))
+        chunks = self._chunks(split, self.rank)
         return chunks[batch_idx][0] if chunks else 0
+
+    def samples_of_batch(self, split: str, batch_idx: int) -> int:
+        """Return the number of samples of a batch that this process evaluates; 1 if it has no sample."""
+        chunks = self._chunks(split, self.rank)
+        start, stop = chunks[batch_idx] if chunks else (0, 1)
+        return stop - start
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
-        limited_by = "predict" if getattr(self.trainer, "predicting", False) else split
-        limit = getattr(self.trainer, f"limit_{limited_by}_batches", None)
-        key = len(getattr(self.splits, split)), limit
+        key = split, self._most(split)
         if key not in self._shares:
-            ranks = range(self.layout.replicas)
-            chunks = [limited(chunks_of_rank(key[0], self.layout, rank, self.trains), limit) for rank in ranks]
+            chunks = [self._chunks(split, rank) for rank in range(self.layout.replicas)]
             self._shares[key] = tuple(
                 EvaluationShare(len(each), sum(stop - start for start, stop in each)) for each in chunks
             )
@@ -181,12 +187,24 @@ class StepDataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
         dataset = self._dataset_of(split)
-        chunks = self._chunks(dataset) or [(0, 1)] * min_batches
+        chunks = self._chunks(split, self.rank) or [(0, 1)] * min_batches
         checked = ChunkDataset(dataset, self._label_check(split), chunks)
         return self._loader(checked, ChunkSampler(chunks))
 
-    def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
-        return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)
+    def _chunks(self, split: str, rank: int) -> list[tuple[int, int]]:
+        samples, most = len(getattr(self.splits, split)), self._most(split)
+        key = split, rank, samples, most
+        if key not in self._chunks_of:  # each batch of an evaluation asks
+            self._chunks_of[key] = chunks_of_rank(samples, self.layout, rank, self.trains, most)
+        return self._chunks_of[key]
+
+    def _most(self, split: str) -> int:
+        """Return how many samples of `val` or `test` are evaluated, over all processes: its batches may be limited."""
+        part = "predict" if getattr(self.trainer, "predicting", False) else split
+        name = f"limit_{part}_batches"
+        limit = getattr(self.trainer, "limits", {}).get(name, getattr(self.trainer, name, None))
+        batch_size = self.batch_sizes.get(split) or self.layout.batch_size
+        return limited(len(getattr(self.splits, split)), batch_size, limit, name)
 
     def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)

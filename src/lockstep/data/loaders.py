@@ -16,6 +16,7 @@ from lockstep.arithmetic.streams import StreamOrder, shards_of_chunks
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
 from lockstep.data.streams import reads_ahead
+from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
@@ -284,7 +285,9 @@ class ChunkDataset:
             self._announced_shard = last_shard
 
 
-def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
+def chunks_of_rank(
+    num_samples: int, layout: Layout, rank: int, trains: bool = True, most: int | None = None
+) -> list[Chunk]:
     """Return the chunks of neighbouring samples that a process evaluates.
 
     Over all processes, every sample is in exactly one chunk. The size of a chunk is the same on all layouts with the
@@ -299,6 +302,7 @@ def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = T
         num_samples: number of samples of the evaluation set.
         rank: the process's number among `layout.replicas`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
+        most: only so many of the first samples are evaluated, over all processes; None: all.
 
     Returns:
         `(start, stop)` of each chunk; empty if there are fewer chunks than processes.
@@ -307,16 +311,32 @@ def chunks_of_rank(num_samples: int, layout: Layout, rank: int, trains: bool = T
     size = max(piece, min(2 * piece, 128)) if trains else piece
     size = min(-(-num_samples // layout.pieces), size)
     # the last chunk may be short
-    chunks = [(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
+    stop = num_samples if most is None else min(most, num_samples)
+    chunks = [(start, min(start + size, stop)) for start in range(0, stop, size)]
     borders = cuts(len(chunks), layout.replicas)
     return chunks[borders[rank] : borders[rank + 1]]
 
 
-def limited(chunks: list[Chunk], limit: int | float | None) -> list[Chunk]:
-    """Return the chunks that Lightning evaluates under a `limit_val_batches`: a number, or a part of them."""
-    if limit is None:
-        return chunks
-    return chunks[: limit if isinstance(limit, int) else int(len(chunks) * limit)]
+def limited(num_samples: int, batch_size: int, limit: int | float | None, name: str) -> int:
+    """Return the number of samples that an evaluation has under a limit such as Lightning's `limit_val_batches`.
+
+    Args:
+        num_samples: samples of the evaluation set.
+        batch_size: samples of a batch, over all processes.
+        limit: a number of batches, or as a float a part of them; None: all.
+        name: the limit's name, for messages.
+
+    Raises:
+        UserError: a part that is less than one batch.
+    """
+    if limit is None or (limit == 1.0 and isinstance(limit, float)):
+        return num_samples
+    batches = -(-num_samples // batch_size)
+    number = limit if isinstance(limit, int) else int(batches * limit)
+    if limit and not number and batches:
+        least = f"give at least {1 / batches:.3g}, or a whole number of batches"
+        raise UserError(f"{name}={limit} of {batches} batches is less than one: {least}")
+    return min(number * batch_size, num_samples)
 
 
 def gains_from_loader_processes(dataset: Any) -> bool:

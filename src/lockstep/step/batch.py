@@ -1,7 +1,7 @@
 """What a loader yields, one process's part of one optimizer step, and the interface of the data module."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +56,7 @@ class StepBatch:
         all_ranks_have_data: whether every process has a sample in this step.
         most_micro_batches: the number of micro-batches of the process that has most of them.
         skipped: whether the gradient was not finite and the step was skipped (`nonfinite=skip`). Set during the step.
+        returned: the numbers that `training_step` has returned for each micro-batch. Set during the step.
     """
 
     micro_batches: list[MicroBatch]
@@ -66,6 +67,7 @@ class StepBatch:
     all_ranks_have_data: bool
     most_micro_batches: int = 0
     skipped: bool = False
+    returned: list[dict[str, Tensor]] = field(default_factory=list)
 
     @property
     def num_local_samples(self) -> int:
@@ -128,6 +130,9 @@ class StepData(Protocol):
 
     def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates."""
+
+    def samples_of_batch(self, split: str, batch_idx: int) -> int:
+        """Return the number of samples of a batch of `val` or `test` that this process evaluates."""
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""

@@ -13,7 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -27,7 +29,8 @@ from torchmetrics import Metric
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
-from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics, differs, remedy
+from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
+from lockstep.step.logged_values import differs, remedy
 from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
@@ -210,8 +213,11 @@ class StepLogs(_LoggerConnector):
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Set the weight of means that hooks log: the samples, which Lightning can't count in a `StepBatch`."""
         super().on_batch_start(batch, dataloader_idx)
-        if not isinstance(batch, StepBatch) and self.trainer.evaluating:
-            self.trainer.strategy.start_evaluation_batch()
+        trainer = self.trainer
+        if not isinstance(batch, StepBatch) and trainer.evaluating:
+            trainer.strategy.start_evaluation_batch()
+            split, number = "test" if trainer.testing else "val", trainer._active_loop.batch_progress.current.ready - 1
+            trainer._results.batch_size = data_of(trainer).samples_of_batch(split, number)
 
     def on_batch_end(self) -> None:
         """Let the strategy check what the module's hooks of an evaluation batch have done, and reduce a step's values.
@@ -380,6 +386,49 @@ class StepLogs(_LoggerConnector):
         loop._batches_that_stepped = counted
 
 
+class LimitedSamples:
+    """For a loop of an evaluation: the data module applies the limit of batches, which counts those of all ranks.
+
+    See it: limit_val_batches=2 on two ranks; Lightning evaluates two batches of each rank.
+    """
+
+    trainer: Any
+    _prefix: str
+
+    def setup_data(self) -> None:
+        """Make the loader, whose length is what the limit leaves."""
+        trainer, name = self.trainer, f"limit_{self._prefix}_batches"
+        limit = getattr(trainer, name)
+        try:
+            trainer.limits = {name: limit}
+            setattr(trainer, name, 1.0 if limit else limit)
+            super().setup_data()  # type: ignore[misc]
+        finally:
+            trainer.limits = {}
+            setattr(trainer, name, limit)
+
+
+class LimitedEvaluation(LimitedSamples, _EvaluationLoop):
+    """Lightning's loop of an evaluation; see `LimitedSamples`."""
+
+    @property
+    def _prefix(self) -> str:  # type: ignore[override]
+        return self._stage.dataloader_prefix or ""
+
+
+class LimitedPrediction(LimitedSamples, _PredictionLoop):
+    """Lightning's loop of a prediction; see `LimitedSamples`."""
+
+    _prefix = "predict"
+
+
+def with_limited_samples(loop: Any) -> Any:
+    """Return a loop like one that Lightning has made; see `LimitedSamples`."""
+    if isinstance(loop, _PredictionLoop):
+        return LimitedPrediction(loop.trainer, loop.inference_mode)
+    return LimitedEvaluation(loop.trainer, loop._trainer_fn, loop._stage, loop.verbose, loop.inference_mode)
+
+
 def _monitors(trainer: Any) -> list[tuple[str, str]]:
     """Return what follows a metric, in words, and the metric's name."""
     callbacks = [(type(each).__name__, getattr(each, "monitor", None)) for each in trainer.callbacks]
@@ -447,6 +496,7 @@ class StepEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
+        self.val_loop = with_limited_samples(self.val_loop)
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
         self._logged: dict[str, Any] = {}  # from a checkpoint: what was logged since its epoch began
@@ -461,7 +511,8 @@ class StepEpochLoop(_TrainingEpochLoop):
         state, results, trainer = super().on_save_checkpoint(), self._results, self.trainer
         if trainer.state.fn == "fit" and not self._num_ready_batches_reached():
             gather = (lambda value: [value]) if results.alone else gather_objects
-            state["logged"] = results.state(gather)
+            if logged := results.state(gather):
+                state["logged"] = logged
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from lockstep.step.lightning_quirks import (
     call_hook,
     call_of_module,
     call_of_strategy,
+    with_limited_samples,
     with_quick_hooks,
 )
 from lockstep.step.memory import optimizer_memory_advice
@@ -63,6 +64,9 @@ class StepTrainer(QuickStage, pl.Trainer):
         self.fit_loop = StepFitLoop(self, default_loop.min_epochs, default_loop.max_epochs)
         limits = default_loop.min_steps, default_loop.max_steps
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
+        for name in ("validate_loop", "test_loop", "predict_loop"):
+            setattr(self, name, with_limited_samples(getattr(self, name)))
+        self.limits: dict[str, Any] = {}  # while loaders are made: the user's limits of batches, by name
         self.fit_loop.epoch_loop._results = TrainingLogs()
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()

@@ -140,6 +140,7 @@ class StepPasses:
         if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
             self.flush()
             buffers.end_of_epoch()
+        step_batch.returned = step.outputs
         return step.means()
 
     def before_optimizer_step(self, step: "Step") -> None:

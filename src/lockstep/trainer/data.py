@@ -221,6 +221,7 @@ class OwnedData(StepDataModule):
         self.owner = owner
         workers = max(each.num_workers for each in sets.values())
         super().__init__(sample_sets(sets), layout, seed, rank, workers, trains)
+        self.batch_sizes = {part: each.batch_size for part, each in sets.items() if each.batch_size}
 
     def __getattr__(self, name: str) -> Any:
         owner = self.__dict__.get("owner")
