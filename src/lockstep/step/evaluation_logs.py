@@ -46,7 +46,10 @@ class EvaluationLogs(_ResultCollection):
 
     Attributes:
         uncertain: the names of values that are others on one device, each with the hook that logs it.
+        speaks: whether a line names them: on rank zero.
     """
+
+    speaks = True
 
     def __init__(self) -> None:
         super().__init__(training=False)
@@ -87,7 +90,8 @@ class EvaluationLogs(_ResultCollection):
             item._computed = torch.tensor(result, dtype=one.dtype, device=item.value.device)
             if not certain:
                 self.uncertain[one.name] = one.fx
-                name_once(one, self._noticed)
+                if self.speaks:
+                    name_once(one, self._noticed)
 
     def _local_logs(self) -> dict[str, Logged]:
         """Return the logged values of this rank, by key."""
@@ -111,7 +115,10 @@ class TrainingLogs(_ResultCollection):
         alone: whether this process has all pieces. Then values are reduced when they are read. If not, they are reduced
             in steps in which all ranks call `reduce`, and reads between them get the values of the last one.
         uncertain: the names of values that are others on one device, each with the hook that logs it.
+        speaks: whether a line names them: on rank zero.
     """
+
+    speaks = True
 
     def __init__(self) -> None:
         super().__init__(training=True)
@@ -239,7 +246,8 @@ class TrainingLogs(_ResultCollection):
             setattr(item, "_forward_cache" if on_step else "_computed", result)
             if not certain:
                 self.uncertain[about.name] = about.fx
-                name_once(about, self._noticed)
+                if self.speaks:
+                    name_once(about, self._noticed)
 
     def _item(self, key: str, about: Key) -> Any:
         """Return the entry of a key in this collection. A rank that has not logged it adds it."""

@@ -243,7 +243,8 @@ class StepLogs(_LoggerConnector):
         """Find out in which steps something reads what training logs. Every rank calls this."""
         trainer = self.trainer
         several = trainer.world_size > 1 and not trainer.strategy.staged
-        trainer.fit_loop.epoch_loop._results.alone = not several
+        results = trainer.fit_loop.epoch_loop._results
+        results.alone, results.speaks = not several, trainer.is_global_zero
         plateaus = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
         timed = any(getattr(each, "_train_time_interval", None) for each in trainer.callbacks)
         reads = plateaus or timed, _read_metrics(trainer.lightning_module, *trainer.callbacks)
@@ -366,6 +367,7 @@ class StepLogs(_LoggerConnector):
         """
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
+        results.speaks = trainer.is_global_zero
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
         samples = data_of(trainer).num_local_samples("test" if trainer.testing else "val") if several else 1
         results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)

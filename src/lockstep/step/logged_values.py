@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lockstep.arithmetic.exact_total import ExactTotal
@@ -320,7 +319,7 @@ def name_once(about: Any, noticed: set[str]) -> None:
         about: a `Key` or `Logged`.
         noticed: the names that have such a line. The new one is added.
     """
-    if about.name in noticed or getattr(rank_zero_only, "rank", None):
+    if about.name in noticed:
         return
     noticed.add(about.name)
     weighted = ", weighted by samples" * (about.reduction == "mean")
