@@ -3,6 +3,7 @@
 import math
 import random
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.arithmetic.exact_total import ExactTotal
 from lockstep.callbacks.ranks import Diverged, ReplicaConsistencyCheck
+from lockstep.checkpoint.io import AtomicCheckpointIO, load
 from lockstep.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,7 +137,7 @@ def test_a_steps_value_is_that_of_all_its_samples(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_schedules_that_follow_training_decide_alike(ranks: Ranks, interval: str) -> None:
+def test_schedules_that_follow_training_decide_the_same(ranks: Ranks, interval: str) -> None:
     class Follows(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -155,7 +157,7 @@ def test_schedules_that_follow_training_decide_alike(ranks: Ranks, interval: str
     assert rates.pop()[0] < 0.5, "the control: the rate has changed"
 
 
-def test_early_stopping_by_training_ends_alike(ranks: Ranks) -> None:
+def test_early_stopping_by_training_ends_at_one_step(ranks: Ranks) -> None:
     class Follows(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -265,7 +267,7 @@ def test_what_differs_between_ranks_is_named_and_not_followed(
     ranks: Ranks, caplog: pytest.LogCaptureFixture, kind: type[Net], place: str
 ) -> None:
     net: Any = kind()
-    options = {"evaluated": 20, "num_sanity_val_steps": 0}
+    options: dict[str, Any] = {"evaluated": 20, "num_sanity_val_steps": 0}
     fits(ranks, net, 2, **options)
     step = "validation_step" if "validation" in place else "training_step"
     differs = f"val_mean, logged in {place}, differs between ranks"
@@ -309,7 +311,7 @@ def test_ranks_that_differ_are_noticed_without_validation_and_checkpoints(
     net, layout = Changes(), layout_of(2, exact=True)
 
     def of_rank(rank: int) -> Any:
-        options = {"train": 24, "max_epochs": 2, "limit_val_batches": 0}
+        options: dict[str, Any] = {"train": 24, "max_epochs": 2, "limit_val_batches": 0}
         return fit(rank, net, layout, callbacks_of=lambda: [ReplicaConsistencyCheck()], **options)
 
     for error in ranks(2, of_rank, errors=Diverged):
@@ -359,3 +361,48 @@ def test_a_pass_that_is_repeated_counts_once(ranks: Ranks) -> None:
     for world in (1, 2):
         for each in fits(ranks, Repeats(norm=False, dropout=0.0), world, train=26, limit_val_batches=0):
             assert (each.metrics["samples_step"], each.metrics["samples_epoch"]) == (2, 26)
+
+
+# --- limits of batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 0.5])
+def test_a_limit_of_batches_evaluates_the_same_samples_on_all_layouts(ranks: Ranks, limit: float) -> None:
+    net = Net(norm=False)
+    limited, whole = (
+        {
+            each.metrics["val/loss"]
+            for world in (1, 2, 3)
+            for each in fits(ranks, net, world, evaluated=25, batch_size=6, pieces=3, limit_val_batches=number)
+        }
+        for number in (limit, 1.0)
+    )
+    assert len(limited) == len(whole) == 1
+    assert limited != whole
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_an_epoch_goes_on_after_a_resume_on_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    class Saves(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.log("number", float(batch_idx), on_step=False, on_epoch=True)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.trainer.global_step == 2:
+                self.trainer.save_checkpoint(tmp_path / "cut.ckpt", weights_only=False)
+
+    net = Saves(norm=False)
+    [one] = fits(ranks, net, 1, plugins_of=lambda: [AtomicCheckpointIO()], **OPTIONS)
+    file = tmp_path / "cut.ckpt"
+    assert load(file)["loops"]["fit_loop"]["epoch_loop.state_dict"]["logged"]
+    layouts: list[dict[str, Any]] = [{"world": 1}, {"world": 2, "strategy": "dp"}]
+    for layout in layouts:
+        for each in fits(ranks, net, **layout, ckpt=file, plugins_of=lambda: [AtomicCheckpointIO()], **OPTIONS):
+            assert each.metrics == one.metrics
