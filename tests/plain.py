@@ -44,7 +44,9 @@ class FakeBatch:
     skipped = False
 
     def __init__(self, number: int, local: int = SIZE, samples: int = SIZE) -> None:
-        self.num_local_samples, self.samples = local, samples
+        self.num_local_samples, self.samples, self.size = local, samples, local
+        self.micro_batches = [self]
+        self.returned: list[dict[str, Tensor]] = []
         self.x = torch.full((SIZE, 3), float(number))
         self.y = torch.arange(SIZE) % 2
 
@@ -77,7 +79,9 @@ class Plain(pl.LightningModule):
         self.layer = nn.Linear(3, 2)
 
     def training_step(self, batch: FakeBatch, batch_idx: int) -> Any:
-        return nn.functional.cross_entropy(self.layer(batch.x), batch.y)
+        loss = nn.functional.cross_entropy(self.layer(batch.x), batch.y)
+        batch.returned = [{"loss": loss.detach()}]
+        return loss
 
     def validation_step(self, batch: FakeBatch, batch_idx: int) -> None:
         score = self.scores[self.current_epoch % len(self.scores)]
@@ -95,7 +99,9 @@ class Counting(Plain):
 
     def training_step(self, batch: FakeBatch, batch_idx: int) -> dict[str, Tensor]:
         zero = super().training_step(batch, batch_idx) * 0
-        return {"loss": zero + self.trainer.global_step + 1, "acc": torch.tensor(0.25)}
+        values = {"loss": zero + self.trainer.global_step + 1, "acc": torch.tensor(0.25)}
+        batch.returned = [{name: value.detach() for name, value in values.items()}]
+        return values
 
 
 # A Trainer that only trains.

@@ -133,6 +133,7 @@ def test_a_choice_of_lightning_hydra_template_is_named_as_it_is_here(argument: s
         ("learnign_rate", "lr"),
         ("trainer.fast_dev_run", "debug=batch"),
         ("trainer.limit_train_batches", "max_steps"),
+        ("trainer.limit_val_batches", "+debug.trainer.limit_val_batches"),
         ("bath_size", None),  # a typo of a key that exists
     ],
 )

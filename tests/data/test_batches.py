@@ -172,17 +172,26 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     assert max(batches) == size
 
 
-def test_a_limit_of_batches_limits_what_each_rank_evaluates() -> None:
-    data: Any = module(splits(arrays(9), evaluated=arrays(40)), layout(2, 8, 2))
-    whole = data.evaluation_shares("val")
-    assert (sum(share.batches for share in whole), sum(share.samples for share in whole)) == (5, 40)
-    for limit in (1, 0.5):
-        data.trainer.limit_val_batches = limit
-        assert data.evaluation_shares("val") == ((1, 8), (1, 8))
-    assert data.num_local_samples("val") == 8
-    assert data.evaluation_shares("test") == whole
-    data.trainer.predicting, data.trainer.limit_predict_batches = True, 1
-    assert data.evaluation_shares("test") == ((1, 8), (1, 8)), "predictions have a limit of their own"
+def test_a_limit_of_batches_counts_those_of_all_ranks() -> None:
+    """A batch is one of the loader, or of the step: here of 8 samples in two chunks, and of 12."""
+    for ranks in (1, 2, 4):
+        data: Any = module(splits(arrays(9), evaluated=arrays(40)), layout(ranks, 8, 2 * ranks))
+        whole = data.evaluation_shares("val")
+        assert sum(share.samples for share in whole) == 40
+        for batch_size, limit, samples in ((8, 1, 8), (8, 3, 24), (8, 0.5, 16), (8, 9, 40), (12, 1, 12), (12, 2, 24)):
+            data.batch_sizes["val"], data.trainer.limit_val_batches = batch_size, limit
+            shares = data.evaluation_shares("val")
+            assert sum(share.samples for share in shares) == samples
+            assert data.num_local_samples("val") == shares[0].samples
+            assert sum(len(y) for _, y in data.val_dataloader()) == shares[0].samples
+            assert data.samples_of_batch("val", 0) == len(next(iter(data.val_dataloader()))[1])
+        assert data.evaluation_shares("test") == whole
+        data.trainer.predicting, data.trainer.limit_predict_batches = True, 1
+        shares = data.evaluation_shares("test")
+        assert sum(share.samples for share in shares) == 8, "predictions have a limit of their own"
+    data.trainer.limit_predict_batches = 0.1
+    with pytest.raises(UserError, match=r"limit_predict_batches=0.1 of 5 batches is less than one: give at least 0.2"):
+        data.evaluation_shares("test")
 
 
 class Quick(Noisy):

@@ -3,8 +3,10 @@
 It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
 """
 
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +187,12 @@ def test_one_piece_is_lightnings_loop(tmp_path: Path, options: dict[str, Any]) -
     plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
     assert calls == expected
     assert "on_before_optimizer_step 0" in calls
-    assert trainer.logger.lines == [plural(line) for line in plain.logger.lines]
+    assert rounded(trainer.logger.lines) == rounded(map(plural, plain.logger.lines))
     assert torch.equal(weights(ours), weights(theirs))
     assert trainer.global_step == plain.global_step
     assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
     for name, value in plain.callback_metrics.items():
-        assert torch.equal(trainer.callback_metrics[name], value), name
+        torch.testing.assert_close(trainer.callback_metrics[name], value, rtol=1e-12, atol=0, msg=name)
     assert trainer.fit_loop.state_dict() == plain.fit_loop.state_dict()
 
 
@@ -235,6 +237,11 @@ def test_a_checkpoint_may_have_weights_alone(tmp_path: Path) -> None:
     for weights_only in (False, True):
         trainer.save_checkpoint(file := tmp_path / f"{weights_only}.ckpt", weights_only=weights_only)
         assert ("optimizer_states" in torch.load(file, weights_only=False)) is not weights_only
+
+
+def rounded(lines: Iterable[str]) -> list[str]:
+    """Return lines with their numbers rounded: means of an epoch are rounded once, Lightning's at each step."""
+    return [re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.12g}", line) for line in lines]
 
 
 def plural(line: str) -> str:

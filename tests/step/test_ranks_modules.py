@@ -186,19 +186,6 @@ def test_more_ranks_than_validation_samples(ranks: Ranks, evaluated: int) -> Non
         assert each.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-4)
 
 
-class Shares(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("shared", loss, sync_dist=True)
-        return loss
-
-
-def test_a_steps_value_with_sync_dist_is_named(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks have two pieces and one, so it can't be reduced. Each rank logs it: a run prints rank zero's lines only."""
-    fits(ranks, Shares(), 2, pieces=3)
-    assert caplog.text.count("shared, logged in training_step: sync_dist=True has no effect") == 2
-
-
 class Augments(Net):
     """Draws random numbers in its hook for batches, and in its forward."""
 

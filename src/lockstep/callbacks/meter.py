@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lockstep.arithmetic.exact_total import ExactTotal
 from lockstep.data.streams import fetch_counts
 from lockstep.launch.process_group import gather_objects
+from lockstep.step.logged_values import on_host
 from lockstep.step.memory import peak_memory
 from lockstep.step.passes import numbers_of
 
@@ -109,7 +111,11 @@ class Meter(Callback):
         self._names: list[str] = []  # names of the values that training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # values and samples of steps not summed yet
         self._since: dict[str, Tensor] = {}  # by name: sum and weight over all ranks since the previous measurement
-        self._epoch: dict[str, Tensor] = {}  # the same, since the epoch began
+        # the same since the epoch began, without rounding, so that layouts have the same bits, and what of it is still
+        # to be added: for each step the values of this rank's pieces, and the samples of each
+        self._epoch: dict[str, tuple[ExactTotal, int]] = {}
+        self._pieces: list[tuple[list[dict[str, Tensor]], list[int]]] = []
+        self._local: dict[str, tuple[ExactTotal, int]] = {}  # this rank's part that `_epoch` lacks
         self._epoch_number = -1
 
     @property
@@ -132,6 +138,7 @@ class Meter(Callback):
         self._wait_began = self._speed.now()
         if self._epoch_number != trainer.current_epoch:  # a resumed epoch keeps its sums
             self._epoch, self._epoch_number = {}, trainer.current_epoch
+            self._pieces, self._local = [], {}
 
     def exclude_seconds(self, seconds: float) -> None:
         """Leave `seconds` between two steps out of the waiting time for data."""
@@ -147,6 +154,7 @@ class Meter(Callback):
             self._returned.append(({name: torch.zeros_like(value) for name, value in outputs.items()}, 0))
         elif batch.num_local_samples:
             self._returned.append((outputs, batch.num_local_samples))
+            self._pieces.append((batch.returned, [micro_batch.size for micro_batch in batch.micro_batches]))
         self.just_measured = self.due(trainer, trainer.global_step)
         if self.just_measured:
             self._measure(trainer, pl_module)
@@ -164,20 +172,21 @@ class Meter(Callback):
         self._speed.exclude_since(self._wait_began)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._collect(trainer, pl_module)
-        # All ranks have the same numbers. The maximum keeps their bits; Lightning's mean over 3 ranks would round.
-        how: dict[str, Any] = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "sync_dist": True}
-        means = {tag: mean.to(pl_module.device) for tag, mean in _means(self._epoch).items()}
-        pl_module.log_dict(means, logger=False, **how)
+        self._collect_epoch(trainer)
+        means = {f"train/{name}": total.over(samples) for name, (total, samples) in self._epoch.items() if samples}
+        tensors = {tag: torch.tensor(mean, dtype=torch.float64) for tag, mean in means.items()}
+        pl_module.log_dict(tensors, logger=False, on_step=False, on_epoch=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._collect(trainer, pl_module)
-        checkpoint["meter"] = {"samples_seen": self.samples_seen, "epoch": self._epoch_number, "sums": self._epoch}
+        self._collect_epoch(trainer)
+        sums = {name: [hex(total.units), total.broken, samples] for name, (total, samples) in self._epoch.items()}
+        checkpoint["meter"] = {"samples_seen": self.samples_seen, "epoch": self._epoch_number, "sums": sums}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("meter")
         if saved is not None and trainer.state.fn == "fit":
-            self.samples_seen, self._epoch_number, self._epoch = (saved[k] for k in ("samples_seen", "epoch", "sums"))
+            self.samples_seen, self._epoch_number, sums = (saved[k] for k in ("samples_seen", "epoch", "sums"))
+            self._epoch = {name: (ExactTotal(int(units, 16), broken), n) for name, (units, broken, n) in sums.items()}
 
     # --- measuring ---
 
@@ -198,10 +207,36 @@ class Meter(Callback):
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
         counted_rows = rows[:1] if trainer.strategy.staged else rows  # all stages of a network have the same values
         total = counted_rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
-        for running_sums in (self._since, self._epoch):
-            for name, new in zip(self._names, total, strict=True):
-                running_sums[name] = running_sums[name] + new if name in running_sums else new
+        for name, new in zip(self._names, total, strict=True):
+            self._since[name] = self._since[name] + new if name in self._since else new
+        self._add_pieces()
         return rows[:, sums.numel() :]
+
+    def _add_pieces(self) -> None:
+        """Add the values of the pieces of this rank's last steps to its part of the epoch's sums."""
+        steps, self._pieces = self._pieces, []
+        for name in dict.fromkeys(name for returned, _ in steps for numbers in returned for name in numbers):
+            pairs = [
+                (numbers[name], samples)
+                for returned, sizes in steps
+                for numbers, samples in zip(returned, sizes, strict=True)
+                if name in numbers
+            ]
+            values = on_host([value for value, _ in pairs])
+            total, count = self._local.setdefault(name, (ExactTotal(), 0))
+            total.add([value * samples for value, (_, samples) in zip(values, pairs, strict=True)])
+            self._local[name] = total, count + sum(samples for _, samples in pairs)
+
+    def _collect_epoch(self, trainer: Any) -> None:
+        """Sum over all ranks what the steps of the epoch have returned. Every rank must call it."""
+        self._add_pieces()
+        local, self._local = self._local, {}
+        ranks = gather_objects(local)
+        for by_name in ranks[:1] if trainer.strategy.staged else ranks:  # all stages of a network have the same values
+            for name, (total, samples) in by_name.items():
+                whole, count = self._epoch.get(name, (ExactTotal(), 0))
+                whole.merge(total)
+                self._epoch[name] = whole, count + samples
 
     def _fetched(self, trainer: Trainer) -> list[int]:
         """Return what `_fetches` returns, since the previous measurement."""

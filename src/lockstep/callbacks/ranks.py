@@ -1,5 +1,6 @@
 """Give every rank a sample to evaluate, and check that all ranks have the same weights and buffers."""
 
+import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -45,13 +46,15 @@ class DummyBatchOnEmptyRank(Callback):
 
 
 class Diverged(Exception):
-    """The weights of a rank differ from those of the other ranks."""
+    """The weights, or the optimizer, of a rank differ from those of the other ranks."""
 
 
 class ReplicaConsistencyCheck(Callback):
-    """Compares the parameters and buffers of all ranks at the start, before each validation and each checkpoint.
+    """Compares the parameters, buffers and settings of the optimizer of all ranks.
 
-    It compares a checksum of their bits. The steps give all ranks the same buffers,
+    It does so at the start, before each validation and each checkpoint, and at the end of each epoch and of the run. It
+    compares a checksum of their bits. Settings such as the learning rate, which a schedule or callback of one rank may
+    change, differ before the weights do. The steps give all ranks the same buffers,
     but a hook outside of the passes may change those of its rank. So that what is validated is what is saved, the other
     ranks then take rank zero's; with exact=true this is an error.
     """
@@ -66,7 +69,12 @@ class ReplicaConsistencyCheck(Callback):
         sums = [
             _checksum(each, device) for each in (trainer.strategy.replicated_parameters(), _buffers(pl_module).values())
         ]
-        weights, buffers = zip(*gather_objects([int(each) for each in sums]), strict=True)
+        settings = [] if trainer.strategy.staged else _settings(trainer.optimizers)  # stages have groups of their own
+        digest = hashlib.sha256(repr(settings).encode()).hexdigest()
+        weights, buffers, digests = zip(*gather_objects((*map(int, sums), digest)), strict=True)
+        if others := _unusual(digests):
+            names = _names_that_differ(gather_objects(settings))
+            raise Diverged(f"after step {trainer.global_step} the optimizer's {names} of {others}")
         if others := _unusual(weights):
             raise Diverged(f"after step {trainer.global_step} the weights of {others}")
         if len(set(buffers)) > 1:
@@ -99,10 +107,38 @@ class ReplicaConsistencyCheck(Callback):
             trainer.strategy.before_weights_are_read()  # Lightning calls the strategy's hook after the callbacks'
             self._compare(trainer, pl_module)
 
+    def _compare_after_steps(self, trainer: Any, pl_module: LightningModule) -> None:
+        trainer.strategy.before_weights_are_read()
+        self._compare(trainer, pl_module)
+
     on_train_start = on_save_checkpoint = _compare
+    on_train_epoch_end = on_train_end = _compare_after_steps
 
 
-def _unusual(sums: Sequence[int]) -> str:
+def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return the plain settings of each group of parameters: those that all ranks should have alike."""
+
+    def plain(value: Any) -> Any:
+        return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [
+        {name: plain(each) for name, each in group.items() if isinstance(plain(each), bool | int | float | str | tuple)}
+        for group in groups
+    ]
+
+
+def _names_that_differ(by_rank: Sequence[list[dict[str, Any]]]) -> str:
+    """Return the names of the settings that differ between the ranks, each with its values."""
+    names: dict[str, str] = {}
+    for groups in zip(*by_rank, strict=True):
+        for name in groups[0]:
+            if len(values := list(dict.fromkeys(repr(group.get(name)) for group in groups))) > 1:
+                names.setdefault(name, f"{name} ({join_names(values, 4)})")
+    return join_names(list(names.values()), 4)
+
+
+def _unusual(sums: Sequence[Any]) -> str:
     """Return text that names the ranks whose checksum differs from the usual one; empty if there are none."""
     usual = max(sums, key=sums.count)  # with two ranks that differ, this is rank zero's
     others = [str(rank) for rank, checksum in enumerate(sums) if checksum != usual]

@@ -196,6 +196,8 @@ RENAMED = {
     "deterministic": ("exact",),
     "fast_dev_run": ("debug=batch",),
     "limit_train_batches": ("max_steps",),
+    "limit_val_batches": ("+debug.trainer.limit_val_batches",),
+    "limit_test_batches": ("+debug.trainer.limit_test_batches",),
     "overfit_batches": ("debug=overfit",),
     "task_name": ("name",),
     "experiment_name": ("name",),
@@ -260,7 +262,9 @@ def _suggestion(key: str, config: Mapping[str, Any]) -> str:
     groups = {*config, *(["debug"] if "max_epochs" in config else [])}  # a group without a choice is no key of a config
 
     def renamed_keys(*names: str) -> list[str]:
-        return [each for name in names for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in groups]
+        return [
+            each for name in names for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0].lstrip("+") in groups
+        ]
 
     renamed = renamed_keys(key, last)
     same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]

@@ -87,8 +87,8 @@ class StepDataModule(pl.LightningDataModule):
         self.trains = trains
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
-        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split, its samples and limit of batches
-        self._chunks_by_key: dict[tuple[str, int, int], list[Chunk]] = {}  # by split, rank and samples of the set
+        self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split and the samples that are evaluated
+        self._chunks_of: dict[Any, list[Chunk]] = {}  # by split, rank, samples, and those that are evaluated
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -192,14 +192,17 @@ class StepDataModule(pl.LightningDataModule):
         chunks = self._chunks(split, self.rank)
         return chunks[batch_idx][0] if chunks else 0
 
+    def samples_of_batch(self, split: str, batch_idx: int) -> int:
+        """Return the number of samples of a batch that this process evaluates; 1 if it has no sample."""
+        chunks = self._chunks(split, self.rank)
+        start, stop = chunks[batch_idx] if chunks else (0, 1)
+        return stop - start
+
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
-        limited_by = "predict" if getattr(self.trainer, "predicting", False) else split
-        limit = getattr(self.trainer, f"limit_{limited_by}_batches", None)
-        key = split, self._evaluated(split)[0], limit
+        key = split, self._most(split)
         if key not in self._shares:
-            ranks = range(self.layout.replicas)
-            chunks = [limited(self._chunks(split, rank), limit) for rank in ranks]
+            chunks = [self._chunks(split, rank) for rank in range(self.layout.replicas)]
             self._shares[key] = tuple(
                 EvaluationShare(len(each), sum(stop - start for start, stop in each)) for each in chunks
             )
@@ -212,11 +215,20 @@ class StepDataModule(pl.LightningDataModule):
         return self._loader(checked, ChunkSampler(chunks, self._evaluated(split)[1]), split)
 
     def _chunks(self, split: str, rank: int) -> list[Chunk]:
-        key = split, rank, self._evaluated(split)[0]
-        if key not in self._chunks_by_key:  # `first_sample` asks for each batch
+        samples, most = self._evaluated(split)[0], self._most(split)
+        key = split, rank, samples, most
+        if key not in self._chunks_of:  # each batch of an evaluation asks
             size = self._evaluation_batch_size(split)
-            self._chunks_by_key[key] = chunks_of_rank(key[2], self.layout, rank, self.trains, size)
-        return self._chunks_by_key[key]
+            self._chunks_of[key] = chunks_of_rank(samples, self.layout, rank, self.trains, size, most)
+        return self._chunks_of[key]
+
+    def _most(self, split: str) -> int:
+        """Return how many samples of `val` or `test` are evaluated, over all processes: its batches may be limited."""
+        part = "predict" if getattr(self.trainer, "predicting", False) else split
+        name = f"limit_{part}_batches"
+        limit = getattr(self.trainer, "limits", {}).get(name, getattr(self.trainer, name, None))
+        batch_size = self._evaluation_batch_size(split) or self.layout.batch_size
+        return limited(self._evaluated(split)[0], batch_size, limit, name)
 
     def _loader(self, dataset: Any, sampler: Any, split: str, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)

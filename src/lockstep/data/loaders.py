@@ -19,7 +19,7 @@ from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost
 from lockstep.data.repeats import SEEDED, other_sample
 from lockstep.data.seeding import Generators
 from lockstep.data.streams import reads_ahead
-from lockstep.errors import StepRefused
+from lockstep.errors import StepRefused, UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
@@ -325,7 +325,12 @@ class ChunkDataset:
 
 
 def chunks_of_rank(
-    num_samples: int, layout: Layout, rank: int, trains: bool = True, batch_size: int | Sequence[int] | None = None
+    num_samples: int,
+    layout: Layout,
+    rank: int,
+    trains: bool = True,
+    batch_size: int | Sequence[int] | None = None,
+    most: int | None = None,
 ) -> list[Chunk]:
     """Return the chunks of neighbouring samples that a process evaluates.
 
@@ -342,31 +347,48 @@ def chunks_of_rank(
         rank: the process's number among `layout.replicas`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
         batch_size: the samples of a chunk, or of each; None: they follow from the piece.
+        most: only so many of the first samples are evaluated, over all processes; None: all.
 
     Returns:
         `(start, stop)` of each chunk; empty if there are fewer chunks than processes.
     """
+    stop = num_samples if most is None else min(most, num_samples)
     if isinstance(batch_size, Sequence):
-        ends = [0, *accumulate(batch_size)]
-        borders = cuts(len(batch_size), layout.replicas)
-        return list(pairwise(ends))[borders[rank] : borders[rank + 1]]
-    if batch_size is None:
-        piece = max(1, layout.batch_size // layout.pieces)
-        size = max(piece, min(2 * piece, 128)) if trains else piece
-        size = min(-(-num_samples // layout.pieces), size)
+        chunks = [(start, end) for start, end in pairwise([0, *accumulate(batch_size)]) if end <= stop]
     else:
-        size = batch_size
-    # the last chunk may be short
-    chunks = [(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
+        if batch_size is None:
+            piece = max(1, layout.batch_size // layout.pieces)
+            size = max(piece, min(2 * piece, 128)) if trains else piece
+            size = min(-(-num_samples // layout.pieces), size)
+        else:
+            size = batch_size
+        chunks = [(start, min(start + size, stop)) for start in range(0, stop, size)]  # the last one may be short
     borders = cuts(len(chunks), layout.replicas)
     return chunks[borders[rank] : borders[rank + 1]]
 
 
-def limited(chunks: list[Chunk], limit: int | float | None) -> list[Chunk]:
-    """Return the chunks that Lightning evaluates under a `limit_val_batches`: a number, or a part of them."""
-    if limit is None:
-        return chunks
-    return chunks[: limit if isinstance(limit, int) else int(len(chunks) * limit)]
+def limited(num_samples: int, batch_size: int | Sequence[int], limit: int | float | None, name: str) -> int:
+    """Return the number of samples that an evaluation has under a limit such as Lightning's `limit_val_batches`.
+
+    Args:
+        num_samples: samples of the evaluation set.
+        batch_size: samples of a batch, over all processes, or of each batch.
+        limit: a number of batches, or as a float a part of them; None: all.
+        name: the limit's name, for messages.
+
+    Raises:
+        UserError: a part that is less than one batch.
+    """
+    if limit is None or (limit == 1.0 and isinstance(limit, float)):
+        return num_samples
+    batches = len(batch_size) if isinstance(batch_size, Sequence) else -(-num_samples // batch_size)
+    number = limit if isinstance(limit, int) else int(batches * limit)
+    if limit and not number and batches:
+        least = f"give at least {1 / batches:.3g}, or a whole number of batches"
+        raise UserError(f"{name}={limit} of {batches} batches is less than one: {least}")
+    if isinstance(batch_size, Sequence):
+        return sum(batch_size[:number])
+    return min(number * batch_size, num_samples)
 
 
 def gains_from_loader_processes(dataset: Any) -> bool:

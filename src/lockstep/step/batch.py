@@ -62,6 +62,7 @@ class StepBatch:
         skipped: whether the gradient was not finite and the step was skipped (`nonfinite=skip`). Set during the step.
         put_together: makes one batch of this process's samples, as `training_step` gets them. Hooks that use a
             `StepBatch` as a batch (`x, y = batch`, `batch["x"]`, `len(batch)`) get its result. Set before the step.
+        returned: the numbers that `training_step` has returned for each micro-batch. Set during the step.
     """
 
     micro_batches: list[MicroBatch]
@@ -73,6 +74,7 @@ class StepBatch:
     most_micro_batches: int = 0
     weight: float | None = None
     skipped: bool = False
+    returned: list[dict[str, Tensor]] = field(default_factory=list)
     put_together: Callable[[], Any] | None = field(default=None, repr=False)
     _together: tuple[Any, list[int]] | None = field(default=None, repr=False)  # its result, the versions of its tensors
 
@@ -244,6 +246,9 @@ class StepData(Protocol):
 
     def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates."""
+
+    def samples_of_batch(self, split: str, batch_idx: int) -> int:
+        """Return the number of samples of a batch of `val` or `test` that this process evaluates."""
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""

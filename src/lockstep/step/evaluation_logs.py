@@ -1,47 +1,41 @@
-"""The values that `self.log` gets. Those of an evaluation are reduced so that every sample counts once on any layout.
+"""The values that `self.log` gets. They are reduced so that every sample counts once on any layout.
 
 This builds on Lightning's private `_ResultCollection`, which stores logged values: on its `log`, and on `value`,
-`cumulated_batch_size` and `_computed` of its entries. tests/test_promise_5_evaluation.py fails when they change.
+`cumulated_batch_size`, `_forward_cache` and `_computed` of its entries. tests/test_promise_5_evaluation.py and
+tests/step/test_logged_values.py fail when they change.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
+from lockstep.arithmetic.exact_total import ExactTotal
+from lockstep.step.batch import StepBatch
+from lockstep.step.logged_values import (
+    EPOCH,
+    PIECE,
+    STEP,
+    WHOLE,
+    Key,
+    Logged,
+    Part,
+    Record,
+    dtype_of,
+    merge,
+    name_once,
+    reduced,
+    value_of_epoch,
+    value_of_step,
+)
+
 LOG = logging.getLogger("lockstep")
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}  # the neutral element of each reduction
 SENT = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
-
-
-class Logged(NamedTuple):
-    """The values that one rank has logged under one name.
-
-    Attributes:
-        fx: the hook that logged them.
-        name: the name that they were logged under.
-        value: for `mean` the sum of the values, each times the samples of its batch; else the sum, minimum or maximum.
-        weight: for `mean` the samples in `value`; else 1.
-        reduction: `mean`, `sum`, `min` or `max`.
-        by_batch: whether the values were logged for batches. If not, one value was logged for the whole evaluation, at
-            its start or end.
-        sync_dist: whether the module asked for a reduction over ranks.
-        dtype: dtype of the result.
-        options: options of `log`. A rank that has not logged this name needs them to add it.
-    """
-
-    fx: str
-    name: str
-    value: float
-    weight: float
-    reduction: str
-    by_batch: bool
-    sync_dist: bool
-    dtype: torch.dtype
-    options: dict[str, Any]
 
 
 class EvaluationLogs(_ResultCollection):
@@ -49,19 +43,28 @@ class EvaluationLogs(_ResultCollection):
 
     torchmetrics objects reduce themselves. Lightning handles values with `rank_zero_only` or `sync_dist_group`, and
     values per step (`on_step=True`), which come from rank zero's batches.
+
+    Attributes:
+        uncertain: the names of values that are others on one device, each with the hook that logs it.
+        speaks: whether a line names them: on rank zero.
     """
+
+    speaks = True
 
     def __init__(self) -> None:
         super().__init__(training=False)
         self._logged: dict[str, tuple[bool, bool, torch.dtype, dict[str, Any]]] = {}
         self._noticed: set[str] = set()
+        self.uncertain: dict[str, str] = {}
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
+        if options.get("rank_zero_only"):
+            self.uncertain[name] = fx
         by_lightning = options.get("rank_zero_only") or options.get("sync_dist_group") is not None
         if isinstance(value, Tensor) and options.get("on_epoch", True) and not by_lightning:
             by_batch = "_batch_" in fx or not fx.startswith("on_") or options.get("batch_size") is not None
-            dtype = torch.promote_types(value.dtype, torch.promote_types(torch.get_default_dtype(), torch.float32))
+            dtype = dtype_of(value)
             sent = {option: options[option] for option in SENT if option in options}
             self._logged[f"{fx}.{name}"] = by_batch, bool(options.get("sync_dist")), dtype, sent
             value, options = value.double(), {**options, "sync_dist": False}
@@ -83,16 +86,12 @@ class EvaluationLogs(_ResultCollection):
                 super().log(one.fx, one.name, neutral, batch_size=0, **options)
             item = self[key]
             logged = [(count, each[key]) for count, each in ranks if key in each]
-            result, exact = reduced(logged)
+            result, certain = reduced(logged)
             item._computed = torch.tensor(result, dtype=one.dtype, device=item.value.device)
-            if not exact and key not in self._noticed:
-                self._noticed.add(key)
-                LOG.warning(
-                    "%s, logged in %s, differs between ranks and is reported as their %s%s: to get the value of one "
-                    "device, log it in %s, or log a torchmetrics metric",
-                    *(one.name, one.fx, one.reduction, ", weighted by samples" * (one.reduction == "mean")),
-                    "test_step" if "test" in one.fx else "validation_step",
-                )
+            if not certain:
+                self.uncertain[one.name] = one.fx
+                if self.speaks:
+                    name_once(one, self._noticed)
 
     def _local_logs(self) -> dict[str, Logged]:
         """Return the logged values of this rank, by key."""
@@ -107,58 +106,207 @@ class EvaluationLogs(_ResultCollection):
 
 
 class TrainingLogs(_ResultCollection):
-    """Store the logged values of training. A line names those whose `sync_dist=True` has no effect.
+    """Store what training logs, and reduce it over the pieces of a step or an epoch and over the ranks.
 
-    Args:
-        noticed: names of values that a line has named already.
+    A value of `training_step` is one of its piece, and a mean is weighted by samples. Values are added without
+    rounding, so the result has the same bits in any order, on any layout with the same pieces.
 
     Attributes:
-        noticed: the argument.
+        alone: whether this process has all pieces. Then values are reduced when they are read. If not, they are reduced
+            in steps in which all ranks call `reduce`, and reads between them get the values of the last one.
+        uncertain: the names of values that are others on one device, each with the hook that logs it.
+        speaks: whether a line names them: on rank zero.
     """
 
-    def __init__(self, noticed: set[str] | None = None) -> None:
+    speaks = True
+
+    def __init__(self) -> None:
         super().__init__(training=True)
-        self.noticed = set() if noticed is None else noticed
+        self.alone = True
+        self._unread = {True: False, False: False}  # of a step's values and of an epoch's: whether one is not reduced
+        self.uncertain: dict[str, str] = {}
+        self._noticed: set[str] = set()
+        self._records: dict[str, Record] = {}
+        self._restored: dict[str, Part] = {}
+        self._takes_restored = False
+        self._piece: tuple[int, int] | None = None  # number and samples of the piece that is computed
+        self._call = 0  # counts the passes
+        self._samples = 0  # that this rank has trained on since the epoch began
+
+    @property
+    def unread(self) -> bool:
+        """Whether a step's values were logged since they were last reduced."""
+        return self._unread[True]
+
+    # --- logging ---
+
+    @contextmanager
+    def of_piece(self, piece: int, size: int, forward: bool = False) -> Iterator[None]:
+        """Return the context of a piece's pass, which logs values of the piece.
+
+        Args:
+            piece: its number.
+            size: its samples.
+            forward: whether the values replace those of an earlier pass of the piece, which an optimizer may repeat.
+        """
+        self._call += forward
+        before, self._piece = self._piece, (piece, size)
+        try:
+            yield
+        finally:
+            self._piece = before
+
+    def end_step(self, samples: int) -> None:
+        """Count the samples of a step."""
+        self._samples += samples
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
-        # Of a step's value, the strategy's `reduce` reduces nothing inside a micro-batch.
-        if fx == "training_step" and options.get("sync_dist") and options.get("on_step") and name not in self.noticed:
-            self.noticed.add(name)
-            LOG.warning(
-                "%s, logged in training_step: sync_dist=True has no effect on the value of a step, which is of one "
-                "piece, since ranks may have unequal numbers of pieces: return the number beside the loss to get "
-                "its mean over all samples",
-                name,
+        if options.get("rank_zero_only") or options.get("sync_dist_group") is not None:
+            self.uncertain[name] = fx
+            super().log(fx, name, value, **options)
+            return
+        weight, record = options.pop("batch_size", None), self._records.get(f"{fx}.{name}")
+        number = value
+        if not isinstance(value, Tensor):  # a torchmetrics object, which reduces itself over an epoch
+            super().log(fx, name, value, **options)
+            number = value._forward_cache
+            if not options.get("on_step") or not isinstance(number, Tensor) or number.numel() != 1:
+                return
+        if isinstance(value, Tensor) and (record is None or record.arguments != options):  # Lightning checks them
+            super().log(fx, name, value, **{**options, "sync_dist": False, "batch_size": 1})
+        if record is None:
+            record = self._new_record(fx, name, value, number, options)
+        self._add(record, number, weight)
+        self[f"{fx}.{name}"].has_reset = False
+        self._unread[True] = self._unread[False] = True
+
+    def _new_record(self, fx: str, name: str, value: Any, number: Tensor, options: dict[str, Any]) -> Record:
+        """Return a new record of a key that `super().log` has checked, with what a checkpoint has of it."""
+        key, batch = f"{fx}.{name}", self.batch
+        kind = PIECE if self._piece else STEP if isinstance(batch, StepBatch) else EPOCH
+        reduction = self[key].meta.reduce_fx.__name__ if isinstance(value, Tensor) else "mean"
+        sent = {option: options[option] for option in SENT if option in options}
+        about = Key(fx, name, reduction, kind, dtype_of(number), sent, bool(options.get("sync_dist")))
+        record = Record(about, options, isinstance(value, Tensor) and bool(options.get("on_epoch", True)))
+        if key in self._restored:
+            record.restore(self._restored.pop(key), self._takes_restored)
+        self._records[key] = record
+        return record
+
+    def _add(self, record: Record, number: Tensor, weight: float | None) -> None:
+        """Add a value to a record; `weight` is the `batch_size` of the call, or None."""
+        number = number.detach()
+        value = number.item() if number.device.type == "cpu" else number.clone()  # else it may change until it is read
+        if self._piece is not None:
+            piece, size = self._piece
+            weight = size if weight is None else weight
+            record.add(self.batch.step if self.batch else 0, piece, self._call, weight, weight, value)
+        elif isinstance(self.batch, StepBatch):
+            weight, local = (self.batch.samples, self.batch.num_local_samples) if weight is None else (weight, weight)
+            record.add(self.batch.step, WHOLE, -1, weight, local, value)
+        else:
+            weight = 1 if weight is None else weight
+            record.add(-1, WHOLE, -1, weight, weight, value)
+
+    # --- reading ---
+
+    def reduce(self, gather: Callable[[Any], list[Any]], on_step: bool) -> None:
+        """Replace the values of this rank by those of all ranks. Every rank calls this.
+
+        Args:
+            gather: takes an object and returns the objects of all ranks, in rank order.
+            on_step: reduce the values of the last step; else those since the epoch began.
+        """
+        self._unread[on_step] = False
+        values: list[tuple[str, Key, float, bool]] = []
+        if on_step:
+            steps: list[dict[str, Any]] = gather(
+                {
+                    key: (record.key, record.step, record.last_values())
+                    for key, record in self._records.items()
+                    if record.arguments.get("on_step")
+                }
             )
-        super().log(fx, name, value, **options)
+            for key in dict.fromkeys(key for each in steps for key in each):
+                of_ranks = [each[key] for each in steps if key in each]
+                newest = max(step for _, step, _ in of_ranks)
+                logged = [numbers for _, step, numbers in of_ranks if step == newest]
+                values.append((key, of_ranks[0][0], *value_of_step(of_ranks[0][0], logged, len(steps))))
+        else:
+            parts = {key: record.part() for key, record in self._records.items() if record.epoch}
+            ranks: list[tuple[int, dict[str, Part]]] = gather((self._samples, parts))
+            for key in dict.fromkeys(key for _, each in ranks for key in each):
+                pairs = [(samples, each.get(key)) for samples, each in ranks]
+                about = next(part.key for _, part in pairs if part is not None)
+                values.append((key, about, *value_of_epoch(about, pairs)))
+        for key, about, value, certain in values:
+            item = self._item(key, about)
+            result = torch.tensor(value, dtype=about.dtype, device=item.value.device)
+            setattr(item, "_forward_cache" if on_step else "_computed", result)
+            if not certain:
+                self.uncertain[about.name] = about.fx
+                if self.speaks:
+                    name_once(about, self._noticed)
 
+    def _item(self, key: str, about: Key) -> Any:
+        """Return the entry of a key in this collection. A rank that has not logged it adds it."""
+        if key not in self or self[key].has_reset:
+            if about.options.get("metric_attribute") is None:
+                zero = torch.zeros((), dtype=about.dtype)
+                super().log(about.fx, about.name, zero, batch_size=1, reduce_fx=about.reduction, **about.options)
+            self[key].has_reset = False
+        return self[key]
 
-def reduced(logged: Sequence[tuple[int, Logged]]) -> tuple[float, bool]:
-    """Reduce the values of several ranks under one name.
+    def _get_cache(self, result_metric: Any, on_step: bool) -> Tensor | None:  # type: ignore[override]
+        """Return the value of the last step or of the epoch. Those of torchmetrics objects are Lightning's."""
+        meta = result_metric.meta
+        record = self._records.get(f"{meta.fx}.{meta.name}")
+        if record is None or not (on_step or record.epoch):
+            return super()._get_cache(result_metric, on_step)
+        if not (meta.on_step if on_step else meta.on_epoch):
+            return None
+        value: Tensor | None = result_metric._forward_cache if on_step else result_metric._computed
+        return value
 
-    Args:
-        logged: for each rank, the number of samples that it has evaluated, and its values.
+    def metrics(self, on_step: bool) -> Any:
+        """Return what is logged, as Lightning does."""
+        if self.alone and self._unread[on_step]:
+            self.reduce(lambda value: [value], on_step)
+        return super().metrics(on_step)
 
-    Returns:
-        The result, and whether one device would certainly get the same.
-    """
-    one = logged[0][1]
-    numbers = torch.tensor([each.value for _, each in logged], dtype=torch.float64)
-    weights = torch.tensor([each.weight for _, each in logged], dtype=torch.float64)
-    certain = True
-    if not one.by_batch:  # one value per rank; ranks without a sample are left out
-        samples = torch.tensor([count for count, _ in logged], dtype=torch.float64)
-        counts = samples > 0 if samples.any() else samples == 0
-        numbers, weights, samples = (numbers / weights)[counts], weights[counts], samples[counts].clamp(min=1)
-        same = bool(torch.isclose(numbers, numbers[:1], rtol=0, atol=0, equal_nan=True).all())
-        if same and not (one.sync_dist and one.reduction == "sum"):
-            return float(numbers[0]), True
-        certain = one.sync_dist
-        numbers, weights = (numbers * samples, samples) if one.reduction == "mean" else (numbers, weights)
-    if one.reduction == "mean":
-        return float(numbers.sum() / weights.sum()), certain
-    return float(getattr(numbers, one.reduction)()), certain
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Forget what was logged. Lightning calls this with the name of a hook when the hook changes in a first step.
+
+        That would drop the values of earlier pieces, and these values end with their epoch, so it is left out.
+        """
+        if fx is None:
+            self._records, self._samples = {}, 0
+            super().reset(metrics, fx)
+
+    # --- checkpoints ---
+
+    def state(self, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+        """Return what all ranks have logged since the epoch began, as plain data. Every rank calls this."""
+        parts = {key: record.part() for key, record in self._records.items() if record.epoch}
+        ranks: list[dict[str, Part]] = gather({key: part for key, part in parts.items() if part.key.kind != EPOCH})
+        keys = dict.fromkeys(key for each in ranks for key in each)
+        merged = {key: merge([each[key] for each in ranks if key in each]) for key in keys}
+        return {
+            key: [
+                *(hex(part.total.units), part.total.broken, part.weight),
+                *(hex(part.local.units), part.local.broken, part.local_weight),
+                *(part.lowest, part.highest, part.digest),
+            ]
+            for key, part in merged.items()
+        }
+
+    def restore(self, state: Mapping[str, Any], takes_all: bool) -> None:
+        """Continue the sums of an epoch from the result of `state`; see `Record.restore`."""
+        self._restored, self._takes_restored = {}, takes_all
+        for key, (units, broken, weight, local_units, local_broken, local_weight, *others) in state.items():
+            total, local = ExactTotal(int(units, 16), broken), ExactTotal(int(local_units, 16), local_broken)
+            self._restored[key] = Part(None, total, weight, local, local_weight, *others)
 
 
 def add_missing_metrics(

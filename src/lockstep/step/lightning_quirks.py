@@ -4,6 +4,8 @@ Every class or method names the behaviour and how to see it. tests/step/test_loo
 tests/test_promise_5_evaluation.py fail when the private names used here change.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,13 +28,16 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.errors import StepRefused
+from lockstep.errors import StepRefused, UserError
 from lockstep.launch.failures import ENDS, no_silent_end, refused_end
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
+from lockstep.step.logged_values import differs, remedy
 from lockstep.step.module_state import SavedTensors
 from lockstep.step.passes import overrides_method
+
+LOG = logging.getLogger("lockstep")
 
 
 class NoSignals(_SignalConnector):
@@ -210,43 +215,170 @@ class QuickStage:
 
 
 class StepLogs(_LoggerConnector):
-    """Corrects the weights of means, the values of an evaluation, and the step of logged values."""
+    """Corrects what is logged: the values of steps, epochs and evaluations, their weights, and their step."""
 
     trainer: Any
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._logs_steps = self._each_step = self._reads_early = False
+        self._reduced = -1  # the step whose values were reduced last
+        self._named = False  # whether a line has named a read of values that are not reduced
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         """Set the weight of means that hooks log: the samples, which Lightning can't count in a `StepBatch`."""
         super().on_batch_start(batch, dataloader_idx)
-        if isinstance(batch, StepBatch):
-            results: Any = self.trainer._results
-            results.batch_size = batch.num_local_samples
-        elif self.trainer.evaluating:
-            self.trainer.strategy.start_evaluation_batch()
+        trainer = self.trainer
+        if not isinstance(batch, StepBatch) and trainer.evaluating:
+            trainer.strategy.start_evaluation_batch()
+            split, number = "test" if trainer.testing else "val", trainer._active_loop.batch_progress.current.ready - 1
+            trainer._results.batch_size = data_of(trainer).samples_of_batch(split, number)
 
     def on_batch_end(self) -> None:
-        """Let the strategy check what the module's hooks of an evaluation batch have done."""
-        if not self.trainer.training and self.trainer.evaluating:  # the latter is slow
-            self.trainer.strategy.end_evaluation_batch()
-        super().on_batch_end()
+        """Let the strategy check what the module's hooks of an evaluation batch have done, and reduce a step's values.
 
-    def on_epoch_end(self) -> None:
-        """Save what is due, after the last hook of an epoch's end. Lightning calls this after `on_train_epoch_end`."""
-        super().on_epoch_end()
-        if self.trainer.training:
-            self.trainer.saves.complete_step(ends_epoch=True)
+        Values that nothing reads in this step are reduced later.
+        """
+        trainer = self.trainer
+        if not trainer.training:
+            if trainer.evaluating:  # this is slow
+                trainer.strategy.end_evaluation_batch()
+            super().on_batch_end()
+            return
+        results: TrainingLogs = trainer._results
+        results.end_step(results.batch.num_local_samples)  # type: ignore[union-attr]
+        if self.step_is_read:
+            self.reduce_step()
+            super().on_batch_end()
+        results.batch = results.batch_size = None
+
+    # --- training ---
+
+    def begin_fit(self) -> None:
+        """Find out in which steps something reads what training logs. Every rank calls this."""
+        trainer = self.trainer
+        several = trainer.world_size > 1 and not trainer.strategy.staged
+        results = trainer.fit_loop.epoch_loop._results
+        results.alone, results.speaks = not several, trainer.is_global_zero
+        plateaus = any(each.reduce_on_plateau and each.interval == "step" for each in trainer.lr_scheduler_configs)
+        timed = any(getattr(each, "_train_time_interval", None) for each in trainer.callbacks)
+        reads = plateaus or timed, _read_metrics(trainer.lightning_module, *trainer.callbacks)
+        ranks = gather_objects((bool(trainer.loggers), *reads)) if several else [(True, *reads)]
+        self._logs_steps, follows, self._reads_early = map(any, zip(*ranks, strict=True))
+        self._each_step = follows or self._reads_early
+
+    @property
+    def step_is_read(self) -> bool:
+        """Whether something reads what the step just taken has logged. All ranks have the same answer."""
+        trainer, step = self.trainer, self.trainer.global_step
+        if self._each_step or trainer.fast_dev_run or validation_or_epoch_end_follows(trainer):
+            return True
+        every = trainer.log_every_n_steps
+        saving = (getattr(each, "_every_n_train_steps", 0) for each in trainer.checkpoint_callbacks)
+        return bool(self._logs_steps and every and step % every == 0) or any(n and step % n == 0 for n in saving)
+
+    def reduce_step(self, early: bool = False) -> None:
+        """Reduce what the current step has logged so far. Every rank calls this.
+
+        Args:
+            early: this is for the hooks between the passes and the optimizer step, if some read it.
+        """
+        results: TrainingLogs = self.trainer.fit_loop.epoch_loop._results
+        if (early and not self._reads_early) or results.alone:
+            return
+        results.reduce(gather_objects, on_step=True)
+        self._reduced = self.trainer.global_step
+        self._refuse_uncertain(results)
+
+    def reduce_epoch(self) -> None:
+        """Reduce what was logged since the epoch began. Every rank calls this."""
+        results: TrainingLogs = self.trainer.fit_loop.epoch_loop._results
+        if not results.alone:
+            results.reduce(gather_objects, on_step=False)
+            self._refuse_uncertain(results)
+
+    def _refuse_uncertain(self, results: Any) -> None:
+        """Refuse to follow a value that differs between ranks, since one device would have another one.
+
+        Raises:
+            UserError: something follows it.
+        """
+        if not results.uncertain or self.trainer.state.fn != "fit":
+            return
+        for name, fx in results.uncertain.items():
+            for owner, monitor in _monitors(self.trainer):
+                if monitor in (name, f"{name}_step", f"{name}_epoch"):
+                    raise UserError(f"{owner} can't follow this value, since {differs(name, fx)}: {remedy(fx)}")
+
+    def update_train_step_metrics(self) -> None:
+        """Log the values of a step, if they were reduced: a step that ends a run early is no step to log."""
+        results: TrainingLogs = self.trainer._results
+        if results.alone or self._reduced == self.trainer.global_step:
+            super().update_train_step_metrics()
+
+    @property
+    def callback_metrics(self) -> Any:
+        """The values that callbacks may follow."""
+        self._name_early_read()
+        return super().callback_metrics
+
+    @property
+    def logged_metrics(self) -> Any:
+        """The values that loggers get."""
+        self._name_early_read()
+        return super().logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> Any:
+        """The values of the progress bar. Without such values nothing is read, which would wait for a GPU."""
+        if any(item.meta.prog_bar for item in (self.trainer._results or {}).values()):
+            return super().progress_bar_metrics
+        return self._progress_bar_metrics
+
+    def _name_early_read(self) -> None:
+        """Name a read by a program of the user in a step whose values are not reduced."""
+        results, trainer = self.trainer._results, self.trainer
+        if not isinstance(results, TrainingLogs) or results.alone or self._first_loop_iter is None or self._named:
+            return
+        if self._reduced == trainer.global_step or not results.unread:
+            return
+        reader = sys._getframe(3).f_globals.get("__name__", "")
+        if not reader.startswith(("lightning.", "lockstep.")):
+            self._named = True
+            LOG.warning(
+                f"{reader} reads what training has logged, but this step's values are not reduced over the ranks, so "
+                f"it gets those of step {max(self._reduced, 0)}: read it in a method of the module or of a callback"
+            )
+
+    # --- epochs and evaluations ---
 
     def epoch_end_reached(self) -> None:
         """Let all ranks compute the same metrics, in the same order, when an epoch of training or evaluation ends.
 
         Otherwise a rank that has not logged a metric, since it had no sample, does not join its computation.
         """
-        super().epoch_end_reached()
         trainer = self.trainer
+        if trainer.training and self._first_loop_iter is not None:
+            self.reduce_step()
+            super().on_batch_end()  # it keeps the values of the last step
+        super().epoch_end_reached()
         trainer.strategy.prepare_metrics()
         has_metrics = any(isinstance(part, Metric) for part in trainer.lightning_module.modules())
         if has_metrics and trainer.world_size > 1 and not trainer.strategy.staged:
             module, sync_dist_fn = trainer.lightning_module, trainer.strategy.reduce
             add_missing_metrics(trainer._results, gather_objects, module, sync_dist_fn)
+        if trainer.training:
+            self.reduce_epoch()
+
+    def on_epoch_end(self) -> None:
+        """Reduce what callbacks have logged at the end of an epoch, before it is read; then save what is due.
+
+        Lightning calls this after the last hook of an epoch's end.
+        """
+        self.reduce_epoch()
+        super().on_epoch_end()
+        if self.trainer.training:
+            self.trainer.saves.complete_step(ends_epoch=True)
 
     def update_eval_epoch_metrics(self) -> Any:
         """Reduce logged values over the ranks. Lightning would show those of rank zero.
@@ -255,9 +387,11 @@ class StepLogs(_LoggerConnector):
         """
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
+        results.speaks = trainer.is_global_zero
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
         samples = data_of(trainer).num_local_samples("test" if trainer.testing else "val") if several else 1
         results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)
+        self._refuse_uncertain(results)
         return super().update_eval_epoch_metrics()
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -296,11 +430,36 @@ class StepLoaderSource(_DataLoaderSource):
         return super().dataloader() if loader_of_loop is None else loader_of_loop(self.name)
 
 
-class StepFitLoop(_FitLoop):
-    """Counts each epoch once, and takes no StopIteration of user code for the end of the run.
+def _monitors(trainer: Any) -> list[tuple[str, str]]:
+    """Return what follows a metric, in words, and the metric's name."""
+    callbacks = [(type(each).__name__, getattr(each, "monitor", None)) for each in trainer.callbacks]
+    plateaus = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+    owners = [*callbacks, *((type(each.scheduler).__name__, each.monitor) for each in plateaus)]
+    return [(f"{owner}(monitor={metric!r})", metric) for owner, metric in owners if isinstance(metric, str)]
 
-    See it: a run with max_steps that is resumed from a checkpoint of an epoch's end; `current_epoch` is one too large.
-    And `on_train_epoch_start` with `raise StopIteration`: the run ends as if it were complete.
+
+READ = {"callback_metrics", "logged_metrics"}  # attributes of a Trainer with what was logged
+
+
+def _read_metrics(*things: Any) -> bool:
+    """Check whether the code of a user's classes reads what training logs."""
+    kinds = {kind for thing in things for kind in type(thing).__mro__}
+    users = [
+        kind for kind in kinds if not kind.__module__.startswith(("lightning.", "lockstep.", "torch.", "builtins"))
+    ]
+    codes: list[Any] = [getattr(value, "__code__", None) for kind in users for value in vars(kind).values()]
+    while codes:
+        code = codes.pop()
+        if READ & set(getattr(code, "co_names", ())):
+            return True
+        codes += [each for each in getattr(code, "co_consts", ()) if hasattr(each, "co_names")]
+    return False
+
+
+class StepFitLoop(_FitLoop):
+    """Counts each epoch once, reduces what was logged before something follows it, and runs until its steps are made.
+
+    See it: `on_train_epoch_start` with `raise StopIteration`; the run ends as if it were complete.
     """
 
     trainer: Any
@@ -323,24 +482,58 @@ class StepFitLoop(_FitLoop):
         with no_silent_end():
             super().advance()
 
-    def on_advance_end(self) -> None:
-        """End an epoch; see `no_silent_end`."""
-        with no_silent_end():
-            super().on_advance_end()
-
     def _iteration_based_training(self) -> bool:
+        """Return False, so that each epoch is counted once.
+
+        See it: a run with max_steps, resumed from a checkpoint of an epoch's end; `current_epoch` is one too large.
+        """
         return False
+
+    def on_advance_end(self) -> None:
+        """End an epoch as Lightning does, but reduce what `on_train_epoch_end` has logged before callbacks follow it.
+
+        See it: a module that logs the mean of a list in `on_train_epoch_end`, with EarlyStopping on it, on two ranks.
+        """
+        trainer, connector = self.trainer, self.trainer._logger_connector
+        connector.epoch_end_reached()
+        self.epoch_progress.increment_processed()
+        with no_silent_end():
+            call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
+            call._call_lightning_module_hook(trainer, "on_train_epoch_end")
+            connector.reduce_epoch()
+            call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
+        connector.on_epoch_end()
+        if not self.restarting and self.epoch_loop._num_ready_batches_reached():
+            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        self.epoch_loop._batches_that_stepped -= 1  # loggers expect the step of the last batch
+        connector.update_train_epoch_metrics()
+        self.epoch_loop._batches_that_stepped += 1
+        self.epoch_progress.increment_completed()
 
 
 class WatchedLoop:
-    """For a loop over evaluation batches: each batch must be evaluated, and what is due then is saved after the hooks.
+    """For a loop over evaluation batches: each must be evaluated, a limit counts all ranks', and the end saves.
 
-    See it: `validation_step` with `raise StopIteration`; Lightning takes it for the end of the data. And a module that
-    changes a buffer in `on_validation_end`; a ModelCheckpoint with a monitor saves it before.
+    See it: `validation_step` with `raise StopIteration`; Lightning takes it for the end of the data. A module that
+    changes a buffer in `on_validation_end`; a ModelCheckpoint with a monitor saves it before. limit_val_batches=2 on
+    two ranks; Lightning evaluates two batches of each rank.
     """
 
     _data_fetcher: Any
     trainer: Any
+    _prefix: str
+
+    def setup_data(self) -> None:
+        """Make the loader, whose length is what the limit of batches leaves. The data module applies the limit."""
+        trainer, name = self.trainer, f"limit_{self._prefix}_batches"
+        limit = getattr(trainer, name)
+        try:
+            trainer.limits = {name: limit}
+            setattr(trainer, name, 1.0 if limit else limit)
+            super().setup_data()  # type: ignore[misc]
+        finally:
+            trainer.limits = {}
+            setattr(trainer, name, limit)
 
     def _evaluation_step(self, *args: Any) -> None:
         with no_silent_end():
@@ -371,9 +564,15 @@ class WatchedLoop:
 class WatchedEvaluation(WatchedLoop, _EvaluationLoop):
     """Lightning's loop of an evaluation, see `WatchedLoop`."""
 
+    @property
+    def _prefix(self) -> str:  # type: ignore[override]
+        return self._stage.dataloader_prefix or ""
+
 
 class WatchedPrediction(WatchedLoop, _PredictionLoop):
     """Lightning's loop of a prediction, see `WatchedLoop`."""
+
+    _prefix = "predict"
 
 
 def watched_loop(loop: Any) -> Any:
@@ -387,17 +586,28 @@ class StepEpochLoop(_TrainingEpochLoop):
     """Gives a resumed run the same steps, epochs and schedules as a run that was not stopped."""
 
     trainer: Any
+    _results: Any
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.val_loop = watched_loop(self.val_loop)
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
+        self._logged: dict[str, Any] = {}  # from a checkpoint: what was logged since its epoch began
 
     @property
     def global_step(self) -> int:
         """Number of optimizer steps since the run began."""
         return self.automatic_optimization.optim_progress.optimizer_steps
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return the loop's state with what was logged since the epoch began, unless it ends with this checkpoint."""
+        state, results, trainer = super().on_save_checkpoint(), self._results, self.trainer
+        if trainer.state.fn == "fit" and not self._num_ready_batches_reached():
+            gather = (lambda value: [value]) if results.alone else gather_objects
+            if logged := results.state(gather):
+                state["logged"] = logged
+        return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Reopen an epoch that `max_steps` ended early. Lightning has counted it and would skip its rest.
@@ -405,6 +615,7 @@ class StepEpochLoop(_TrainingEpochLoop):
         See it: max_steps=5 of epochs of 4 steps, resumed with max_steps=8; the second epoch has one step.
         """
         super().on_load_checkpoint(state_dict)
+        self._logged = state_dict.get("logged", {})
         fit_loop = self.trainer.fit_loop
         fit_loop._combined_loader = None  # `estimated_stepping_batches` made it, before the step was restored
         cut = self.batch_progress.current.completed < data_of(self.trainer).order.steps_per_epoch
@@ -428,6 +639,9 @@ class StepEpochLoop(_TrainingEpochLoop):
             self.val_loop.setup_data()
             self.trainer.training = True
         self._batches_that_stepped = self.global_step
+        self._results.restore(self._logged, takes_all=self.trainer.is_global_zero)
+        self._logged = {}
+        self.trainer._logger_connector.begin_fit()
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         if self.trainer.fit_loop.restarted_mid_epoch:
             with unchanged(self.trainer):
@@ -547,7 +761,7 @@ def without_logging(trainer: Any) -> Iterator[None]:
     """Return a context in which what training logs, by `self.log` or by a logger, and its profile leave no trace."""
     loop, connector, profiler = trainer.fit_loop.epoch_loop, trainer._logger_connector, trainer.profiler
     results, loggers, current = loop._results, trainer.loggers, connector._current_fx
-    loop._results, trainer.loggers = TrainingLogs(noticed=results.noticed), [DummyLogger() for _ in loggers]
+    loop._results, trainer.loggers = TrainingLogs(), [DummyLogger() for _ in loggers]
     trainer.profiler = NoProfiler()  # torch's counts each call of `training_step` as a step
     try:
         yield

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.errors import StepRefused, UserError
 from lockstep.launch.failures import ENDS, refused_end
-from lockstep.step.batch import data_of
+from lockstep.step.batch import MicroBatch, data_of
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
 from lockstep.step.lightning_quirks import (
@@ -72,6 +72,7 @@ class StepTrainer(QuickStage, pl.Trainer):
         self.fit_loop = StepFitLoop(self, default_loop.min_epochs, default_loop.max_epochs)
         limits = default_loop.min_steps, default_loop.max_steps
         self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
+        self.limits: dict[str, Any] = {}  # while loaders are made: the user's limits of batches, by name
         self.fit_loop.epoch_loop._results = TrainingLogs()
         for name in ("validate_loop", "test_loop", "predict_loop"):
             setattr(self, name, watched_loop(getattr(self, name)))
@@ -197,6 +198,8 @@ class StepLoop(StepEpochLoop):
         with trainer.profiler.profile("run_training_batch"):
             outputs = self._step(step)
         progress.increment_processed()
+        if connector.step_is_read:
+            connector.reduce_step()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -226,7 +229,7 @@ class StepLoop(StepEpochLoop):
             with torch.enable_grad():
                 self._zero_grad()  # now, so that memory never has both the last gradients and the activations
                 outputs.update(self.passes.run(step))
-            self._results.batch_size = step.batch.num_local_samples  # for hooks that log after the passes
+            self.trainer._logger_connector.reduce_step(early=True)
             return outputs["loss"]
 
         progress.increment_ready()
@@ -266,13 +269,13 @@ class StepLoop(StepEpochLoop):
                     parameter.grad = None
         progress.increment_completed()
 
-    def _forward_pass(self, batch: Any) -> Any:
+    def _forward_pass(self, batch: Any, micro_batch: MicroBatch) -> Any:
         """Run `training_step` on the data of a micro-batch. Return its result."""
-        self._results.batch = batch
-        self._results.batch_size = None  # so `self.log`, which weights its means by this size, reads it from the batch
         args = (batch, self.batch_idx) if self._takes_batch_idx else (batch,)
-        return call_of_strategy(self.trainer, "training_step", *args)
+        with self._results.of_piece(micro_batch.piece, micro_batch.size, forward=True):
+            return call_of_strategy(self.trainer, "training_step", *args)
 
-    def _backward_pass(self, loss: Tensor) -> None:
+    def _backward_pass(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Run the backward pass of a weighted loss."""
-        call_of_strategy(self.trainer, "backward", loss, self.trainer.optimizers[0])
+        with self._results.of_piece(micro_batch.piece, micro_batch.size):
+            call_of_strategy(self.trainer, "backward", loss, self.trainer.optimizers[0])

@@ -79,8 +79,8 @@ class StepPasses:
         gradients: sums the gradients of a step's pieces.
         hooks: the hooks of each step.
         seed: the run's seed. The random numbers inside a piece depend on it, the step and the piece.
-        forward: takes the data of a micro-batch and returns the result of `training_step`.
-        backward: takes a weighted loss and runs its backward pass.
+        forward: takes the data of a micro-batch, and the micro-batch; returns the result of `training_step`.
+        backward: takes a weighted loss, and the micro-batch; runs the backward pass.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class StepPasses:
         gradients: GradientSum,
         hooks: Sequence[StepHook],
         seed: int,
-        forward: Callable[[Any], Any],
-        backward: Callable[[Tensor], None],
+        forward: Callable[[Any, MicroBatch], Any],
+        backward: Callable[[Tensor, MicroBatch], None],
     ) -> None:
         self.trainer = trainer
         self.gradients = gradients
@@ -158,6 +158,7 @@ class StepPasses:
         if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
             self.flush()
             buffers.end_of_epoch()
+        step_batch.returned = step.outputs
         return step.means()
 
     def _sum_weights(self, step: "Step") -> None:
@@ -379,7 +380,7 @@ class Step:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
-            returned = self.passes.forward(batch)
+            returned = self.passes.forward(batch, micro_batch)
             self._others = others_of(returned, micro_batch.size)
             loss, outputs = outputs_of(returned)
         if "weight" in outputs:
@@ -398,13 +399,13 @@ class Step:
         if self.strategy.has_last_stage:  # an earlier stage receives a gradient that is weighted already
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         if loss_weight is None:
-            self.passes.backward(loss if weight == 1 else loss * weight)
+            self.passes.backward(loss if weight == 1 else loss * weight, micro_batch)
             return
         weight *= float(loss_weight)
         # The gradient of a mean over nothing may be nan.
         parameters = [p for p in self.module.parameters() if p.requires_grad and not weight]
         hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
-        self.passes.backward(loss * weight)
+        self.passes.backward(loss * weight, micro_batch)
         for hook in hooks:
             hook.remove()
 

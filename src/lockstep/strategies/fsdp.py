@@ -622,7 +622,7 @@ class FullySharded(DistributedDataParallel):
             with without_traces(trainer), torch.enable_grad():
                 micro_batch = self._any_micro_batch(step)
                 with self.micro_batch(micro_batch, 0):
-                    loss, _ = outputs_of(passes.forward(step.prepared(micro_batch)))
+                    loss, _ = outputs_of(passes.forward(step.prepared(micro_batch), micro_batch))
                 with self.backward_pass():
                     loss.backward()
             self._check_calls()
