@@ -15,6 +15,12 @@ from lockstep.step.batch import MicroBatch, StepBatch, StepData, data_of
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.memory import out_of_memory_advice
+from lockstep.step.parameters import (
+    check_parameters,
+    gradient_versions,
+    refuse_other_gradients,
+    refuse_sparse_gradients,
+)
 from lockstep.step.strategy import Action, PieceStrategy, seed_device
 
 Outputs = dict[str, Tensor]
@@ -90,11 +96,21 @@ class StepPasses:
         self.seed = seed
         self.forward, self.backward = forward, backward
         self._restored_state: dict[str, Any] = {}  # the state from a checkpoint
+        self._checks_gradients = True  # in the next step
 
     @cached_property
     def buffers(self) -> StepBuffers:
         """The module's buffers; made at first use, when the module is on its device."""
         return StepBuffers(self.gradients, self._restored_state)
+
+    def begin_epoch(self) -> None:
+        """Check the parameters, and the gradients of the epoch's first step.
+
+        Raises:
+            UserError: see `check_parameters`.
+        """
+        check_parameters(self.gradients, data_of(self.trainer).layout.pieces)
+        self._checks_gradients = True
 
     def run(self, step: "Step") -> Outputs:
         """Compute the gradient of the mean loss over the whole step's samples, in the parameters' `.grad`.
@@ -116,15 +132,22 @@ class StepPasses:
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
                     buffers.before_forward()
+                    checks = self._checks_gradients and not index
+                    before = gradient_versions(step.module) if checks else {}
                     step.forward(index)
                     buffers.after_forward()
+                    if checks:
+                        refuse_other_gradients(before, step.module)
                 else:
                     buffers.before_backward()
                     step.backward(index)
                     buffers.after_backward()
+                    if self._checks_gradients:
+                        refuse_sparse_gradients(gradients)
                     for hook in self.hooks:
                         hook.after_piece(step, step_batch.micro_batches[index])
                     gradients.collect()
+            self._checks_gradients = False
             for hook in self.hooks:
                 hook.after_passes(step)
             buffers.finish(step_batch)

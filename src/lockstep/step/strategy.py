@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
+from lockstep.step.parameters import refuse_meta
 
 if TYPE_CHECKING:
     from lockstep.step.passes import StepHook
@@ -66,6 +67,15 @@ class PieceStrategy(Strategy):
     hooks: Sequence["StepHook"] = ()
     substitute: Any = None
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
+
+    def setup(self, trainer: Any) -> None:
+        """Move the module to the device.
+
+        Raises:
+            UserError: it has tensors without data.
+        """
+        refuse_meta(self.lightning_module)
+        super().setup(trainer)  # type: ignore[safe-super]  # a mixin
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch.

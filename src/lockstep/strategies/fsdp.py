@@ -35,19 +35,22 @@ from torchmetrics import Metric
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import StepRefused, UserError
 from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.parameters import OTHER_BACKWARD, refuse_gradient_hooks
 from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.part_of_weights import UsesParts, guard, refuse_copy
 from lockstep.strategies.saved_parts import INDEX
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 from lockstep.strategies.sharded_optimizer import OptimizerParts
-from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks, has_shape
+from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks, has_shape, is_contiguous
 from lockstep.strategies.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
     gather_around_outermost_call,
     parameters_of_unit,
+    send_gradients_when_complete,
     set_gathered_strides,
 )
 from lockstep.text import first_line, join_names
@@ -202,6 +205,8 @@ class FullySharded(DistributedDataParallel):
         if self._example is not None:
             self.lightning_module.example_input_array = self._example
             self._example = None
+        forget_unfinished_passes(self._units)  # after an error, gathered weights could not move to the host
+        self._free_gathered()
         super().teardown()
 
     def setup_environment(self) -> None:
@@ -264,6 +269,7 @@ class FullySharded(DistributedDataParallel):
         for unit, message in self._messages:
             for cut, tensor in zip(message.parameters, parameters_of_unit(unit), strict=True):
                 cut.tensor = tensor
+                guard(tensor, not is_contiguous(cut.strides, cut.shape), cut.attributes)
         self.sharded = {id(parameter.tensor): parameter for parameter in self.sharded.values()}
 
     def _shard(self, module: Any) -> None:
@@ -272,6 +278,7 @@ class FullySharded(DistributedDataParallel):
         Raises:
             UserError: there is no block of the given pattern.
         """
+        refuse_gradient_hooks(module.named_parameters())
         for tensor in (*module.parameters(), *module.buffers()):  # as DDP does
             sent = tensor.detach().to(self.root_device).contiguous()
             dist.broadcast(sent, 0)
@@ -302,8 +309,9 @@ class FullySharded(DistributedDataParallel):
         for name, tensor in module.named_parameters():
             if isinstance(tensor, DTensor):
                 key = id(before[name])
+                attributes = {name: value for name, value in vars(before[name]).items() if name != "_is_param"}
                 self.sharded[id(tensor)] = parameter = ShardedParameter(
-                    name, tensor, strides[key], dims[key], self.world_size, self.global_rank
+                    name, tensor, strides[key], dims[key], self.world_size, self.global_rank, attributes=attributes
                 )
                 self.before[key] = before[name], parameter
         tensors = module.named_parameters(remove_duplicate=False)
@@ -311,6 +319,9 @@ class FullySharded(DistributedDataParallel):
         self._units = [*blocks, module]
         for unit in self._units:
             set_gathered_strides(unit, {id(each.tensor): each.strides for each in self.sharded.values()})
+            attributes_by_id = {key: each.attributes for key, each in self.sharded.items()}
+            send_gradients_when_complete(unit, lambda: self._in_backward, self._refuse_backward, attributes_by_id)
+            vars(unit)["__deepcopy__"] = refuse_copy  # torch's own raises an AssertionError
         for unit in self._units:
             if not (parameters := [self.sharded[id(tensor)] for tensor in parameters_of_unit(unit)]):
                 continue
@@ -338,6 +349,14 @@ class FullySharded(DistributedDataParallel):
                 f"fsdp: {elements:,} parameters in {self.world_size} parts, {whole:,} whole on each device; "
                 f"{len(blocks)} blocks"
             )
+
+    def _refuse_backward(self, tensor: Any) -> None:
+        """Raise UserError: a backward pass of the user's own has given a gradient to a sharded parameter."""
+        raise UserError(OTHER_BACKWARD.format(self.sharded[id(tensor)].name))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raise UsesParts: a copy of the module would copy this."""
+        refuse_copy(memo)
 
     def _check_may_gather(self, called: str, *args: Any) -> None:
         """Check that all processes call a method or a block of the module now.
@@ -566,8 +585,8 @@ class FullySharded(DistributedDataParallel):
         """
         try:
             return super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            if not computes_with_parts(error):
+        except (RuntimeError, UsesParts) as error:
+            if not isinstance(error, UsesParts) and not computes_with_parts(error):
                 raise
             raise UserError(
                 "strategy=fsdp: training_step uses weights of a block without a call of the block, so they are not "

@@ -105,6 +105,7 @@ class OptimizerParts:
                 else:
                     parameter.owner, part = None, parameter.local
                 parameter.of_optimizer = nn.Parameter(part)
+                vars(parameter.of_optimizer).update(parameter.attributes)
                 state = optimizer.state.pop(tensor, None)
                 if state is not None and not by_tensor:
                     optimizer.state[parameter.of_optimizer] = {

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,6 +30,7 @@ class ShardedParameter:
         rank: the number of this process's part.
         owner: the process whose optimizer gets the whole parameter; None: each process's gets its part.
         of_optimizer: the parameter that the optimizer gets.
+        attributes: what a user has set on the parameter before it was cut.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ShardedParameter:
     rank: int
     owner: int | None = None
     of_optimizer: Any = None
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> torch.Size:
@@ -195,6 +197,11 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def is_contiguous(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """Check whether a tensor of these strides has its elements in memory in the order of the tensor."""
+    return torch.empty_strided(tuple(shape), tuple(strides), device="meta").is_contiguous()
 
 
 def has_shape(value: Any, shape: Sequence[int]) -> bool:

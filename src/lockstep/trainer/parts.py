@@ -26,7 +26,6 @@ REFUSED_HOOKS = {
         ("on_before_batch_transfer", "transfer_batch_to_device"),
         "would get a whole step: use on_after_batch_transfer, which gets a piece",
     ),
-    "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
 }
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 ONE_OPTIMIZER = (
