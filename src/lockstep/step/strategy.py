@@ -75,7 +75,7 @@ class PieceStrategy(Strategy):
             UserError: it has tensors without data.
         """
         refuse_meta(self.lightning_module)
-        super().setup(trainer)  # type: ignore[safe-super]  # a mixin
+        super().setup(trainer)
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch.

@@ -40,11 +40,18 @@ from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.part_of_weights import UsesParts, guard, refuse_copy
+from lockstep.strategies.part_of_weights import UsesParts, guard, guarded, refuse_copy
 from lockstep.strategies.saved_parts import INDEX
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 from lockstep.strategies.sharded_optimizer import OptimizerParts
-from lockstep.strategies.sharded_parameters import ShardedParameter, dim_to_cut, find_blocks, has_shape, is_contiguous
+from lockstep.strategies.sharded_parameters import (
+    ShardedParameter,
+    dim_to_cut,
+    find_blocks,
+    has_shape,
+    is_contiguous,
+    other_dtypes,
+)
 from lockstep.strategies.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
@@ -73,7 +80,13 @@ class PartsPrecision(ClipsByStrategy):
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of an optimizer's parameters, after it has got what hooks have assigned to them."""
         self.strategy.take_assigned_gradients()
-        super().clip_gradients(*args, **kwargs)  # type: ignore[misc]  # likewise
+        with torch._C.DisableTorchFunctionSubclass():
+            super().clip_gradients(*args, **kwargs)  # type: ignore[misc]  # likewise
+
+    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
+        """Call the hooks before the optimizer step. For them, what the optimizer has are parts."""
+        with guarded([each.of_optimizer for each in self.strategy.of_optimizer.parameters.values()]):
+            super()._after_closure(*args, **kwargs)  # type: ignore[misc]  # likewise
 
 
 class ReduceScatter:
@@ -164,6 +177,7 @@ class FullySharded(DistributedDataParallel):
         # the module's parameters before they were cut, by id; what was made before may have them
         self.before: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
         self._memory_is_logged = False
+        self._failed = False  # whether an error ends the run
         self._saves = False  # whether the module's state is being gathered
         self._saves_parts = saves_parts
         self._checkpoints = CheckpointParts(self)
@@ -207,7 +221,11 @@ class FullySharded(DistributedDataParallel):
             self._example = None
         forget_unfinished_passes(self._units)  # after an error, gathered weights could not move to the host
         self._free_gathered()
-        super().teardown()
+        try:
+            super().teardown()
+        except RuntimeError:  # torch can't move a parameter to the host while an error's traceback has it
+            if not self._failed:
+                raise
 
     def setup_environment(self) -> None:
         """Set up the process group, and refuse callbacks that read weights as if they were whole.
@@ -245,6 +263,7 @@ class FullySharded(DistributedDataParallel):
 
     def configure_ddp(self) -> None:
         """Shard the module."""
+        self._send_buffers()
         if not self.sharded:
             self._shard(self.lightning_module)
         self._to_device()
@@ -279,11 +298,13 @@ class FullySharded(DistributedDataParallel):
             UserError: there is no block of the given pattern.
         """
         refuse_gradient_hooks(module.named_parameters())
-        for tensor in (*module.parameters(), *module.buffers()):  # as DDP does
+        for tensor in module.parameters():  # as DDP does; buffers are sent for both
             sent = tensor.detach().to(self.root_device).contiguous()
-            dist.broadcast(sent, 0)
+            dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, 0)
             tensor.detach().copy_(sent)
         dims = {id(p): dim for p in module.parameters() if (dim := dim_to_cut(p, self.world_size)) is not None}
+        for other in other_dtypes(module, find_blocks(module, set(dims), self._pattern), set(dims)):
+            del dims[id(other)]
         self._replicated = [p for p in module.parameters() if id(p) not in dims]
         if not dims and self.is_global_zero:
             LOG.warning(f"strategy=fsdp: no trained parameter has more than {SMALL:,} elements, so all stay whole")
@@ -751,6 +772,7 @@ class FullySharded(DistributedDataParallel):
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
         states = [self._checkpoints.cut_optimizer_state(*pair, checkpoint.get(INDEX)) for pair in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        self.of_optimizer.guard_states(self.optimizers)
 
     # --- memory ---
 
@@ -779,6 +801,7 @@ class FullySharded(DistributedDataParallel):
 
     def on_exception(self, exception: BaseException) -> None:
         """Free what an evaluation has gathered."""
+        self._failed = True
         self._evaluation.close()
         super().on_exception(exception)
 

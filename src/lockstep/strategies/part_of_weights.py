@@ -1,16 +1,19 @@
-"""The class of the parameters that `strategy=fsdp` cuts: what code outside of the passes does with them is right or refused.
+"""The class of parameters that `strategy=fsdp` cuts: what code does with them between passes is right or refused.
 
 torch's `DTensor` computes with parts as if they were whole wherever it can. Where it can't, it raises errors that name
-neither the parameter nor a remedy, or gives the value of this process's part alone: `p.mean().item()` differs between
-the ranks. A sum over parts is rounded in another order than on one device, too. So a parameter is a `PartOfWeights`, its
-gradient becomes one when it is read, and so does what is computed from them.
+neither the parameter nor a remedy, or it gives the value of this process's part alone: `p.mean().item()` differs
+between the ranks. A sum over parts is rounded in another order than on one device, too. So a parameter is a
+`PartOfWeights`. Its gradient becomes one when it is read, and so does what is computed from them.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import StepRefused, UserError
 from lockstep.text import first_line
@@ -29,7 +32,6 @@ RANDOM = frozenset(
 )
 FILLS = frozenset(("constant_", "zeros_", "ones_"))  # those of torch.nn.init that draw no random numbers
 TO_PYTHON = frozenset(("item", "tolist", "__float__", "__int__", "__bool__", "__complex__", "__index__", "numpy"))
-COPIES = frozenset(("__deepcopy__", "__reduce_ex__"))
 HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
@@ -50,12 +52,10 @@ class PartOfWeights(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function. Raise UsesParts if it treats a part as a whole tensor."""
         name = getattr(func, "__name__", str(func))
-        if name == "__set__" and func is Tensor.data.__set__:  # type: ignore[attr-defined]
+        if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             _refuse("p.data = ... replaces", "change it in place by copy_()")
         if name in HOOKS:
             _refuse(f"{name} is called for", "change gradients in on_before_optimizer_step", "")
-        if name in COPIES:
-            refuse_copy()
         if name in RANDOM or (getattr(func, "__module__", "") == "torch.nn.init" and name not in FILLS):
             _refuse(f"{name}() fills or draws for", WHOLE, "")
         if name in TO_PYTHON and any(_is_cut(each) for each in args[:1]):
@@ -68,6 +68,14 @@ class PartOfWeights(DTensor):
                 raise
             raise UsesParts(_text(f"{name}() gets", WHOLE, f" ({first_line(error)})")) from error
         return cls._guarded(result, name, args)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Raise UsesParts."""
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise UsesParts."""
+        refuse_copy()
 
     @classmethod
     def _guarded(cls, result: Any, name: str, args: Any) -> Any:
@@ -132,3 +140,55 @@ def guard(parameter: Any, in_memory_order: bool, attributes: dict[str, Any]) -> 
     """
     parameter.__class__ = PartInMemoryOrder if in_memory_order else PartOfWeights
     vars(parameter).update(attributes)
+
+
+class PartOfOptimizer(nn.Parameter):
+    """A parameter that an optimizer has, an ordinary tensor, while hooks may read it: it is a part, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function that computes each element from the same ones. Raise UsesParts for others."""
+        return _by_element(func, args, kwargs or {})
+
+
+class _Computed(Tensor):
+    """A gradient of a `PartOfOptimizer`, or what is computed from it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _by_element(func, args, kwargs or {})
+
+
+def _by_element(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    if name in TO_PYTHON or name in RANDOM:
+        _refuse(f"{name}() reads", WHOLE)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        shapes = {each.shape for each in leaves if isinstance(each, PartOfOptimizer | _Computed)}
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(each, Tensor):
+                continue
+            if each.shape not in shapes:
+                _refuse(f"{name}() sums or cuts", WHOLE)
+            if type(each) is Tensor:
+                each.__class__ = _Computed
+    return result
+
+
+@contextmanager
+def guarded(parameters: Sequence[Any]) -> Iterator[None]:
+    """Return a context in which parameters of an optimizer are parts that hooks may change element by element only.
+
+    The optimizer itself gets ordinary parameters again, since torch chooses its kernels by their class.
+    """
+    for parameter in parameters:
+        parameter.__class__ = PartOfOptimizer
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.__class__ = nn.Parameter
+            if type(parameter.grad) is _Computed:
+                parameter.grad.__class__ = Tensor  # type: ignore[assignment]
