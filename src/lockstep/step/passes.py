@@ -269,17 +269,19 @@ class Step:
         loss, _ = self._training_step(self.prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
-    def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Tensor:
-        """Return the loss of a prepared batch of a micro-batch, without its graph. It is not recorded.
+    def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None, graph: bool = False) -> Tensor:
+        """Return the loss of a prepared batch of a micro-batch. It is not recorded.
 
         Args:
             batch: the batch; it may have another size than the micro-batch.
             micro_batch: its device computes the batch.
             piece: the random numbers are those of the piece with this number; None: of the micro-batch's.
+            graph: whether the loss has its graph.
         """
         if piece is not None:
             micro_batch = replace(micro_batch, piece=piece)
-        return self._training_step(batch, micro_batch)[1]["loss"]
+        loss, outputs = self._training_step(batch, micro_batch)
+        return loss if graph else outputs["loss"]
 
     def means(self) -> Outputs:
         """Return the numbers of `training_step`, each the mean over this process's samples.

@@ -177,7 +177,6 @@ class FullySharded(DistributedDataParallel):
         # the module's parameters before they were cut, by id; what was made before may have them
         self.before: dict[int, tuple[nn.Parameter, ShardedParameter]] = {}
         self._memory_is_logged = False
-        self._failed = False  # whether an error ends the run
         self._saves = False  # whether the module's state is being gathered
         self._saves_parts = saves_parts
         self._checkpoints = CheckpointParts(self)
@@ -221,11 +220,7 @@ class FullySharded(DistributedDataParallel):
             self._example = None
         forget_unfinished_passes(self._units)  # after an error, gathered weights could not move to the host
         self._free_gathered()
-        try:
-            super().teardown()
-        except RuntimeError:  # torch can't move a parameter to the host while an error's traceback has it
-            if not self._failed:
-                raise
+        super().teardown()
 
     def setup_environment(self) -> None:
         """Set up the process group, and refuse callbacks that read weights as if they were whole.
@@ -801,7 +796,6 @@ class FullySharded(DistributedDataParallel):
 
     def on_exception(self, exception: BaseException) -> None:
         """Free what an evaluation has gathered."""
-        self._failed = True
         self._evaluation.close()
         super().on_exception(exception)
 
