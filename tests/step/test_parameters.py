@@ -335,7 +335,7 @@ def test_tensors_without_data_are_refused(tmp_path: Path, make: Any, name: str, 
 # --- buffers ---
 
 
-class OwnBuffers(Net):
+class BuffersOfRanks(Net):
     """Its buffers differ between the ranks at the start, as memory that nobody has set does."""
 
     def configure_model(self) -> None:
@@ -358,8 +358,8 @@ class OtherShapes(Net):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_buffers_at_the_start_are_those_of_rank_zero(ranks: Ranks, strategy: str) -> None:
-    one = fits(ranks, OwnBuffers(), 1)[0].state
-    for each in fits(ranks, OwnBuffers(), 2, strategy=strategy):
+    one = fits(ranks, BuffersOfRanks(), 1)[0].state
+    for each in fits(ranks, BuffersOfRanks(), 2, strategy=strategy):
         assert same_bits(one, each.state)
 
 

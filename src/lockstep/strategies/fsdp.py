@@ -56,6 +56,7 @@ from lockstep.strategies.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
     gather_around_outermost_call,
+    needs_freed_weights,
     parameters_of_unit,
     send_gradients_when_complete,
     set_gathered_strides,
@@ -73,9 +74,21 @@ class PartsPrecision(ClipsByStrategy):
     strategy: Any
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass, in which blocks may be called again."""
-        with self.strategy.backward_pass():
-            super().backward(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        """Run a backward pass, in which blocks may be called again.
+
+        Raises:
+            UserError: it needs weights that were freed.
+        """
+        try:
+            with self.strategy.backward_pass():
+                super().backward(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        except RuntimeError as error:
+            if not needs_freed_weights(error):
+                raise
+            raise UserError(
+                "strategy.reshard=true: a backward pass needs weights of a block that is not known to be part of it: "
+                "let blocks return all of their outputs instead of setting attributes, or leave out strategy.reshard"
+            ) from error
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of an optimizer's parameters, after it has got what hooks have assigned to them."""
@@ -604,9 +617,11 @@ class FullySharded(DistributedDataParallel):
         except (RuntimeError, UsesParts) as error:
             if not isinstance(error, UsesParts) and not computes_with_parts(error):
                 raise
+            cause = error.__cause__ if isinstance(error, UsesParts) and error.__cause__ else error
             raise UserError(
                 "strategy=fsdp: training_step uses weights of a block without a call of the block, so they are not "
-                f"gathered ({first_line(error)}): give a pattern strategy.blocks= of modules that are called"
+                f"gathered ({first_line(cause)}): give a pattern strategy.blocks= of modules that are called, or leave "
+                "out strategy.reshard=true"
             ) from error
 
     def _pass_without_effect(self, step_batch: StepBatch) -> None:

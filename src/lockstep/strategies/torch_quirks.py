@@ -187,3 +187,8 @@ def computes_with_parts(error: RuntimeError) -> bool:
     DTensors lack. A look at the arguments of each operation would take time in each pass.
     """
     return "DTensor" in str(error)
+
+
+def needs_freed_weights(error: RuntimeError) -> bool:
+    """Check whether torch has refused an operation on weights whose memory `fully_shard` has freed."""
+    return "setStorage" in str(error) and "storage of size 0" in str(error)
