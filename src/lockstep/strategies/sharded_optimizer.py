@@ -216,15 +216,17 @@ class OptimizerParts:
 
     def send_changed_weights(self) -> None:
         """Send the weights of which owners have copies to all processes: an optimizer may have changed them."""
-        for sent in self._sent:
-            if sent.is_copy:
-                self._check_weights(sent)
-                self._send_parts(sent.parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # a hook may call this
+            for sent in self._sent:
+                if sent.is_copy:
+                    self._check_weights(sent)
+                    self._send_parts(sent.parameter)
 
     def give_weights(self) -> None:
         """Give owners the weights of which they have copies. Every process calls this."""
-        self._sent = [self._with_new_weights(sent) if sent.is_copy else sent for sent in self._sent]
-        self._sums = self._sums_of_copied()
+        with torch._C.DisableTorchFunctionSubclass():  # likewise
+            self._sent = [self._with_new_weights(sent) if sent.is_copy else sent for sent in self._sent]
+            self._sums = self._sums_of_copied()
 
     def take_assigned_gradients(self) -> None:
         """Give the optimizer what hooks have assigned to the gradients of the module's parameters.
