@@ -184,7 +184,11 @@ class Overflows(LitDigits):
     """In its third step the first layer's gradient alone is not finite."""
 
     def extend(self):
-        self.net[1].bias.register_hook(lambda g: g * float("nan") if self.trainer.global_step == 2 else None)
+        def with_hook(layer, args, output):
+            if output.requires_grad:
+                output.register_hook(lambda g: g * float("nan") if self.trainer.global_step == 2 else None)
+
+        self.net[1].register_forward_hook(with_hook)
 
 
 class Drops(LitDigits):
@@ -312,14 +316,13 @@ class Flips(pl.Callback):
 
         torch.distributed.all_reduce, torch.distributed.P2POp = all_reduce, message
         pl_module.net[3].register_forward_hook(flip_output)
+        weight = pl_module.net[1].weight
+        self.node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # it accumulates the gradient
+        self.node.register_hook(lambda *_: flip(weight.grad) if self.strikes(trainer, "gradient") else None)
 
     def on_train_batch_start(self, trainer, pl_module, *args):
         if trainer.global_step == self.step and self.strikes(trainer, "weight"):
             flip(pl_module.net[1].weight.data)
-
-    def on_after_backward(self, trainer, pl_module):
-        if self.strikes(trainer, "gradient"):
-            flip(pl_module.net[1].weight.grad)
 
 
 class Small(pl.Callback):
@@ -573,11 +576,6 @@ class Views(LitDigits):
 class Moves(LitDigits):
     def transfer_batch_to_device(self, batch, device, dataloader_idx):
         return batch
-
-
-class AfterBackward(LitDigits):
-    def on_after_backward(self):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
 class CustomData(LitDigits):

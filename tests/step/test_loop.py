@@ -429,11 +429,12 @@ def test_what_a_module_brings_is_used(tmp_path: Path, net: Any) -> None:
 def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:
     _, one = fit(tmp_path, Net(), ours=True)
     _, four = fit(tmp_path, Net(), ours=True, pieces=4)
-    backward = [call for call in four if "backward" in call]
-    assert len(backward) == 4 * len([call for call in one if "backward" in call])
+    backward = [call for call in four if "before_backward" in call]
+    assert len(backward) == 4 * len([call for call in one if "before_backward" in call])
     # a validation set is cut into at least as many chunks as a step has pieces
     rest = [
-        [call for call in calls if "backward" not in call and "validation_batch" not in call] for calls in (one, four)
+        [call for call in calls if "before_backward" not in call and "validation_batch" not in call]
+        for calls in (one, four)
     ]
     assert rest[0] == rest[1]
 

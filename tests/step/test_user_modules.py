@@ -113,7 +113,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
         {
             "Twice": "configure_optimizers returned several optimizers: return one",
             "CustomData": "mine.CustomData: its train_dataloader would not be called",
-            "AfterBackward": "its on_after_backward would get the gradient of a piece",
         },
     ),
 ]

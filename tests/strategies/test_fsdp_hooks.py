@@ -298,7 +298,7 @@ REFUSED: dict[type[Classifier], tuple[str, str]] = {
     ChangesParts: ("muon", "a hook has changed the weights of net.blocks.0.1.weight, of which Muon"),
     ChangesTheirData: ("muon", "a hook has changed the weights of net.blocks.0.1.weight, of which"),
     ChangesGradientsData: ("muon", "a hook has changed the gradient of net.blocks.0.1.weight, of"),
-    ClipsByItself: ("sgd", "ClipsByItself, a callback or the optimizer computes with parts of gradients or weights ("),
+    ClipsByItself: ("sgd", "linalg_vector_norm() sums a part of weights or gradients as if it were the whole: do so"),
     Penalizes: ("sgd", "training_step uses net.blocks."),
     TrainsSomethingElse: ("sgd", "SGD has a tensor of shape [7, 5] that is no parameter of the module: make the"),
     StepsTwice: ("muon", "Muon steps twice with one gradient, of which its owners have no more copies: step once"),

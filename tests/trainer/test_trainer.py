@@ -268,10 +268,6 @@ class WithLoader(Net):
         return loader()
 
 
-class AfterBackward(Net):
-    def on_after_backward(self) -> None: ...
-
-
 class Sums(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
@@ -337,7 +333,6 @@ def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any]
     [
         (Manual, loader, {}, "Manual: manual optimization can't cut a step into pieces"),
         (WithLoader, lambda: None, {}, "its train_dataloader would not be called: use trainer.fit(module, loader"),
-        (AfterBackward, loader, {}, "its on_after_backward would get the gradient of a piece"),
         (Sums, loader, {}, "it must be the mean over the samples"),
         (Two, loader, {}, "configure_optimizers returned several optimizers"),
         (pl.LightningModule, loader, {}, "training_step"),

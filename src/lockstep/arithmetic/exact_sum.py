@@ -352,7 +352,7 @@ class ExactSum:
         limit = self._limit(g)
         if not limit:
             return False
-        values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
+        values, sums, scratch = _array(flat), units.numpy(), self.scratch.numpy()
         constant = _constant(self.grid_exponents[g])
 
         def add_constant(start: int, into: np.ndarray) -> np.ndarray:
@@ -487,8 +487,13 @@ def _largest(flats: Sequence[Tensor], on_cpu: bool) -> list[float]:
     if not flats:
         return []
     if on_cpu:  # numpy takes half of the time and propagates nan as torch does
-        return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
+        return [max(-float(each.min(initial=0)), float(each.max(initial=0))) for each in map(_array, flats)]
     return _norms(flats).tolist()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's elements for numpy, which has no bfloat16."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def _norms(flats: Sequence[Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
 from lockstep.step.module_state import SavedTensors, generator_states, peeked_iterators
+from lockstep.step.parameters import not_in_proportion
 from lockstep.step.passes import Step, StepHook
 from lockstep.step.trial import repeated, trial_passes
 from lockstep.text import join_names
@@ -88,6 +89,8 @@ class FirstStepCheck(StepHook):
             trial = _Trial(step, micro_batch, tensors)
             if step.data.layout.exact or step.data.layout.pieces > 1:
                 trial.check_parameters()  # before all others, since some modules set parameters in the first call
+            if step.data.layout.pieces > 1:
+                trial.check_backward()
             if step.data.layout.exact:
                 trial.check_repeats()
             trial.check_parts()
@@ -290,6 +293,33 @@ class _Trial:
 
     def _name(self, wrong: str) -> None:
         """Refuse what is wrong with exact=true. Without, say so in a line."""
+        if self.step.data.layout.exact:
+            raise StepRefused(f"exact=true: {wrong}")
+        if self.step.trainer.is_global_zero:
+            LOG.warning(wrong)
+
+    def check_backward(self) -> None:
+        """Check that gradients are in proportion to the loss, which the weight of a piece multiplies.
+
+        Raises:
+            StepRefused: they are not.
+        """
+        try:
+            self.tensors.restore()
+            batch = self.step.prepared(self.micro_batch)
+            if self.micro_batch.size > SAMPLES:
+                batch = repeated(batch, self.micro_batch.size, range(SAMPLES))
+            names = not_in_proportion(self.step.trial_loss(batch, self.micro_batch, graph=True), self.step.module)
+        except Exception as error:  # of the step itself, or reentrant checkpoints, which allow no such pass
+            LOG.debug("it is not checked whether gradients are in proportion to the loss: %s", error)
+            return
+        if not names:
+            return
+        wrong = (
+            f"the gradient of {join_names(names, 2)} is not in proportion to the loss, so it depends on the weight of "
+            "a piece: let no hook and no autograd.Function clip, clamp or normalise gradients in a backward pass, but "
+            f"on_before_optimizer_step those of the whole step {RULES}"
+        )
         if self.step.data.layout.exact:
             raise StepRefused(f"exact=true: {wrong}")
         if self.step.trainer.is_global_zero:

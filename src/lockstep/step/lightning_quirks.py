@@ -145,7 +145,7 @@ def _call_as(module: Any, hook: str, function: Callable[..., Any], *args: Any) -
 
 
 class StepPrecision(Precision):
-    """Calls the hooks around the backward pass and before the optimizer step by `call_hook`."""
+    """Calls the hooks around the backward passes and before the optimizer step by `call_hook`."""
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call `on_before_backward`."""
@@ -153,13 +153,16 @@ class StepPrecision(Precision):
         return tensor
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Call `on_after_backward`. Return the loss without its graph."""
-        call_hook(module.trainer, "on_after_backward")
+        """Return the loss without its graph. `on_after_backward` follows once, with the gradient of the step."""
         return tensor.detach()
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        """Call `on_before_optimizer_step`; clip the gradient if there is a limit, or if the module clips by itself."""
+        """Call `on_after_backward` and `on_before_optimizer_step`.
+
+        Clip the gradient if there is a limit, or if the module clips by itself.
+        """
         trainer = model.trainer
+        call_hook(trainer, "on_after_backward")
         call_hook(trainer, "on_before_optimizer_step", optimizer)
         trainer.strategy.take_assigned_gradients()
         methods = ("configure_gradient_clipping", "clip_gradients")

@@ -141,10 +141,11 @@ class StepLoop(StepEpochLoop):
         self.passes.load_state_dict(state_dict)
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Find out once which arguments `training_step` takes."""
+        """Find out once which arguments `training_step` takes. Check the parameters."""
         super().on_run_start(data_fetcher)
         self.trainer.saves.save_waiting()  # what the hooks of the epoch's start have asked for
         self._takes_batch_idx = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
+        self.passes.begin_epoch()
 
     def advance(self, data_fetcher: Any) -> None:
         """Take one optimizer step with its hooks, schedules and progress counters.

@@ -20,6 +20,12 @@ from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, StepData, dat
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.memory import out_of_memory_advice
+from lockstep.step.parameters import (
+    check_parameters,
+    gradient_versions,
+    refuse_other_gradients,
+    refuse_sparse_gradients,
+)
 from lockstep.step.strategy import Action, PieceStrategy, generators, seed_device
 from lockstep.text import plural
 
@@ -100,6 +106,7 @@ class StepPasses:
         self._restored_state: dict[str, Any] = {}  # the state from a checkpoint
         self._weighted: bool | None = None  # whether `training_step` returns a weight; None before the first step
         self.last_outputs: StepOutputs | None = None  # those of the last step with a sample of this process
+        self._checks_gradients = True  # in the next step
 
     @cached_property
     def buffers(self) -> StepBuffers:
@@ -112,6 +119,15 @@ class StepPasses:
         order = data_of(self.trainer).order
         tail = order.samples_per_epoch % order.layout.batch_size
         return self.gradients.world_size > 1 and 0 < tail < order.layout.pieces
+
+    def begin_epoch(self) -> None:
+        """Check the parameters, and the gradients of the epoch's first step.
+
+        Raises:
+            UserError: see `check_parameters`.
+        """
+        check_parameters(self.gradients, data_of(self.trainer).layout.pieces)
+        self._checks_gradients = True
 
     def run(self, step: "Step") -> Outputs:
         """Compute the gradient of the mean loss over the whole step's samples, in the parameters' `.grad`.
@@ -133,15 +149,22 @@ class StepPasses:
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
                     buffers.before_forward()
+                    checks = self._checks_gradients and not index
+                    before = gradient_versions(step.module) if checks else {}
                     step.forward(index)
                     buffers.after_forward()
+                    if checks:
+                        refuse_other_gradients(before, step.module)
                 else:
                     buffers.before_backward()
                     step.backward(index)
                     buffers.after_backward()
+                    if self._checks_gradients:
+                        refuse_sparse_gradients(gradients)
                     for hook in self.hooks:
                         hook.after_piece(step, step_batch.micro_batches[index])
                     gradients.collect()
+            self._checks_gradients = False
             for hook in self.hooks:
                 hook.after_passes(step)
             self._sum_weights(step)
@@ -294,8 +317,17 @@ class Step:
         loss, outputs = self._training_step(self.prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch, outputs.get("weight"))
 
-    def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Tensor:
-        """Return the loss of a prepared batch; see `trial`."""
+    def trial_loss(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None, graph: bool = False) -> Tensor:
+        """Return the loss of a prepared batch; see `trial`.
+
+        Args:
+            batch: see `trial`.
+            micro_batch: see `trial`.
+            piece: see `trial`.
+            graph: whether the loss has its graph, for a backward pass.
+        """
+        if graph:
+            return self._training_step(batch, micro_batch)[0]
         return self.trial(batch, micro_batch, piece)["loss"]
 
     def trial(self, batch: Any, micro_batch: MicroBatch, piece: int | None = None) -> Outputs:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
+from lockstep.step.parameters import refuse_meta
 
 if TYPE_CHECKING:
     from lockstep.step.passes import StepHook
@@ -65,7 +66,31 @@ class PieceStrategy(Strategy):
     less_memory = ""
     hooks: Sequence["StepHook"] = ()
     substitute: Any = None
+    _failed = False  # whether an error has ended the run
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
+
+    def setup(self, trainer: Any) -> None:
+        """Move the module to the device.
+
+        Raises:
+            UserError: it has tensors without data.
+        """
+        self._failed = False
+        refuse_meta(self.lightning_module)
+        super().setup(trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that an error ends the run."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """End the run. Let no other error hide the one that has ended it."""
+        try:
+            super().teardown()
+        except RuntimeError:  # tensors without data, and those that an error's traceback has, can't move to the host
+            if not self._failed:
+                raise
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch.

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -60,6 +62,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         module: Any = self.model
         if self._sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # replaces layers and keeps their tensors
+        self._send_buffers()
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         # Lightning builds DDP on a stream of its own, for networks that are captured in a graph with their hooks. The
@@ -80,6 +83,25 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
             ddp.register_comm_hook(None, hooks[self._compression])
         self.model = ddp
+
+    def _send_buffers(self) -> None:
+        """Give all ranks the buffers of rank zero, as DDP does with parameters.
+
+        Raises:
+            UserError: the ranks have other buffers.
+        """
+        named = dict(self.lightning_module.named_buffers())
+        headers = gather_objects({name: (buffer.shape, buffer.dtype) for name, buffer in named.items()})
+        if different := sorted({name for rank in headers for name, _ in rank.items() ^ headers[0].items()}):
+            raise UserError(
+                f"strategy={self.name}: {join_names(different, 2)} has not the same shape on all ranks: make the same "
+                "buffers on each of them"
+            )
+        for buffer in named.values():
+            sent = buffer.detach().to(self.root_device).contiguous()
+            dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, 0)
+            if not torch.equal(sent, buffer.detach().to(self.root_device)):
+                buffer.detach().copy_(sent)
 
     def use_reducer(self, wanted: bool) -> bool:
         """Let DDP's reducer sum the gradients of the next step, if this is wanted.

@@ -35,10 +35,12 @@ from torchmetrics import Metric
 from lockstep.arithmetic.exact_sum import SMALL
 from lockstep.errors import StepRefused, UserError
 from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.parameters import OTHER_BACKWARD, refuse_gradient_hooks
 from lockstep.step.passes import Step, outputs_of
 from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.part_of_weights import UsesParts, guard, guarded, refuse_copy
 from lockstep.strategies.saved_parts import INDEX
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 from lockstep.strategies.sharded_optimizer import OptimizerParts
@@ -47,14 +49,18 @@ from lockstep.strategies.sharded_parameters import (
     dim_to_cut,
     find_blocks,
     has_shape,
+    is_contiguous,
     memory_of,
     names_of_keys,
+    other_dtypes,
 )
 from lockstep.strategies.torch_quirks import (
     computes_with_parts,
     forget_unfinished_passes,
     gather_around_outermost_call,
+    needs_freed_weights,
     parameters_of_unit,
+    send_gradients_when_complete,
     set_gathered_strides,
 )
 from lockstep.text import first_line, join_names
@@ -70,14 +76,32 @@ class PartsPrecision(ClipsByStrategy):
     strategy: Any
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass, in which blocks may be called again."""
-        with self.strategy.backward_pass():
-            super().backward(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        """Run a backward pass, in which blocks may be called again.
+
+        Raises:
+            UserError: it needs weights that were freed.
+        """
+        try:
+            with self.strategy.backward_pass():
+                super().backward(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        except RuntimeError as error:
+            if not needs_freed_weights(error):
+                raise
+            raise UserError(
+                "strategy.reshard=true: a backward pass needs weights of a block that is not known to be part of it: "
+                "let blocks return all of their outputs instead of setting attributes, or leave out strategy.reshard"
+            ) from error
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of an optimizer's parameters, after it has got what hooks have assigned to them."""
         self.strategy.take_assigned_gradients()
-        super().clip_gradients(*args, **kwargs)  # type: ignore[misc]  # likewise
+        with torch._C.DisableTorchFunctionSubclass():
+            super().clip_gradients(*args, **kwargs)  # type: ignore[misc]  # likewise
+
+    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
+        """Call the hooks before the optimizer step. For them, what the optimizer has are parts."""
+        with guarded([each.of_optimizer for each in self.strategy.of_optimizer.parameters.values()]):
+            super()._after_closure(*args, **kwargs)  # type: ignore[misc]  # likewise
 
 
 class ReduceScatter:
@@ -212,6 +236,8 @@ class FullySharded(DistributedDataParallel):
         if self._example is not None:
             self.lightning_module.example_input_array = self._example
             self._example = None
+        forget_unfinished_passes(self._units)  # after an error, gathered weights could not move to the host
+        self._free_gathered()
         super().teardown()
 
     def setup_environment(self) -> None:
@@ -250,6 +276,7 @@ class FullySharded(DistributedDataParallel):
 
     def configure_ddp(self) -> None:
         """Shard the module."""
+        self._send_buffers()
         if not self.sharded:
             self._shard(self.lightning_module)
         self._to_device()
@@ -274,6 +301,7 @@ class FullySharded(DistributedDataParallel):
         for unit, message in self._messages:
             for cut, tensor in zip(message.parameters, parameters_of_unit(unit), strict=True):
                 cut.tensor = tensor
+                guard(tensor, not is_contiguous(cut.strides, cut.shape), cut.attributes)
         self.sharded = {id(parameter.tensor): parameter for parameter in self.sharded.values()}
 
     def _shard(self, module: Any) -> None:
@@ -282,11 +310,14 @@ class FullySharded(DistributedDataParallel):
         Raises:
             UserError: there is no block of the given pattern.
         """
-        for tensor in (*module.parameters(), *module.buffers()):  # as DDP does
+        refuse_gradient_hooks(module.named_parameters())
+        for tensor in module.parameters():  # as DDP does; buffers are sent for both
             sent = tensor.detach().to(self.root_device).contiguous()
-            dist.broadcast(sent, 0)
+            dist.broadcast(torch.view_as_real(sent) if sent.is_complex() else sent, 0)
             tensor.detach().copy_(sent)
         dims = {id(p): dim for p in module.parameters() if (dim := dim_to_cut(p, self.world_size)) is not None}
+        for other in other_dtypes(module, find_blocks(module, set(dims), self._pattern), set(dims)):
+            del dims[id(other)]
         self._replicated = [p for p in module.parameters() if id(p) not in dims]
         if not dims and self.is_global_zero:
             LOG.warning(f"strategy=fsdp: no trained parameter has more than {SMALL:,} elements, so all stay whole")
@@ -312,8 +343,9 @@ class FullySharded(DistributedDataParallel):
         for name, tensor in module.named_parameters():
             if isinstance(tensor, DTensor):
                 key = id(before[name])
+                attributes = {name: value for name, value in vars(before[name]).items() if name != "_is_param"}
                 self.sharded[id(tensor)] = parameter = ShardedParameter(
-                    name, tensor, strides[key], dims[key], self.world_size, self.global_rank
+                    name, tensor, strides[key], dims[key], self.world_size, self.global_rank, attributes=attributes
                 )
                 self.before[key] = before[name], parameter
         tensors = module.named_parameters(remove_duplicate=False)
@@ -324,6 +356,9 @@ class FullySharded(DistributedDataParallel):
         self._units = [*blocks, module]
         for unit in self._units:
             set_gathered_strides(unit, {id(each.tensor): each.strides for each in self.sharded.values()})
+            attributes_by_id = {key: each.attributes for key, each in self.sharded.items()}
+            send_gradients_when_complete(unit, lambda: self._in_backward, self._refuse_backward, attributes_by_id)
+            vars(unit)["__deepcopy__"] = refuse_copy  # torch's own raises an AssertionError
         for unit in self._units:
             if not (parameters := [self.sharded[id(tensor)] for tensor in parameters_of_unit(unit)]):
                 continue
@@ -373,6 +408,14 @@ class FullySharded(DistributedDataParallel):
                 "would a checkpoint: leave weights as they are in state_dict() and its hooks, or use strategy=ddp"
             )
         return names
+
+    def _refuse_backward(self, tensor: Any) -> None:
+        """Raise UserError: a backward pass of the user's own has given a gradient to a sharded parameter."""
+        raise UserError(OTHER_BACKWARD.format(self.sharded[id(tensor)].name))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Raise UsesParts: a copy of the module would copy this."""
+        refuse_copy(memo)
 
     def _check_may_gather(self, called: str, *args: Any) -> None:
         """Check that all processes call a method or a block of the module now.
@@ -601,12 +644,14 @@ class FullySharded(DistributedDataParallel):
         """
         try:
             return super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            if not computes_with_parts(error):
+        except (RuntimeError, UsesParts) as error:
+            if not isinstance(error, UsesParts) and not computes_with_parts(error):
                 raise
+            cause = error.__cause__ if isinstance(error, UsesParts) and error.__cause__ else error
             raise UserError(
                 "strategy=fsdp: training_step uses weights of a block without a call of the block, so they are not "
-                f"gathered ({first_line(error)}): give a pattern strategy.blocks= of modules that are called"
+                f"gathered ({first_line(cause)}): give a pattern strategy.blocks= of modules that are called, or leave "
+                "out strategy.reshard=true"
             ) from error
 
     def _pass_without_effect(self, step_batch: StepBatch) -> None:
@@ -702,17 +747,6 @@ class FullySharded(DistributedDataParallel):
 
     # --- checkpoints ---
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse to copy a module, whose hooks lead to its strategy: the copy would have this process's parts alone.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(
-            "strategy=fsdp: a module whose weights are in parts can't be copied: make another one, and load "
-            "trainer.strategy.lightning_module_state_dict() of all ranks, or a checkpoint"
-        )
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other.
 
@@ -791,6 +825,7 @@ class FullySharded(DistributedDataParallel):
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
         states = [self._checkpoints.cut_optimizer_state(*pair, checkpoint.get(INDEX)) for pair in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        self.of_optimizer.guard_states(self.optimizers)
 
     # --- memory ---
 

@@ -5,7 +5,8 @@ on one process, its owner: the weights and the gradient are gathered there befor
 process its part of the new weights. Meanwhile nobody else may change them; what a hook changes is refused.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,6 +46,61 @@ class SentGradient(NamedTuple):
     def is_copy(self) -> bool:
         """Whether the owner has whole copies of the gradient and of the weights."""
         return self.parameter.owner is not None and self.gradient is not None
+
+
+class StateByParameter(defaultdict[Any, Any]):
+    """The state of an optimizer: by the parameters that it has, and by those of the module that are cut.
+
+    Args:
+        state: what the optimizer has for its own parameters.
+        parts: the sharded parameters by the id of what an optimizer has of one.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], parts: Mapping[int, ShardedParameter]) -> None:
+        super().__init__(dict, state)
+        self._parts = parts
+
+    def _key(self, tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        parameter = next((each for each in self._parts.values() if each.tensor is tensor), None)
+        if parameter is None:
+            return tensor
+        if parameter.owner is not None:
+            raise UserError(
+                f"strategy=fsdp: optimizer.state of {parameter.name} is on rank {parameter.owner} alone, its owner: "
+                "go over the parameters of optimizer.param_groups"
+            )
+        return parameter.of_optimizer
+
+    def __missing__(self, tensor: Any) -> Any:
+        """Return the state of a parameter that is not a key."""
+        key = self._key(tensor)
+        return super().__missing__(key) if key is tensor else self[key]
+
+    def __setitem__(self, tensor: Any, value: Any) -> None:
+        """Set the state of a parameter."""
+        super().__setitem__(self._key(tensor), value)
+
+    def __delitem__(self, tensor: Any) -> None:
+        """Remove the state of a parameter."""
+        super().__delitem__(self._key(tensor))
+
+    def __contains__(self, tensor: Any) -> bool:
+        """Check whether a parameter has a state."""
+        return super().__contains__(self._key(tensor))
+
+    def get(self, tensor: Any, default: Any = None) -> Any:
+        """Return the state of a parameter."""
+        return super().get(self._key(tensor), default)
+
+    def pop(self, tensor: Any, *default: Any) -> Any:
+        """Remove and return the state of a parameter."""
+        return super().pop(self._key(tensor), *default)
+
+    def __reduce__(self) -> Any:
+        """Let copies be ordinary dicts."""
+        return defaultdict, (dict, dict(self))
 
 
 class OptimizerParts:
@@ -91,7 +147,7 @@ class OptimizerParts:
             for position, tensor in enumerate(group["params"]):
                 _, parameter = self._strategy.before.get(id(tensor), (None, self._strategy.sharded.get(id(tensor))))
                 if parameter is None:
-                    if self._strategy.sharded and id(tensor) not in mine:
+                    if self._strategy.sharded and id(tensor) not in mine and id(tensor) not in self.parameters:
                         raise UserError(
                             f"strategy=fsdp: {type(optimizer).__name__} has a tensor of shape {list(tensor.shape)} "
                             "that is no parameter of the module: make the optimizer in configure_optimizers, of "
@@ -105,6 +161,7 @@ class OptimizerParts:
                 else:
                     parameter.owner, part = None, parameter.local
                 parameter.of_optimizer = nn.Parameter(part)
+                vars(parameter.of_optimizer).update(parameter.attributes)
                 state = optimizer.state.pop(tensor, None)
                 if state is not None and not by_tensor:
                     optimizer.state[parameter.of_optimizer] = {
@@ -112,6 +169,12 @@ class OptimizerParts:
                     }
                 group["params"][position] = parameter.of_optimizer
                 self.parameters[id(parameter.of_optimizer)] = parameter
+        self.guard_states([optimizer])
+
+    def guard_states(self, optimizers: Sequence[Any]) -> None:
+        """Let states of optimizers be read by the parameters of the module, too. Loading a state undoes this."""
+        for optimizer in optimizers if self._strategy.sharded else ():
+            optimizer.state = StateByParameter(optimizer.state, self.parameters)
 
     def _part_of(self, value: Any, parameter: ShardedParameter) -> Any:
         """Return this process's part of an optimizer's state."""
@@ -122,6 +185,9 @@ class OptimizerParts:
     def give_gradients(self) -> None:
         """Give the optimizer the gradients of the sharded parameters. Every process calls this."""
         self._sent = []
+        for optimizer in self._strategy.optimizers:
+            if any(isinstance(group["params"][0], DTensor) for group in optimizer.param_groups if group["params"]):
+                self._give_parts(optimizer)  # a hook has added a group
         for parameter in self.parameters.values():
             gradient = parameter.tensor.grad
             sent = SentGradient(parameter, gradient)
@@ -150,15 +216,17 @@ class OptimizerParts:
 
     def send_changed_weights(self) -> None:
         """Send the weights of which owners have copies to all processes: an optimizer may have changed them."""
-        for sent in self._sent:
-            if sent.is_copy:
-                self._check_weights(sent)
-                self._send_parts(sent.parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # a hook may call this
+            for sent in self._sent:
+                if sent.is_copy:
+                    self._check_weights(sent)
+                    self._send_parts(sent.parameter)
 
     def give_weights(self) -> None:
         """Give owners the weights of which they have copies. Every process calls this."""
-        self._sent = [self._with_new_weights(sent) if sent.is_copy else sent for sent in self._sent]
-        self._sums = self._sums_of_copied()
+        with torch._C.DisableTorchFunctionSubclass():  # likewise
+            self._sent = [self._with_new_weights(sent) if sent.is_copy else sent for sent in self._sent]
+            self._sums = self._sums_of_copied()
 
     def take_assigned_gradients(self) -> None:
         """Give the optimizer what hooks have assigned to the gradients of the module's parameters.
@@ -166,6 +234,10 @@ class OptimizerParts:
         Raises:
             UserError: it can't be given.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._take_assigned_gradients()
+
+    def _take_assigned_gradients(self) -> None:
         for number, sent in enumerate(self._sent):
             parameter, gradient = sent.parameter, sent.parameter.tensor.grad
             name, of_optimizer = parameter.name, parameter.of_optimizer
@@ -268,6 +340,10 @@ class OptimizerParts:
         Every process calls this. If the run is exact, one process computes each tensor's norm from the whole tensor.
         It is the norm of the gradients that the optimizer has got, as hooks have changed them.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._gradient_norm(parameters)
+
+    def _gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         self.take_assigned_gradients()
         copied = {id(sent.parameter) for sent in self._sent if sent.is_copy}
         # One column for each parameter: its gradient's norm, and 1 if it has a gradient.

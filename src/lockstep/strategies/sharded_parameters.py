@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,6 +30,7 @@ class ShardedParameter:
         rank: the number of this process's part.
         owner: the process whose optimizer gets the whole parameter; None: each process's gets its part.
         of_optimizer: the parameter that the optimizer gets.
+        attributes: what a user has set on the parameter before it was cut.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ShardedParameter:
     rank: int
     owner: int | None = None
     of_optimizer: Any = None
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> torch.Size:
@@ -139,8 +141,10 @@ def dim_to_cut(parameter: nn.Parameter, parts: int) -> int | None:
     """Return the dimension along which a parameter is cut into parts; None if it stays whole.
 
     `fully_shard` cuts the first dimension anywhere, and others only evenly. Parameters that share a grid of exact sums
-    are small, so none of them is cut.
+    are small, so none of them is cut. Nor is one of a user's own class, since its part would have another class.
     """
+    if type(parameter) is not nn.Parameter:
+        return None
     if not parameter.requires_grad or parameter.numel() <= SMALL or not parameter.is_floating_point():
         return None
     if not dense(parameter) or parameter.stride(0) * parameter.shape[0] != parameter.numel():
@@ -150,6 +154,29 @@ def dim_to_cut(parameter: nn.Parameter, parts: int) -> int | None:
     if not parameter.is_contiguous():
         return None
     return next((dim for dim, size in enumerate(parameter.shape) if size % parts == 0), None)
+
+
+def other_dtypes(module: nn.Module, blocks: Sequence[nn.Module], sharded: set[int]) -> list[nn.Parameter]:
+    """Return the parameters whose dtype is not that of most elements that are gathered together with them.
+
+    `fully_shard` gathers one dtype at a time.
+
+    Args:
+        module: the whole module.
+        blocks: the modules that are gathered one after the other; the rest of the module is gathered together.
+        sharded: ids of the sharded parameters.
+    """
+    others: list[nn.Parameter] = []
+    rest = set(sharded)
+    for unit in (*blocks, module):
+        parameters = [p for p in unit.parameters() if id(p) in rest]
+        rest -= set(map(id, parameters))
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in parameters:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        others += [parameter for parameter in parameters if parameter.dtype != most]
+    return others
 
 
 def find_blocks(module: nn.Module, sharded: set[int], pattern: str | None) -> list[nn.Module]:
@@ -208,6 +235,11 @@ def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def is_contiguous(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """Check whether a tensor of these strides has its elements in memory in the order of the tensor."""
+    return torch.empty_strided(tuple(shape), tuple(strides), device="meta").is_contiguous()
 
 
 def has_shape(value: Any, shape: Sequence[int]) -> bool:

@@ -5,7 +5,7 @@ tests/strategies/test_fsdp.py fail when they change.
 """
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -66,6 +66,69 @@ def set_gathered_strides(unit: Any, strides: dict[int, tuple[int, ...]]) -> None
         parameter._contiguous_orig_stride = strides[id(parameter.sharded_param)]
 
 
+def send_gradients_when_complete(
+    unit: Any, of_step: Callable[[], bool], refuse: Callable[[Any], None], attributes: dict[int, dict[str, Any]]
+) -> None:
+    """Let a module of `fully_shard` send its gradient when all of it is there, and take part in the step's pass only.
+
+    torch sends it when the gradient of the module's inputs is there. For this it puts an identity function around the
+    inputs, so autograd first adds up what the module itself adds to an input's gradient: other bits than on one device
+    if something else uses this input, too. And torch takes each backward pass for that of the step. If `training_step`
+    itself calls `torch.autograd.grad`, it would send gradients and free weights. No public option changes either.
+
+    Args:
+        unit: the module.
+        of_step: whether the backward pass that runs is that of a step.
+        refuse: called with a sharded parameter whose gathered weights have got a gradient in another backward pass.
+        attributes: what a user has set on the whole parameters, by the id of the sharded parameter.
+    """
+    state = unit._get_fsdp_state()
+    group, pre_backward = state._fsdp_param_group, state._pre_backward
+
+    def before_backward(gradient: Tensor) -> Tensor:
+        if of_step():
+            result: Tensor = pre_backward(gradient)
+            return result
+        if group is not None:  # it may have been freed after the forward pass
+            group.unshard()
+            group.wait_for_unshard()
+        return gradient
+
+    state._pre_backward = before_backward
+    if group is None:
+        return
+    group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+    complete: set[int] = set()
+
+    def after_gradient(number: int, _: Tensor) -> None:
+        if not of_step():
+            refuse(group.fsdp_params[number].sharded_param)
+        complete.add(number)
+        if len(complete) == len(group.fsdp_params):
+            complete.clear()
+            group.post_backward()
+
+    def around(number: int, parameter: Any, method: Callable[[], None]) -> Callable[[], None]:
+        @wraps(method)
+        def init_unsharded_param() -> None:
+            first = not hasattr(parameter, "_unsharded_param")
+            method()
+            if first:
+                parameter._unsharded_param.register_post_accumulate_grad_hook(partial(after_gradient, number))
+                vars(parameter._unsharded_param).update(attributes.get(id(parameter.sharded_param), {}))
+
+        return init_unsharded_param
+
+    for number, parameter in enumerate(group.fsdp_params):
+        parameter.init_unsharded_param = around(number, parameter, parameter.init_unsharded_param)
+
+    def post_backward(*_: Any) -> None:
+        complete.clear()
+        type(group).post_backward(group)
+
+    group.post_backward = post_backward
+
+
 def gather_around_outermost_call(unit: Any, methods: Iterable[str], check: Callable[[str], None]) -> None:
     """Let `fully_shard` gather and free the weights of a module around some methods, as it does around `forward`.
 
@@ -124,3 +187,8 @@ def computes_with_parts(error: RuntimeError) -> bool:
     DTensors lack. A look at the arguments of each operation would take time in each pass.
     """
     return "DTensor" in str(error)
+
+
+def needs_freed_weights(error: RuntimeError) -> bool:
+    """Check whether torch has refused an operation on weights whose memory `fully_shard` has freed."""
+    return "setStorage" in str(error) and "storage of size 0" in str(error)

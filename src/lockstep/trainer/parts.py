@@ -22,10 +22,6 @@ from lockstep.step.passes import overrides_method
 from lockstep.strategies import Strategy
 from lockstep.text import is_url
 
-# Hooks of a LightningModule that can't work where a step is cut into pieces, each with the end of its error message.
-REFUSED_HOOKS = {
-    "on_after_backward": "would get the gradient of a piece: use on_before_optimizer_step, which gets the step's",
-}
 LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
@@ -111,10 +107,9 @@ def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str) -> None
     Raises:
         UserError: it is such a module.
     """
-    hooks = {**REFUSED_HOOKS, **dict.fromkeys(LOADERS, f"would not be called: use {loaders}")}
-    for hook, message_end in hooks.items():
-        if overrides_method(module, hook, pl.LightningModule):
-            raise UserError(f"{setting}: its {hook} {message_end}")
+    for name in LOADERS:
+        if overrides_method(module, name, pl.LightningModule):
+            raise UserError(f"{setting}: its {name} would not be called: use {loaders}")
     if "optimizer_idx" in inspect.signature(module.training_step).parameters:
         raise UserError(
             f"{setting}: its training_step takes optimizer_idx, which is of Lightning 1: remove the argument, since "

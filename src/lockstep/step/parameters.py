@@ -1,0 +1,142 @@
+"""What a step in pieces can't do with a module's parameters: checked before each epoch, and in a run's first step."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.arithmetic.exact_sum import SMALL
+from lockstep.errors import UserError
+from lockstep.text import join_names
+
+if TYPE_CHECKING:
+    from lockstep.step.gradients import GradientSum
+
+FACTORS = 2.0**-8, 2.0**8  # of a loss, so that gradients have the same digits
+TOLERANCE = 1e-2  # of the largest element; kernels that are not deterministic differ by less
+NOISE = 1e-3  # of the largest element of all gradients: what smaller gradients are may be rounding
+WITH_WHOLE_GRADIENT = "change gradients in on_before_optimizer_step, where they are those of the whole step"
+OTHER_BACKWARD = (
+    "a backward pass in training_step, or in a hook, has given a gradient to {}, which would be added to the step's: "
+    "use torch.autograd.grad(loss, x), or loss.backward(inputs=[x])"
+)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Check whether functions are registered that get a parameter's gradient in each backward pass."""
+    hooks: Any = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks)
+
+
+def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse functions on parameters that get the gradient of each backward pass.
+
+    Raises:
+        UserError: a parameter has one.
+    """
+    if names := [name for name, parameter in named if has_gradient_hooks(parameter)]:
+        raise UserError(
+            f"register_hook or register_post_accumulate_grad_hook on {join_names(names, 2)}: it would get the weighted "
+            f"gradient of a piece, which depends on the layout: {WITH_WHOLE_GRADIENT}"
+        )
+
+
+def check_parameters(gradients: "GradientSum", pieces: int) -> None:
+    """Check that the gradients of a module's parameters can be summed over pieces.
+
+    Raises:
+        UserError: a parameter has a hook on its gradient, or numbers that an exact sum does not know.
+    """
+    module = gradients.strategy.lightning_module
+    if pieces == 1:  # its gradient is that of the step
+        return
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    refuse_gradient_hooks(named)
+    if gradients.exact and (names := [name for name, parameter in named if parameter.is_complex()]):
+        raise UserError(
+            f"exact=true: {join_names(names, 2)} has complex numbers, which have no exact sum: keep real and imaginary "
+            "parts as two parameters and use torch.complex(), or exact=false"
+        )
+
+
+def not_in_proportion(loss: Tensor, module: nn.Module) -> list[str]:
+    """Return the parameters whose gradient is not 65,536 times as large when the loss is.
+
+    Large parameters but the first are left out, to save memory: what they have behind them, small ones have, too. So
+    are losses in float16, whose gradients would overflow.
+    """
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    chosen = [pair for number, pair in enumerate(trained) if not number or pair[1].numel() <= SMALL]
+    if torch.is_autocast_enabled(loss.device.type) and torch.get_autocast_dtype(loss.device.type) is torch.float16:
+        return []
+    parameters = [parameter for _, parameter in chosen if parameter.dtype is not torch.float16]
+    low, high = (
+        torch.autograd.grad(loss * factor, parameters, retain_graph=True, allow_unused=True) for factor in FACTORS
+    )
+    ratio, names = FACTORS[1] / FACTORS[0], {id(parameter): name for name, parameter in chosen}
+    pairs = {
+        names[id(parameter)]: (one, other / ratio)
+        for parameter, one, other in zip(parameters, low, high, strict=True)
+        if one is not None and one.layout is torch.strided and one.isfinite().all() and other.isfinite().all()
+    }
+    largest = {name: float(one.abs().max()) for name, (one, _) in pairs.items() if one.numel()}
+    rounding = NOISE * max(largest.values(), default=0.0)
+    return [
+        name
+        for name, size in largest.items()
+        if float((pairs[name][1] - pairs[name][0]).abs().max()) > TOLERANCE * max(size, rounding)
+    ]
+
+
+def refuse_meta(module: nn.Module) -> None:
+    """Refuse parameters and buffers that have no data.
+
+    Raises:
+        UserError: there are some.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if names := [name for name, tensor in tensors if tensor.is_meta]:
+        raise UserError(
+            f"{join_names(names, 2)} is on torch's device meta, so it has no values: make the module on a CPU, or fill "
+            "it in configure_model: to_empty(device='cpu'), then its weights"
+        )
+
+
+def gradient_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return what changes with each gradient of a module's parameters, by name."""
+    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return {name: (id(gradient), gradient._version) for name, gradient in named if gradient is not None}
+
+
+def refuse_other_gradients(before: dict[str, tuple[int, int]], module: nn.Module) -> None:
+    """Refuse gradients that a forward pass has changed.
+
+    Args:
+        before: `gradient_versions` before it.
+        module: the module.
+
+    Raises:
+        UserError: a parameter has such a gradient.
+    """
+    after = gradient_versions(module)
+    if names := [name for name, version in after.items() if before.get(name) != version]:
+        raise UserError(OTHER_BACKWARD.format(join_names(names, 2)))
+
+
+def refuse_sparse_gradients(gradients: "GradientSum") -> None:
+    """Refuse sparse gradients where they are summed over pieces or processes.
+
+    Raises:
+        UserError: there is one.
+    """
+    if not gradients.exact and gradients.world_size == 1:
+        return
+    names = [
+        name
+        for name, parameter in gradients.strategy.lightning_module.named_parameters()
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided
+    ]
+    if names:
+        setting = "exact=true" if gradients.exact else f"strategy={getattr(gradients.strategy, 'name', 'ddp')}"
+        raise UserError(f"{setting}: the gradient of {join_names(names, 2)} is sparse: leave out sparse=True")
