@@ -570,11 +570,6 @@ class Views(LitDigits):
         return F.cross_entropy(self(x), y) + F.cross_entropy(self(x + 0.1), y)
 
 
-class Moves(LitDigits):
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        return batch
-
-
 class AfterBackward(LitDigits):
     def on_after_backward(self):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
