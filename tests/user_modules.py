@@ -573,11 +573,6 @@ class Views(LitDigits):
         return F.cross_entropy(self(x), y) + F.cross_entropy(self(x + 0.1), y)
 
 
-class Moves(LitDigits):
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        return batch
-
-
 class CustomData(LitDigits):
     def train_dataloader(self):
         return []

@@ -354,14 +354,6 @@ def test_another_module_than_the_one_that_was_cut_is_refused(ranks: Ranks) -> No
         assert "another module than that of trainer.fit: make a Trainer for it" in str(error)
 
 
-def test_a_module_in_parts_is_not_copied(ranks: Ranks) -> None:
-    def copies(rank: int) -> None:
-        deepcopy(rank_fit(rank, Classifier("stem"), 2).trainer.lightning_module.net.stem)
-
-    for error in ranks(2, copies, errors=UserError):
-        assert "a module whose weights are in parts can't be copied: make another one" in str(error)
-
-
 def test_all_ranks_begin_with_the_weights_of_rank_zero(ranks: Ranks) -> None:
     """As with ddp: a part of the weights of each rank would be another start."""
     module = module_of("mixer adamw")
