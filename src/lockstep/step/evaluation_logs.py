@@ -173,6 +173,8 @@ class TrainingLogs(_ResultCollection):
             number = value._forward_cache
             if not options.get("on_step") or not isinstance(number, Tensor) or number.numel() != 1:
                 return
+        if record is None and isinstance(value, Tensor):
+            self.pop(f"{fx}.{name}", None)  # `_item` may have added it for another rank, with fewer options
         if isinstance(value, Tensor) and (record is None or record.arguments != options):  # Lightning checks them
             super().log(fx, name, value, **{**options, "sync_dist": False, "batch_size": 1})
         if record is None:
