@@ -84,6 +84,7 @@ class Wrapped(Mixer):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in self.blocks)
+        nn.init.zeros_(self.head.bias)  # so that each case has weights of its own
 
 
 class Renamed(Mixer):
