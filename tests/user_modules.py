@@ -180,15 +180,22 @@ class Penalty(LitDigits):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
+class HooksItsInput(nn.Module):
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.hook)
+        return x
+
+
 class Overflows(LitDigits):
     """In its third step the first layer's gradient alone is not finite."""
 
     def extend(self):
-        def with_hook(layer, args, output):
-            if output.requires_grad:
-                output.register_hook(lambda g: g * float("nan") if self.trainer.global_step == 2 else None)
-
-        self.net[1].register_forward_hook(with_hook)
+        self.net.insert(2, HooksItsInput(lambda g: g * float("nan") if self.trainer.global_step == 2 else None))
 
 
 class Drops(LitDigits):

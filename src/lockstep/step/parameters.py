@@ -24,9 +24,11 @@ OTHER_BACKWARD = (
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Check whether functions are registered that get a parameter's gradient in each backward pass."""
-    hooks: Any = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return any(hooks)
+    """Check whether a user's functions are registered that get a parameter's gradient in each backward pass."""
+    kinds: Any = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    functions = [getattr(each, "func", each) for hooks in kinds if hooks for each in hooks.values()]
+    # extras of ours have some, for what only counts or refuses
+    return any(not str(getattr(each, "__module__", "")).startswith("lockstep") for each in functions)
 
 
 def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Parameter]]) -> None:
