@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def global_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         {"callbacks": OmegaConf.create([], flags={"allow_objects": True})},
         {"num_sanity_val_steps": None, "plugins": None, "barebones": False, "use_distributed_sampler": True},
     ],
-    ids=str,
+    ids=lambda options: re.sub(r" object at 0x\w+", "", str(options)),  # the same in each worker of pytest
 )
 def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = fit(tmp_path / "plain", exact=True, pieces=2, max_epochs=1)
