@@ -18,13 +18,16 @@ from plain import PATHS
 from lockstep import files as atomic
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
+from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.start import load_start
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 
+RECORD = {"format": FORMAT, "seed": 0}
+
 
 def plain(value: float = 1.0) -> dict[str, Any]:
-    return {"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((5000,), value)}, "lockstep": {"seed": 0}}
+    return {"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((5000,), value)}, "lockstep": RECORD}
 
 
 def test_a_gpu_is_not_waited_for_until_the_file_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +76,7 @@ def test_layers_keep_the_versions_that_their_loading_asks_for(tmp_path: Path) ->
 
 def test_a_checkpoint_comes_back_and_is_an_ordinary_one(saved: Path) -> None:
     assert torch.equal(checkpoint_io.load(saved)["state_dict"]["w"], plain()["state_dict"]["w"])
-    assert torch.load(saved, weights_only=True)["lockstep"] == {"seed": 0}
+    assert torch.load(saved, weights_only=True)["lockstep"] == RECORD
     assert zipfile.ZipFile(saved).testzip() is None
     assert os.listdir(saved.parent) == ["last.ckpt"]
 

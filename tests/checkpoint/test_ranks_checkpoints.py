@@ -12,8 +12,8 @@ from rank_fits import Net, fit, layout_of, same_bits
 from thread_ranks import Ranks, place_of
 
 from lockstep.callbacks import Checkpoint
+from lockstep.checkpoint import formats, paths
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError, checked_source, step_of
 from lockstep.checkpoint.resume import OVERRIDES, _newest_of_ranks
 from lockstep.checkpoint.start import checkpoint_to_load, load_start, restore_good_checkpoint, share_newest
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TARGET = {"_target_": "somewhere.Something"}
 SPEC = {"channels": 1, "image_size": 8, "classes": ["a", "b"], "mean": [0.0], "std": [1.0]}
 RECORD = {
+    "format": formats.FORMAT,
     "config": {"model": TARGET, "data": TARGET, "optimizer": TARGET, "batch_size": 4},
     "spec": SPEC,
     "fingerprint": "1",

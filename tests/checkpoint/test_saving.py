@@ -14,18 +14,20 @@ from plain import STEPS, Loader, Plain, loaders, step_of, trainer_with
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.callback import ResumeState
+from lockstep.checkpoint.formats import FORMAT
 from lockstep.errors import UserError
 
 
 def test_last_and_best(tmp_path: Path) -> None:
-    callback, state = Checkpoint(tmp_path), ResumeState({"config": {"lr": 0.1}, "fingerprint": "f"}, {}, STEPS)
+    record = {"format": FORMAT, "config": {"lr": 0.1}, "fingerprint": "f"}
+    callback, state = Checkpoint(tmp_path), ResumeState(record, {}, STEPS)
     trainer_with(tmp_path, callback, state, epochs=3).fit(Plain(), **loaders())
     assert step_of(tmp_path / "checkpoints" / "last.ckpt") == 3 * STEPS
     assert step_of(callback.best_path) == 2 * STEPS  # the scores are 0.5, 0.75, 0.25
     assert callback.best_score == 0.75
     content = checkpoint_io.load(tmp_path / "checkpoints" / "last.ckpt")
     metrics = {"val/acc": 0.25, "val/loss": 0.75}
-    assert content["lockstep"] == {"config": {"lr": 0.1}, "fingerprint": "f", "metrics": metrics}
+    assert content["lockstep"] == {**record, "metrics": metrics}
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["best.ckpt", "last.ckpt"]
 
 
@@ -158,7 +160,8 @@ def test_an_old_best_is_none_of_a_run_that_has_no_monitor(tmp_path: Path) -> Non
 
 def test_a_run_that_ran_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
     def state(limit: str | None) -> ResumeState:
-        return ResumeState({"config": {"debug": {"trainer": {"max_time": limit}}}}, {}, STEPS)
+        config = {"debug": {"trainer": {"max_time": limit}}}
+        return ResumeState({"format": FORMAT, "config": config}, {}, STEPS)
 
     class EndsLikeLightningsTimer(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:

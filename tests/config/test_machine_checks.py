@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
 
 def test_names_of_groups_are_taken_in_any_form() -> None:
-    read_arguments(["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"], "train")
+    arguments = ["-m", "model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"]
+    read_arguments(arguments, "train")
 
 
 @pytest.mark.usefixtures("whole_run")

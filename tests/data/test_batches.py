@@ -172,19 +172,25 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     assert max(batches) == size
 
 
-def test_a_limit_of_batches_counts_those_of_all_ranks() -> None:
-    """A batch is one of the loader, or of the step: here of 8 samples in two chunks, and of 12."""
+def test_a_limit_of_batches_counts_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is one of the step, here of 8 samples in chunks; or one of the loader, which is a chunk."""
+    uneven = [3, 12, 25]  # of a batch sampler
+    limits: list[tuple[Any, int | float, int]] = [(None, 1, 8), (None, 3, 24), (None, 0.5, 16), (None, 9, 40)]
+    limits += [(8, 1, 8), (12, 1, 12), (12, 2, 24), (uneven, 2, 15), (uneven, 0.5, 3)]
     for ranks in (1, 2, 4):
         data: Any = module(splits(arrays(9), evaluated=arrays(40)), layout(ranks, 8, 2 * ranks))
         whole = data.evaluation_shares("val")
         assert sum(share.samples for share in whole) == 40
-        for batch_size, limit, samples in ((8, 1, 8), (8, 3, 24), (8, 0.5, 16), (8, 9, 40), (12, 1, 12), (12, 2, 24)):
-            data.batch_sizes["val"], data.trainer.limit_val_batches = batch_size, limit
-            shares = data.evaluation_shares("val")
+        for batch_size, limit, samples in limits:
+            limited: Any = module(splits(arrays(9), evaluated=arrays(40)), layout(ranks, 8, 2 * ranks))
+            monkeypatch.setattr(limited, "_evaluation_batch_size", lambda split, size=batch_size: size)
+            limited.trainer.limit_val_batches = limit
+            shares = limited.evaluation_shares("val")
             assert sum(share.samples for share in shares) == samples
-            assert data.num_local_samples("val") == shares[0].samples
-            assert sum(len(y) for _, y in data.val_dataloader()) == shares[0].samples
-            assert data.samples_of_batch("val", 0) == len(next(iter(data.val_dataloader()))[1])
+            assert limited.num_local_samples("val") == shares[0].samples
+            sizes = [len(y) for _, y in limited.val_dataloader()]
+            assert sum(sizes) == (shares[0].samples or 1), "a rank without a sample has one, whose result it drops"
+            assert limited.samples_of_batch("val", 0) == sizes[0]
         assert data.evaluation_shares("test") == whole
         data.trainer.predicting, data.trainer.limit_predict_batches = True, 1
         shares = data.evaluation_shares("test")

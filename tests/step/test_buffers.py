@@ -515,10 +515,12 @@ def test_what_is_validated_is_what_is_saved(ranks: Ranks, caplog: pytest.LogCapt
         trainer = SimpleNamespace(
             datamodule=SimpleNamespace(layout=SimpleNamespace(replicas=2, exact=exact)),
             strategy=SimpleNamespace(
+                staged=False,
                 root_device=torch.device("cpu"),
                 before_weights_are_read=lambda: None,
                 replicated_parameters=lambda: list(module.parameters()),
             ),
+            optimizers=[],
             is_global_zero=rank == 0,
             state=SimpleNamespace(fn="fit"),
             sanity_checking=False,

@@ -312,6 +312,7 @@ def test_ddp_is_built_on_the_stream_of_the_steps(monkeypatch: pytest.MonkeyPatch
     """Its buckets are filled with zeros there, before the first gradient."""
     strategy = DistributedDataParallel()
     strategy.model = nn.Linear(2, 2)
+    strategy._lightning_module = Mock(named_buffers=dict)
     made = Mock()
     monkeypatch.setattr("lockstep.strategies.ddp.FixedBucketsDDP", made)
     monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
@@ -84,6 +85,11 @@ class Data(pl.LightningDataModule):
 def trainer(folder: Path, **options: Any) -> lockstep.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return lockstep.Trainer(default_root_dir=folder, **{**QUIET, **options})
+
+
+def lines_of_lockstep(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what Lockstep alone has written: another test may let Lightning write its own lines."""
+    return [record.getMessage() for record in caplog.records if record.name == "lockstep"]
 
 
 def fit(folder: Path, *data: Any, kind: type[pl.LightningModule] = Net, **options: Any) -> str:

@@ -136,7 +136,7 @@ def test_an_epoch_has_its_steps_and_an_evaluation_its_batches(tmp_path: Path, mo
 
     for sampler, line in (
         (StepSampler, "epoch 0 has 3 of 6 steps, though nothing has asked for a stop: the loader must yield all steps"),
-        (ChunkSampler, "validate: 2 of 3 batches were evaluated: the loader must yield all"),
+        (ChunkSampler, "validate: 2 of 6 batches were evaluated: the loader must yield all"),
     ):
         original = sampler.__iter__
 

@@ -114,6 +114,7 @@ COMMANDS = {  # words of the first command and of the second, and whether the se
 @pytest.mark.parametrize("case", COMMANDS)
 def test_last_is_of_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     first, second, continues = COMMANDS[case]
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "p.py", raising=False)  # a worker of pytest has none
     monkeypatch.setattr(sys, "argv", first)
     trainer(tmp_path, max_epochs=1).fit(Net(), loader())
     monkeypatch.setattr(sys, "argv", second)
@@ -327,6 +328,7 @@ def test_a_trainer_can_be_copied(tmp_path: Path, made_by: Callable[[Any], Any], 
 
 def test_modules_that_a_notebook_runs_have_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel-1.json"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "p.py", raising=False)
     assert len(run_folder.command()) == 3
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     assert run_folder.command() == []

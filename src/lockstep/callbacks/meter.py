@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from lockstep.arithmetic.exact_total import ExactTotal
 from lockstep.data.streams import fetch_counts
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.logged_values import on_host
+from lockstep.step.logged_values import on_host, products
 from lockstep.step.memory import peak_memory
 from lockstep.step.passes import numbers_of
 
@@ -113,9 +114,9 @@ class Meter(Callback):
         self._since: dict[str, Tensor] = {}  # by name: sum and weight over all ranks since the previous measurement
         # the same since the epoch began, without rounding, so that layouts have the same bits, and what of it is still
         # to be added: for each step the values of this rank's pieces, and the samples of each
-        self._epoch: dict[str, tuple[ExactTotal, int]] = {}
+        self._epoch: dict[str, tuple[ExactTotal, Fraction]] = {}
         self._pieces: list[tuple[list[dict[str, Tensor]], list[int]]] = []
-        self._local: dict[str, tuple[ExactTotal, int]] = {}  # this rank's part that `_epoch` lacks
+        self._local: dict[str, tuple[ExactTotal, Fraction]] = {}  # this rank's part that `_epoch` lacks
         self._epoch_number = -1
 
     @property
@@ -173,20 +174,24 @@ class Meter(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._collect_epoch(trainer)
-        means = {f"train/{name}": total.over(samples) for name, (total, samples) in self._epoch.items() if samples}
+        means = {
+            f"train/{name}": total.over(float(samples)) for name, (total, samples) in self._epoch.items() if samples
+        }
         tensors = {tag: torch.tensor(mean, dtype=torch.float64) for tag, mean in means.items()}
         pl_module.log_dict(tensors, logger=False, on_step=False, on_epoch=True)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._collect_epoch(trainer)
-        sums = {name: [hex(total.units), total.broken, samples] for name, (total, samples) in self._epoch.items()}
+        sums = {name: [hex(total.units), total.broken, str(samples)] for name, (total, samples) in self._epoch.items()}
         checkpoint["meter"] = {"samples_seen": self.samples_seen, "epoch": self._epoch_number, "sums": sums}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("meter")
         if saved is not None and trainer.state.fn == "fit":
             self.samples_seen, self._epoch_number, sums = (saved[k] for k in ("samples_seen", "epoch", "sums"))
-            self._epoch = {name: (ExactTotal(int(units, 16), broken), n) for name, (units, broken, n) in sums.items()}
+            self._epoch = {
+                name: (ExactTotal(int(units, 16), broken), Fraction(n)) for name, (units, broken, n) in sums.items()
+            }
 
     # --- measuring ---
 
@@ -217,15 +222,18 @@ class Meter(Callback):
         steps, self._pieces = self._pieces, []
         for name in dict.fromkeys(name for returned, _ in steps for numbers in returned for name in numbers):
             pairs = [
-                (numbers[name], samples)
+                (numbers[name], samples, numbers.get("weight") if name == "loss" else None)
                 for returned, sizes in steps
                 for numbers, samples in zip(returned, sizes, strict=True)
                 if name in numbers
             ]
-            values = on_host([value for value, _ in pairs])
-            total, count = self._local.setdefault(name, (ExactTotal(), 0))
-            total.add([value * samples for value, (_, samples) in zip(values, pairs, strict=True)])
-            self._local[name] = total, count + sum(samples for _, samples in pairs)
+            values = on_host([value for value, *_ in pairs])
+            counts: list[float] = [samples for _, samples, _ in pairs]
+            if weights := [weight for *_, weight in pairs if weight is not None]:  # each loss has one, or none has
+                counts = [weight * samples for weight, samples in zip(on_host(weights), counts, strict=True)]
+            total, count = self._local.setdefault(name, (ExactTotal(), Fraction()))
+            total.add(products(counts, values))
+            self._local[name] = total, count + sum(map(Fraction, counts))
 
     def _collect_epoch(self, trainer: Any) -> None:
         """Sum over all ranks what the steps of the epoch have returned. Every rank must call it."""
@@ -234,7 +242,7 @@ class Meter(Callback):
         ranks = gather_objects(local)
         for by_name in ranks[:1] if trainer.strategy.staged else ranks:  # all stages of a network have the same values
             for name, (total, samples) in by_name.items():
-                whole, count = self._epoch.get(name, (ExactTotal(), 0))
+                whole, count = self._epoch.get(name, (ExactTotal(), Fraction()))
                 whole.merge(total)
                 self._epoch[name] = whole, count + samples
 
