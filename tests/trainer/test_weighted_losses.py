@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from trainer.small import BATCH, Net, lines_of_lockstep, loader, samples, trainer
 
 import lockstep
+from lockstep.callbacks import Meter
 from lockstep.errors import StepRefused
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0])
@@ -195,3 +196,16 @@ def test_each_loss_has_a_weight_or_none_has(tmp_path: Path) -> None:
 
     with pytest.raises(StepRefused, match="returns a weight beside some losses only: return one beside each"):
         trainer(tmp_path).fit(Weighted(loss), loader())
+
+
+@pytest.mark.parametrize("loss", [by_class, masked])
+def test_the_mean_of_an_epoch_has_the_weights_of_its_losses(tmp_path: Path, loss: Loss) -> None:
+    """A piece without a weight may have a loss that is nan."""
+
+    def mean(pieces: int) -> float:
+        pl.seed_everything(0, verbose=False)
+        trained = trainer(tmp_path, pieces=pieces, max_epochs=1, callbacks=[Meter()])
+        trained.fit(Weighted(loss), loader())
+        return float(trained.callback_metrics["train/loss"])
+
+    assert mean(12) == pytest.approx(mean(1), rel=1e-5)
