@@ -1,16 +1,19 @@
 """Exceptions that Python, Lightning or a loader process take as an end, not as an error: none ends a run in silence."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from trainer.small import BATCH, Net, loader, samples, trainer
 
 import lockstep
-from lockstep.errors import StepRefused, UserError
+from lockstep.errors import StepRefused, UserError, WorkerFailed
 
 METHODS = (
     *("training_step", "validation_step", "test_step", "predict_step", "optimizer_step", "lr_scheduler_step"),
@@ -129,6 +132,35 @@ def test_ranks_do_not_wait_for_one_that_has_stopped(tmp_path: Path, place: str) 
 
     with pytest.raises(UserError, match=r"^StopIteration was raised at .*, which ends a loop, so steps or samples"):
         lockstep.launch(run, devices=2, hang_timeout=600)
+
+
+class Hangs(Items):
+    """One loader process of one rank hangs, and ignores SIGTERM, as one that hangs in fork."""
+
+    def __init__(self, pid: Path) -> None:
+        super().__init__(None)
+        self.pid = pid
+
+    def __getitem__(self, index: int) -> Any:
+        if os.environ["RANK"] == "1" and get_worker_info() is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self.pid.write_text(str(os.getpid()))
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_loader_process_that_hangs_is_named_and_killed(tmp_path: Path) -> None:
+    def run() -> None:
+        data = DataLoader(Hangs(tmp_path / "pid"), BATCH, num_workers=1)
+        trainer(tmp_path, devices=2).fit(Net(), data)
+
+    line = r"^rank 1 did not join the other ranks within 20 s \(hang_timeout\): it was waiting for a loader process"
+    with pytest.raises(WorkerFailed, match=line):
+        lockstep.launch(run, devices=2, hang_timeout=20)
+    status = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    # one that has ended may wait for a parent that reads its exit code
+    assert not status.exists() or status.read_text().rpartition(") ")[2].startswith("Z")
 
 
 def test_an_epoch_has_its_steps_and_an_evaluation_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

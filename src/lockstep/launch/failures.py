@@ -188,10 +188,26 @@ def end_hanging_worker(process: Any, rank: int, scratch: str, hang_timeout: floa
         stack = file.read_text(errors="replace")
         with open(Path(scratch, f"log_{rank}"), "a", encoding="utf-8") as log:
             log.write(f"the worker hung and was killed; its stack:\n{stack}\n")
+    children = _children_of(process.pid)
     process.kill()
+    for pid in children:  # a loader process that hangs does not end with its worker
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     location = _last_frame(stack)
+    if re.search(r'dataloader\.py", line \d+ in (_try_get_data|_shutdown_workers)\b', stack):
+        location = "waiting for a loader process, which hangs in the data set, or in fork, as Python before 3.11.10 may"
     where = location and f"it was {location}; its stack is in {short_path(Path(scratch, f'log_{rank}').resolve())}"
     return WorkerFailed(_missing_ranks_message([rank], hang_timeout, where), rank, steps)
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the process ids of a process's children; none where the system has no /proc."""
+    children = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, parent = file.read_text().rpartition(") ")[2].split()[:2]  # state and parent, behind the name
+            children += [int(file.parent.name)] * (int(parent) == pid)
+    return children
 
 
 # --- lines from messages, tracebacks and stacks ---
