@@ -10,11 +10,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
     LearningRateFinder,
     ProgressBar,
-    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -69,12 +66,6 @@ from lockstep.trainer.parts import (
 # Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
 # They are not passed to a model that takes no such argument.
 KEYS_FOR_CALLBACKS = ("monitor", "mode")
-# What to use instead of a callback that can't work with steps in pieces.
-REMEDIES = {
-    BatchSizeFinder: "`lockstep fit-memory` finds the accumulate_grad_batches with which batch_size fits the memory",
-    GradientAccumulationScheduler: "use accumulate_grad_batches",
-    StochasticWeightAveraging: "use callbacks=ema",
-}
 
 
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
@@ -270,7 +261,7 @@ def _check_callback(
     kind = type(callback).__name__
     if isinstance(callback, ProgressBar):
         raise UserError(f"{setting}: the console has its own progress bar (callbacks.console): leave {kind} out")
-    refuse_callback(setting, callback, REMEDIES)
+    refuse_callback(setting, callback)
     if isinstance(callback, LearningRateFinder) and not (options.get("attr_name") or _has_lr(module)):
         raise UserError(
             f"{setting}: {kind} needs a module with an attribute lr that its configure_optimizers reads: "

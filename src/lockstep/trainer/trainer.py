@@ -9,12 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -30,7 +25,7 @@ from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.run_checks import ParameterNameCheck
-from lockstep.config import portable
+from lockstep.config import portable, rules
 from lockstep.data.datasets import changed, content_of, fingerprint
 from lockstep.data.digest import digest_of
 from lockstep.errors import UserError
@@ -44,7 +39,7 @@ from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 from lockstep.strategies import Auto, Strategy
-from lockstep.text import join_names, plural
+from lockstep.text import join_names
 from lockstep.trainer.data import (
     OwnedData,
     SamplerCheck,
@@ -83,13 +78,7 @@ from lockstep.trainer.parts import (
 )
 from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
 
-REMEDIES = {
-    BatchSizeFinder: "give more pieces, which need less memory at a time",
-    GradientAccumulationScheduler: "use Trainer(accumulate_grad_batches=...) or pieces=...",
-    StochasticWeightAveraging: "use Lightning's EMAWeightAveraging",
-}
 UNCHANGED = ("batch_size", "samples", "drop_last", "weighted", "content")  # what a run counts its steps by
-SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
 
 
 class Trainer(StepTrainer):
@@ -156,7 +145,7 @@ class Trainer(StepTrainer):
         check_values(seed or 0, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
-        self._reads_parts = kind.sharded
+        self._strategy, self._reads_parts = kind, kind.sharded
         self.batch_size = batch_size
         self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
         hide_harmless_warnings()
@@ -183,7 +172,7 @@ class Trainer(StepTrainer):
         self._ranks = ranks_writing_in(root)
         user_callbacks = list(callbacks_of(callbacks)) if callbacks is not None else []
         for callback in user_callbacks:
-            refuse_callback("callbacks", callback, REMEDIES)
+            refuse_callback("callbacks", callback)
         # With a ModelCheckpoint that saves the last one, `last` means its file.
         saves_last = any(isinstance(each, ModelCheckpoint) and each.save_last for each in user_callbacks)
         ours: list[pl.Callback] = []
@@ -302,7 +291,10 @@ class Trainer(StepTrainer):
         if path is not None:
             content = checkpoint_io.load(path, broadcast=True, whole=not self._reads_parts)
             self._check_fits(path, content, model, record["trainer"])
-            self._check_length(path, content["global_step"], data.order.steps_per_epoch)
+            limits = {f"max_steps={self.max_steps}": self.max_steps} if self.max_steps >= 0 else {}
+            if self.max_epochs is not None and self.max_epochs >= 0:
+                limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * data.order.steps_per_epoch
+            rules.check_length(path, content["global_step"], limits)
             self._checkpoint_io.expect(content)
             del content  # free the memory once it is restored
         names = ParameterNameCheck(model)
@@ -326,8 +318,11 @@ class Trainer(StepTrainer):
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
         except ValueError as error:
-            if SINGLE_VALUE_TEXT in str(error):
-                raise UserError(_single_value_message(data)) from error
+            if rules.SINGLE_VALUE_TEXT in str(error):
+                samples, last = data.order.samples_per_epoch, not data.splits.drop_last
+                raise rules.single_value_error(
+                    data.layout, samples, lambda layout: rules.smallest_piece(layout, samples, last) > 1
+                ) from error
             raise
         finally:
             self._preemption.release_signals()
@@ -417,7 +412,7 @@ class Trainer(StepTrainer):
             module.trainer = self
             module.configure_model()  # its layers must exist before their names are recorded
         for callback in callbacks_of(module.configure_callbacks()):
-            refuse_callback(f"configure_callbacks of {type(module).__name__}", callback, REMEDIES)
+            refuse_callback(f"configure_callbacks of {type(module).__name__}", callback)
         if lazy := [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]:
             raise UserError(f"{type(module).__name__}: the size of {lazy[0]} is unknown: give its lazy layer a size")
         if self.precision == "64-true":
@@ -437,11 +432,11 @@ class Trainer(StepTrainer):
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
             raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
+        trains = stage == "fit" or trained is not None
         if stage == "fit":
             self._check_sizes(sets["train"], size)
-        self._data = data
-        trains = stage == "fit" or trained is not None
         layout = self._layout(size, trains)
+        self._data = data
         return OwnedData(sets, data.owner, layout, self.seed, rank_of_replica(layout), trains)
 
     def _check_sizes(self, train: Any, size: int) -> None:
@@ -454,9 +449,8 @@ class Trainer(StepTrainer):
                 f"{accumulate * size} samples, and here batch_size counts them all: give Trainer(batch_size={size}) to "
                 f"cut {size} samples, or {accumulate * size} to both"
             )
-        if size > samples:
-            most = f"the {plural(samples, 'sample')} of the training set"
-            raise UserError(f"batch_size={size} is more than {most}: use batch_size={samples} or less")
+        whole_steps = samples - samples % size if train.drop_last and samples >= size else samples
+        rules.check_sizes(self._strategy, self._layout(size), whole_steps)
         if self.global_step and self._steps != (samples, size):
             raise UserError("trainer.fit got other data than before, and its steps are counted on: make a new Trainer")
         self._steps = samples, size
@@ -559,18 +553,6 @@ class Trainer(StepTrainer):
                     f"{kind}.load_from_checkpoint needs them as arguments"
                 )
 
-    def _check_length(self, path: str, steps: int, steps_per_epoch: int) -> None:
-        """Check that a run is not shorter than it was when a checkpoint was saved."""
-        limits = {f"max_steps={self.max_steps}": self.max_steps}
-        if self.max_epochs is not None:
-            limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * steps_per_epoch
-        for name, limit in limits.items():
-            if 0 <= limit < steps:
-                raise UserError(
-                    f"{name} ends the run after step {limit}, but {path} was saved after step {steps}: give a larger "
-                    "limit"
-                )
-
     def _evaluate(
         self,
         stage: str,
@@ -593,13 +575,3 @@ class Trainer(StepTrainer):
         method = getattr(super(), stage)
         with one_line_errors():
             return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
-
-
-def _single_value_message(data: OwnedData) -> str:
-    layout = data.layout
-    tail = data.order.samples_per_epoch % layout.batch_size
-    return (
-        f"batch_size={layout.batch_size} in {plural(layout.pieces, 'piece')}, with {tail} samples in an epoch's last "
-        "step: a piece has one sample, and a BatchNorm layer gets one value per channel: use fewer pieces, another "
-        "batch_size or drop_last=True"
-    )
