@@ -25,8 +25,8 @@ from small_data import write_images, write_mnist
 from lockstep.commands.api import compose
 from lockstep.config import check as config
 from lockstep.config.check import check
+from lockstep.config.rules import check_sizes
 from lockstep.errors import UserError
-from lockstep.job.training import check_sizes
 from lockstep.launch import machine
 from lockstep.strategies.ddp import DistributedDataParallel
 
@@ -286,7 +286,8 @@ def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest
     monkeypatch.setattr(machine, "gpu_count", lambda: 8)
     request = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
     for tail in (0, 16, 31):
-        check_sizes(request, 96 + tail)
+        check_sizes(request.strategy, request.layout, 96 + tail)
     with pytest.raises(UserError, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
-        check_sizes(request, 96 + 11)
-    check_sizes(check(compose("devices=8", "pieces=16", "batch_size=32")), 96 + 11)
+        check_sizes(request.strategy, request.layout, 96 + 11)
+    others = check(compose("devices=8", "pieces=16", "batch_size=32"))
+    check_sizes(others.strategy, others.layout, 96 + 11)

@@ -41,7 +41,7 @@ def test_bad_input_is_refused_in_one_line() -> None:
         ("devices=1000: must be at most", place, {"devices": 1000}),
         ("launch(accelerator='tpu'): must be auto, cpu or gpu", place, {"accelerator": "tpu"}),
         ("devices=3: lockstep has started 2 workers on 1 machine", lambda: trainer(Path(), devices=3), {"devices": 2}),
-        ("strategy='dp') runs in one process", lambda: trainer(Path(), strategy="dp"), {"devices": 2}),
+        ("strategy=dp runs in one process", lambda: trainer(Path(), strategy="dp"), {"devices": 2}),
     ):
         with pytest.raises(UserError) as refused:
             lockstep.launch(function, **options)

@@ -288,7 +288,7 @@ class Stream(IterableDataset[Any]):
     [
         ({"strategy": "ddp", "devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
         ({"devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
-        ({"num_nodes": 2}, "torchrun, SLURM or MPI must start the workers: use torchrun --nnodes=2"),
+        ({"num_nodes": 2}, "MPI must start the workers. On each machine: torchrun --nnodes=2"),
         ({"strategy": "deepspeed"}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
         ({"strategy": FSDPStrategy()}, "must be 'auto', 'ddp', 'dp', 'fsdp' or one of lockstep.strategies"),
         ({"strategy": "fsdp", "devices": 2}, "this process is alone: call lockstep.launch(function, devices=2)"),
@@ -315,8 +315,11 @@ class Stream(IterableDataset[Any]):
         ({"exact": True, "precision": "bf16-true"}, "exact needs one of 64-true, 32-true, bf16-mixed"),
         ({"exact": True, "benchmark": True}, "don't go together"),
         ({"sync_batchnorm": True}, "sync_batchnorm"),
-        ({"gradient_clip_algorithm": "value"}, "give both"),
-        ({"callbacks": GradientAccumulationScheduler({0: 2})}, "which the layout fixes: use Trainer(accumulate"),
+        ({"gradient_clip_algorithm": "value"}, "nothing would be clipped; give gradient_clip_val"),
+        (
+            {"callbacks": GradientAccumulationScheduler({0: 2})},
+            "layout fixes: use accumulate_grad_batches or pieces",
+        ),
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, "takes over the schedule"),
         ({"callbacks": [EarlyStopping("val_loss", patience=-1)]}, "patience=-1: must be at least 0"),
     ],

@@ -17,6 +17,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import CheckpointError, check_same_shapes, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
+from lockstep.config import rules
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate, parameters
 from lockstep.config.schema import ResumableCheckpoint
@@ -205,12 +206,8 @@ def check_checkpoint_fits(
         saved_pieces, pieces = recorded.get("pieces"), config.layout.pieces
         what = f"pieces={pieces}, but with data.window={splits.window} each piece reads its own part of the shards"
         raise UserError(f"{what}, and {path} has {saved_pieces} pieces: give pieces={saved_pieces}; {NEW_RUN}")
-    if checkpoint["global_step"] > steps:
-        limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
-        raise UserError(
-            f"{limit} ends the run after step {steps}, but {path} was saved after step {checkpoint['global_step']}: "
-            "give a larger limit"
-        )
+    limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
+    rules.check_length(path, checkpoint["global_step"], {limit: steps})
 
 
 def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:

@@ -15,16 +15,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.arithmetic import layout as layouts
-from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
+from lockstep.arithmetic.layout import Layout
+from lockstep.config import rules
 from lockstep.config.arguments import experiment_keys
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import check_target, instantiate, targets_in
 from lockstep.config.metrics import known_of_model, with_mode
 from lockstep.config.portable import PORTABLE, missing_instructions
+from lockstep.config.rules import refuse
 from lockstep.config.schema import Keys, RunKeys, chosen_fold
 from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
-from lockstep.launch.environment import devices_of_engine, environment, external_workers
+from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import (
     choose_devices,
     compiler_lacking,
@@ -125,9 +127,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
     accelerator, devices = choose_devices(keys.accelerator, keys.devices)
     name = strategy.layout_name(devices * keys.num_nodes)  # strategy=auto has another name with one device
-    if name == "dp" and external_workers() > 1:
-        several = f"{environment().started_by} has started several workers"
-        raise UserError(f"strategy=dp runs in one process, but {several}: give strategy=ddp")
+    rules.refuse_several_workers(name)
     layout = layouts.resolve(
         strategy=name,
         accelerator=accelerator,
@@ -169,20 +169,9 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         overridden=overridden,
         requested=frozenset({*(key.partition(".")[0] for key in overridden), *experiment_keys(), *lr_of_config}),
     )
-    _refuse(strategy.conflicts(config))
-    _refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))
+    rules.refuse_conflicts(strategy, config)
+    refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))
     return config
-
-
-def _refuse(pairs: Iterable[tuple[str, str, str]]) -> None:
-    """Refuse the first pair of settings that are both chosen.
-
-    Args:
-        pairs: two settings as they are typed, each empty if it is not chosen, and the reason.
-    """
-    for one, other, why in pairs:
-        if one and other:
-            raise UserError(f"{one} and {other} don't go together: {why}")
 
 
 def _refuse_not_finite(group: str, options: Mapping[str, Any]) -> None:
@@ -233,11 +222,7 @@ def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> di
     nodes, devices = raw.get("num_nodes", 1), raw.get("devices", 1)
     workers = external_workers()
     if not workers:
-        if isinstance(nodes, int) and nodes > 1:
-            raise UserError(
-                f"num_nodes={nodes}: on several machines torchrun, SLURM or MPI must start the workers. "
-                f"On each machine: {_torchrun(nodes, devices)}"
-            )
+        rules.refuse_several_machines(nodes, lambda: _torchrun(nodes, devices))
         return dict(raw)
     chosen = {key: raw[key] for key in ("devices", "num_nodes") if raw.get(key, 1) != 1 or key in overridden}
     shown = {key: value if isinstance(value, int) else show(value) for key, value in chosen.items()}
@@ -264,7 +249,7 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
         chosen_precision: what `precision=auto` is on this machine, or else the precision given.
     """
     precision, deterministic = f"precision={keys.precision}", keys.debug.trainer.get("deterministic", True)
-    # Each of the following is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
+    # Each of the following is a setting as it is typed, or "" if it is not chosen; see `refuse`.
     exact = f"exact={show(keys.exact)}" * bool(keys.exact)
     portable = exact * (keys.exact == PORTABLE)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
@@ -282,35 +267,17 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
     cannot_shrink = other_than_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
-        (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto suits this machine"),
-        (
-            precision * (keys.precision not in ("auto", *EXACT_PRECISIONS)),
-            exact,
-            f"exact needs one of {', '.join(EXACT_PRECISIONS)}",
-        ),
         (fused, clipped, "a fused optimizer removes the loss scale only after clipping; give optimizer.fused=false"),
         (
             f"debug.trainer.deterministic={show(deterministic)}" * (deterministic is not True),
             exact,
             "exact needs deterministic kernels; leave it out",
         ),
-        (
-            "debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")),
-            exact,
-            "it may choose other kernels in each run; leave it out",
-        ),
-        (precision * keys.precision.startswith(("bf16", "auto")), portable, "give precision=32-true"),
         (compiled, portable, "compiled code differs between processors; give compile=false"),
-        ("accelerator=gpu" * (layout.accelerator == "gpu"), portable, "it works on CPUs only; give exact=true"),
         (
             "elastic=true" * keys.elastic,
             cannot_shrink,
             "only ddp on several devices can continue with fewer; give max_restarts=1 instead",
-        ),
-        (
-            "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
-            "gradient_clip_val=null" * (keys.gradient_clip_val is None),
-            "nothing would be clipped; give gradient_clip_val=0.5, say",
         ),
         (graphs, cpu, "a CPU has no CUDA graphs; leave it out"),
         (graphs, "compile=false" * (not keys.compile), "graphs are recorded of compiled networks; give compile=true"),
@@ -326,7 +293,14 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
             "there is no GPU to hold the data; give speed.resident=auto",
         ),
     )
-    _refuse(pairs)
+    values = {
+        "precision": keys.precision,
+        "benchmark": keys.debug.trainer.get("benchmark"),
+        "gradient_clip_val": keys.gradient_clip_val,
+        "gradient_clip_algorithm": "value" if keys.gradient_clip_algorithm == "value" else None,
+    }
+    rules.check_pairs(layout, values, _typed)
+    refuse(pairs)
     if portable and (missing := missing_instructions()):
         raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
     if tf32 and not computes_bf16("gpu"):  # the same GPUs have bf16 and TF32
@@ -335,11 +309,14 @@ def _check_pairs(keys: Keys, layout: Layout, chosen_precision: str) -> None:
         raise UserError(f"{compiled} needs {reason}")
 
 
+def _typed(name: str, value: Any) -> str:
+    """Return a setting as it is typed on the command line."""
+    return f"debug.trainer.{name}={show(value)}" if name == "benchmark" else f"{name}={show(value)}"
+
+
 def _check_shares(layout: Layout, trains: bool) -> None:
-    """Refuse shares of the wrong number. Refuse shares that would distribute the pieces of training as none would."""
+    """Refuse shares that would distribute the pieces of training as none would."""
     shares = layout.shares
-    if shares and len(shares) != layout.num_devices:
-        raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
     if trains and _shares_change_nothing(layout):
         suitable = (each.pieces for each in layout.with_more_pieces() if not _shares_change_nothing(each))
         pieces = next(suitable, None)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.arithmetic.order import DataOrder
+from lockstep.config import rules
 from lockstep.config.check import Config
 
 
@@ -32,7 +33,6 @@ def run_length(config: Config, samples: int) -> RunLength:
 
 def smallest_piece(config: Config, samples: int) -> int:
     """Return the number of samples of a run's smallest piece. A short last step counts if the run reaches one."""
-    size, length = config.layout.batch_size, run_length(config, samples)
+    length = run_length(config, samples)
     reaches_last_step = config.trains and length.steps >= length.steps_per_epoch
-    tail = samples % size if reaches_last_step else 0
-    return min(max(1, step // config.layout.pieces) for step in (size, tail or size))
+    return rules.smallest_piece(config.layout, samples, reaches_last_step)

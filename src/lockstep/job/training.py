@@ -26,6 +26,7 @@ from lockstep.checkpoint.resume import CONFIG
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.checkpoint.start import TakeOverFolder, check_checkpoint_fits, load_start, resume_messages
 from lockstep.checkpoint.weights import load_initial_weights, refuse_frozen_unloaded
+from lockstep.config import rules
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.config.run_length import run_length
@@ -34,11 +35,10 @@ from lockstep.data.labels import spec_mismatch
 from lockstep.data.streams import room_note
 from lockstep.errors import NonFinite, UserError, WorkerFailed
 from lockstep.job import worker_setup
-from lockstep.job.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
+from lockstep.job.batch_norm_check import check_batch_norms, single_value_error
 from lockstep.job.build import make_callbacks, make_module, make_trainer
 from lockstep.job.ignored_arguments import argument_notes, refuse_loader_keys
 from lockstep.job.job import Job
-from lockstep.job.job_trainer import JobTrainer
 from lockstep.job.optimizers import as_built, settings
 from lockstep.launch.environment import environment
 from lockstep.launch.failures import is_lost_rank, place_of
@@ -48,7 +48,8 @@ from lockstep.report import provenance
 from lockstep.report.report_lines import CHANCE_STEPS, StartLines, chance_level_line, end_lines, images_lines
 from lockstep.report.summary import RunRecord
 from lockstep.step.compile import compile_networks
-from lockstep.text import join_names, plural
+from lockstep.text import join_names
+from lockstep.trainer.trainer import Trainer
 
 VIEW_TEXT = "view size is not compatible with input tensor"  # of torch
 LOG = logging.getLogger("lockstep")
@@ -72,7 +73,7 @@ class TrainingJob(Job):
         self.started = time.perf_counter()
         worker_setup.set_up_worker(config, folder)
         refuse_loader_keys(config)
-        check_sizes(config, len(splits.train))
+        rules.check_sizes(config.strategy, config.layout, len(splits.train))
         if config.debug.one_batch:
             splits = first_batch(splits, config.layout, config.seed)
         self.hydra_files = hydra_files
@@ -104,7 +105,7 @@ class TrainingJob(Job):
             check_checkpoint_fits(self.checkpoint, self._loaded, module.state_dict(), config, splits, self.length.steps)
         return module
 
-    def build_trainer(self, module: pl.LightningModule) -> JobTrainer:
+    def build_trainer(self, module: pl.LightningModule) -> Trainer:
         """Build the trainer with all callbacks of a run, and write what the folder has from the beginning."""
         config, splits, folder, path = self.config, self.splits, self.folder, self.checkpoint
         chosen = make_callbacks(config, splits, folder, module)
@@ -133,7 +134,7 @@ class TrainingJob(Job):
             TakeOverFolder(folder, self.hydra_files, path, environment().rank in self.ranks),
         ]
         parts = RunParts(config, splits, folder, module, self._loaded, environment().rank)
-        trainer = make_trainer(config, folder, self._callbacks, parts, self.ranks)
+        trainer = make_trainer(config, folder, self._callbacks, parts, self.ranks, run=self)
         if config.compile:
             compile_networks(module, bool(config.layout.exact), config.speed.cuda_graphs)
         if trainer.is_global_zero:
@@ -266,7 +267,7 @@ def _conclude_failure(run: RunRecord, error: Exception, first_step: int) -> User
     if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
         with suppress(OSError):  # the disk may be full
             run.finish("failed", f"{type(error).__name__}: {error}")
-    if SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
+    if rules.SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
         return single_value_error(config, len(run.splits.train))
     if not has_trained and (wrong := _unlike_spec(config, run.splits)):
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -284,19 +285,6 @@ def _unlike_spec(config: Config, splits: Splits) -> str:
     with suppress(Exception):  # the data fail themselves
         return spec_mismatch(splits)
     return ""
-
-
-def check_sizes(config: Config, samples: int) -> None:
-    """Check that a training set of `samples` samples fills a step.
-
-    Raises:
-        UserError: The batch size is larger, or the strategy needs more samples.
-    """
-    size = config.layout.batch_size
-    if size > samples:
-        most = f"the {plural(samples, 'sample')} of the training set"
-        raise UserError(f"batch_size={size} is more than {most}: use batch_size={samples} or less")
-    config.strategy.check_samples(config.layout, samples)
 
 
 def stop_reason(callback: Any) -> str | None:

@@ -16,10 +16,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lockstep.arithmetic.layout import EXACT_PRECISIONS, Layout
-from lockstep.config import portable
+from lockstep.arithmetic.layout import Layout
+from lockstep.config import portable, rules
 from lockstep.errors import UserError
-from lockstep.launch.environment import devices_of_engine, environment, external_workers
+from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
 from lockstep.step.lightning_quirks import unusual_ddp_option
@@ -66,6 +66,12 @@ def check_numbers(**numbers: Any) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"Trainer({name}={value!r}): must be a whole number above 0")
+
+
+def refuse_beside_layout(**options: Any) -> None:
+    """Refuse options, other than None, that a Trainer with a layout would ignore."""
+    if chosen := [f"{name}={value}" for name, value in options.items() if value is not None]:
+        raise UserError(f"Trainer(layout=..., {chosen[0]}): the config of the layout decides it: leave {chosen[0]} out")
 
 
 def chosen_seed(seed: int | None) -> Any:
@@ -178,10 +184,6 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
         )
     if exact:  # it decides by itself which kernels must be deterministic
         options.pop("deterministic", None)
-    if exact and options.get("benchmark"):
-        raise UserError(
-            "Trainer(benchmark=True) and exact=True don't go together: it may choose other kernels each time"
-        )
     if options.get("deterministic", True) is None:
         del options["deterministic"]
     return options
@@ -224,18 +226,13 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
     """
     if not isinstance(accelerator, str) or accelerator not in ACCELERATORS:
         raise UserError(f"Trainer(accelerator={accelerator!r}): must be one of {', '.join(ACCELERATORS)}")
-    workers, several = external_workers(), f"{environment().started_by} has started several workers"
-    one_process = isinstance(strategy, DP)
-    if one_process and workers > 1:
-        raise UserError(f"Trainer(strategy='dp') runs in one process, but {several}: use strategy='ddp'")
+    workers, one_process = external_workers(), isinstance(strategy, DP)
+    if one_process:
+        rules.refuse_several_workers("dp")
     chosen: dict[str, Any] = {"devices": devices, "num_nodes": num_nodes}
     if workers > 1 or (workers and not one_process):
         chosen |= devices_of_engine({name: value for name, value in chosen.items() if value is not None})
-    if chosen["num_nodes"] not in (None, 1) and not workers:
-        raise UserError(
-            f"Trainer(num_nodes={num_nodes}): on several machines torchrun, SLURM or MPI must start the workers: use "
-            f"torchrun --nnodes={num_nodes} --nproc-per-node={devices or 1}"
-        )
+    rules.refuse_several_machines(num_nodes, lambda: f"torchrun --nnodes={num_nodes} --nproc-per-node={devices or 1}")
     wanted: Any = "auto" if chosen["devices"] in ("auto", -1, "-1") else chosen["devices"] or 1
     kind, number = choose_devices(ACCELERATORS[accelerator], wanted)
     nodes = chosen["num_nodes"] or 1
@@ -253,21 +250,11 @@ def chosen_devices(strategy: Strategy, devices: Any, num_nodes: int | None, acce
 
 def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dict[str, Any]) -> None:
     """Refuse settings that can't be combined."""
-    exact = bool(layout.exact)
-    if exact and precision not in EXACT_PRECISIONS:
-        raise UserError(
-            f"Trainer(precision={precision!r}) with exact=True: exact needs one of {', '.join(EXACT_PRECISIONS)}"
-        )
-    if layout.exact == portable.PORTABLE and (precision != "32-true" or layout.accelerator != "cpu"):
-        raise UserError("Trainer(exact='portable') needs accelerator='cpu' and precision='32-true'")
-    if isinstance(precision, str) and precision.startswith("16-") and layout.accelerator == "cpu":
-        raise UserError(f"Trainer(precision={precision!r}): fp16 needs a GPU: use 'bf16-mixed' or '32-true'")
-    if options.get("gradient_clip_algorithm") is not None and options.get("gradient_clip_val") is None:
-        raise UserError("Trainer(gradient_clip_algorithm=...) without gradient_clip_val clips nothing: give both")
-    if layout.shares and len(layout.shares) != layout.num_devices:
-        raise UserError(f"strategy: shares={list(layout.shares)}: must be {layout.num_devices} numbers, one per device")
-    for one, other, why in strategy.conflicts(Settings(layout, str(precision))):
-        raise UserError(f"{one} and {other} don't go together: {why}")
+    values = {name: options.get(name) for name in ("benchmark", "gradient_clip_val", "gradient_clip_algorithm")}
+    rules.check_pairs(layout, {"precision": str(precision), **values}, lambda name, value: f"{name}={value}")
+    if layout.exact == portable.PORTABLE and precision != "32-true":
+        raise UserError(f"precision={precision} and exact=portable don't go together: give precision=32-true")
+    rules.refuse_conflicts(strategy, Settings(layout, str(precision)))
 
 
 @contextmanager

@@ -17,8 +17,10 @@ from lightning.pytorch.callbacks import (
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import overrides_method
+from lockstep.step.passes import StepHook, overrides_method
 from lockstep.strategies import Strategy
 from lockstep.text import is_url
 
@@ -27,11 +29,14 @@ ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
     "requires_grad_(False)"
 )
-# Callbacks of Lightning that can't work with a step in pieces, each with what it would do.
+# Callbacks of Lightning that can't work with a step in pieces, each with what it would do, and what to use instead.
 REFUSED_CALLBACKS = {
-    BatchSizeFinder: "would change batch_size, and so what is trained",
-    GradientAccumulationScheduler: "changes how many batches make a step, which the layout fixes",
-    StochasticWeightAveraging: "takes over the schedule and adds an epoch",
+    BatchSizeFinder: "would change batch_size, and so what is trained: give more pieces, which need less memory at a "
+    "time; `lockstep fit-memory` finds how many",
+    GradientAccumulationScheduler: "changes how many batches make a step, which the layout fixes: use "
+    "accumulate_grad_batches or pieces",
+    StochasticWeightAveraging: "takes over the schedule and adds an epoch: use Lightning's EMAWeightAveraging, or "
+    "callbacks=ema in a config",
 }
 
 
@@ -45,6 +50,20 @@ def make_gradient_sum(strategy: Strategy, layout: Layout, check_messages: bool =
     plain_class, exact_class = strategy.gradient_sums(layout)
     sum_class = exact_class if layout.exact and layout.pieces > 1 else plain_class
     return sum_class(strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
+
+
+def step_checks(layout: Layout, nonfinite: str, can_skip: bool = True, compiled: bool = False) -> list[StepHook]:
+    """Return the hooks that check the first step of a run, and the gradients of each step.
+
+    Args:
+        layout: the run's layout.
+        nonfinite: see `lockstep.Trainer`.
+        can_skip: whether a step may be skipped.
+        compiled: whether the network is compiled.
+    """
+    later = layout.accelerator == "gpu"
+    finite = FiniteGradientCheck(nonfinite, one_step_later=later, can_skip=can_skip, compiled=compiled)
+    return [FirstStepCheck(compiled=compiled), finite]
 
 
 def device_options(layout: Layout) -> dict[str, Any]:
@@ -119,12 +138,11 @@ def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str) -> None
         raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
 
 
-def refuse_callback(setting: str, callback: pl.Callback, remedies: dict[Any, str]) -> None:
+def refuse_callback(setting: str, callback: pl.Callback) -> None:
     """Refuse a callback of Lightning that can't work with a step in pieces.
 
     Args:
         setting: what chooses the callback, for messages.
-        remedies: what to use instead, by the classes of REFUSED_CALLBACKS.
 
     Raises:
         UserError: it is such a callback.
@@ -132,7 +150,7 @@ def refuse_callback(setting: str, callback: pl.Callback, remedies: dict[Any, str
     refuse_other_package(f"{setting}:", callback)
     for kind, wrong in REFUSED_CALLBACKS.items():
         if isinstance(callback, kind):
-            raise UserError(f"{setting}: {type(callback).__name__} {wrong}: {remedies[kind]}")
+            raise UserError(f"{setting}: {type(callback).__name__} {wrong}")
     if isinstance(callback, EarlyStopping) and callback.patience < 0:
         raise UserError(f"{setting}.patience={callback.patience}: must be at least 0")
     if isinstance(callback, ModelCheckpoint) and callback.dirpath and is_url(str(callback.dirpath)):

@@ -3,18 +3,16 @@
 import atexit
 import os
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -30,7 +28,7 @@ from lockstep.checkpoint.callback import ResumeState
 from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 from lockstep.checkpoint.run_checks import ParameterNameCheck
-from lockstep.config import portable
+from lockstep.config import portable, rules
 from lockstep.data.datasets import changed, content_of, fingerprint
 from lockstep.data.digest import digest_of
 from lockstep.errors import UserError
@@ -38,13 +36,12 @@ from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
-from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.first_step import FirstStepCheck
+from lockstep.step.gradients import GradientSum
 from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides_method
+from lockstep.step.passes import StepHook, overrides_method
 from lockstep.strategies import Auto, Strategy
-from lockstep.text import join_names, plural
+from lockstep.text import join_names
 from lockstep.trainer.data import (
     OwnedData,
     SamplerCheck,
@@ -67,6 +64,7 @@ from lockstep.trainer.options import (
     chosen_strategy,
     name_of,
     one_line_errors,
+    refuse_beside_layout,
     set_up_process,
     whole_number_of,
     with_options_of_lightning,
@@ -80,16 +78,12 @@ from lockstep.trainer.parts import (
     refuse_callback,
     refuse_hooks,
     refuse_other_package,
+    step_checks,
 )
+from lockstep.trainer.run import Run
 from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
 
-REMEDIES = {
-    BatchSizeFinder: "give more pieces, which need less memory at a time",
-    GradientAccumulationScheduler: "use Trainer(accumulate_grad_batches=...) or pieces=...",
-    StochasticWeightAveraging: "use Lightning's EMAWeightAveraging",
-}
 UNCHANGED = ("batch_size", "samples", "drop_last", "weighted", "content")  # what a run counts its steps by
-SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's message, of BatchNorm
 
 
 class Trainer(StepTrainer):
@@ -115,7 +109,16 @@ class Trainer(StepTrainer):
         checkpoint_every: optimizer steps between two writes of `last.ckpt`; None: at each epoch's end only.
         callbacks: as of Lightning.
         default_root_dir: as of Lightning. Each run has its own folder in it, see `lockstep.trainer.run_folder`.
+        hooks: hooks of each step, in place of those of `step_checks`.
+        gradients: the sum of a step's gradients, in place of the strategy's.
+        checkpoint_io: writes and reads checkpoints.
+        layout: of a config, which has checked all options and set up the process: the layout, in place of the sizes,
+            the devices and `exact`. The Trainer then adds no callbacks, and leaves checkpoints to those that it gets.
+        run: with a layout: what stands around `fit` and `test`. None: nothing.
         options: other options of Lightning's Trainer.
+
+    Attributes:
+        run: what stands around `fit` and `test` of a config's Trainer; None without a config.
 
     Raises:
         UserError: an option does not fit, in one line.
@@ -141,8 +144,41 @@ class Trainer(StepTrainer):
         checkpoint_every: int | None = None,
         callbacks: list[pl.Callback] | pl.Callback | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
+        hooks: Sequence[StepHook] | None = None,
+        gradients: GradientSum | None = None,
+        checkpoint_io: AtomicCheckpointIO | None = None,
+        layout: Layout | None = None,
+        run: Run | None = None,
         **options: Any,
     ) -> None:
+        self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
+        self.run = None if layout is None else run or Run()
+        if layout is not None:
+            if not isinstance(strategy, Strategy) or seed is None or checkpoint_io is None:
+                right = "strategy=one of lockstep.strategies, seed and checkpoint_io"
+                raise UserError(f"Trainer(layout=...) lacks what a config gives beside it: give {right}")
+            refuse_beside_layout(
+                accelerator=None if accelerator == "auto" else accelerator,
+                devices=devices,
+                num_nodes=num_nodes,
+                batch_size=batch_size,
+                pieces=pieces,
+                accumulate_grad_batches=accumulate_grad_batches,
+                exact=exact or None,
+                checkpoint_every=checkpoint_every,
+            )
+            self.seed, self._checkpoint_io = seed, checkpoint_io
+            super().__init__(
+                gradients or make_gradient_sum(strategy, layout),  # it contains the strategy
+                step_checks(layout, nonfinite) if hooks is None else hooks,
+                seed,
+                precision=precision,
+                callbacks=callbacks,
+                plugins=[checkpoint_io],
+                default_root_dir=default_root_dir,
+                **(device_options(layout) | options),
+            )
+            return
         accelerator = name_of(accelerator)
         devices = whole_number_of(devices, accelerator)
         check_numbers(
@@ -156,9 +192,8 @@ class Trainer(StepTrainer):
         check_values(seed or 0, exact, nonfinite)
         options = checked_options(options, exact)
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
-        self._reads_parts = kind.sharded
+        self._strategy, self._reads_parts = kind, kind.sharded
         self.batch_size = batch_size
-        self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
         hide_harmless_warnings()
         self._join()
         seed = self.seed = chosen_seed(seed)
@@ -183,7 +218,7 @@ class Trainer(StepTrainer):
         self._ranks = ranks_writing_in(root)
         user_callbacks = list(callbacks_of(callbacks)) if callbacks is not None else []
         for callback in user_callbacks:
-            refuse_callback("callbacks", callback, REMEDIES)
+            refuse_callback("callbacks", callback)
         # With a ModelCheckpoint that saves the last one, `last` means its file.
         saves_last = any(isinstance(each, ModelCheckpoint) and each.save_last for each in user_callbacks)
         ours: list[pl.Callback] = []
@@ -195,19 +230,17 @@ class Trainer(StepTrainer):
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
-        self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=group_timeout().total_seconds())
+        self._checkpoint_io = checkpoint_io or AtomicCheckpointIO(
+            ranks=self._ranks, timeout=group_timeout().total_seconds()
+        )
         self._fitted: pl.LightningModule | None = None
         self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
         self._data: UserData | None = None  # what the last method got
         self._steps: tuple[int, int] | None = None  # samples of the training set and of a step
-        hooks = [
-            FirstStepCheck(compiled=False),
-            FiniteGradientCheck(nonfinite, one_step_later=layout.accelerator == "gpu", can_skip=True, compiled=False),
-        ]
         with one_line_errors(ValueError, TypeError):
             super().__init__(
-                make_gradient_sum(kind, layout),
-                hooks,
+                gradients or make_gradient_sum(kind, layout),
+                step_checks(layout, nonfinite) if hooks is None else hooks,
                 seed,
                 precision=precision,
                 callbacks=[
@@ -289,6 +322,11 @@ class Trainer(StepTrainer):
             UserError: the module or the data can't be used, or the checkpoint does not fit.
         """
         check_weights_only(weights_only)
+        if self.run is not None:
+            if not self.run.skips_fit():
+                with self.run.around_fit(ckpt_path) as path:
+                    super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+            return
         self._check_module(model)
         if self._fitted is not None and self._fitted is not model:
             raise UserError("trainer.fit gets another module than before: make a lockstep.Trainer for each of them")
@@ -302,7 +340,10 @@ class Trainer(StepTrainer):
         if path is not None:
             content = checkpoint_io.load(path, broadcast=True, whole=not self._reads_parts)
             self._check_fits(path, content, model, record["trainer"])
-            self._check_length(path, content["global_step"], data.order.steps_per_epoch)
+            limits = {f"max_steps={self.max_steps}": self.max_steps} if self.max_steps >= 0 else {}
+            if self.max_epochs is not None and self.max_epochs >= 0:
+                limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * data.order.steps_per_epoch
+            rules.check_length(path, content["global_step"], limits)
             self._checkpoint_io.expect(content)
             del content  # free the memory once it is restored
         names = ParameterNameCheck(model)
@@ -326,8 +367,11 @@ class Trainer(StepTrainer):
             with names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
         except ValueError as error:
-            if SINGLE_VALUE_TEXT in str(error):
-                raise UserError(_single_value_message(data)) from error
+            if rules.SINGLE_VALUE_TEXT in str(error):
+                samples, last = data.order.samples_per_epoch, not data.splits.drop_last
+                raise rules.single_value_error(
+                    data.layout, samples, lambda layout: rules.smallest_piece(layout, samples, last) > 1
+                ) from error
             raise
         finally:
             self._preemption.release_signals()
@@ -350,11 +394,16 @@ class Trainer(StepTrainer):
         model: pl.LightningModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
-        verbose: bool = True,
+        verbose: bool | None = None,
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Test a module; see `fit` and Lightning's method. Every sample counts once, on any layout."""
+        """Test a module; see `fit` and Lightning's method. Every sample counts once, on any layout.
+
+        `verbose` is the default without a config, whose run prints a line. With a config, `ckpt_path="best"` are the
+        weights that training has ended with if the run has no best checkpoint.
+        """
+        verbose = self.run is None if verbose is None else verbose
         return self._evaluate("test", model, dataloaders, datamodule, ckpt_path, weights_only, verbose=verbose)
 
     def predict(
@@ -417,7 +466,7 @@ class Trainer(StepTrainer):
             module.trainer = self
             module.configure_model()  # its layers must exist before their names are recorded
         for callback in callbacks_of(module.configure_callbacks()):
-            refuse_callback(f"configure_callbacks of {type(module).__name__}", callback, REMEDIES)
+            refuse_callback(f"configure_callbacks of {type(module).__name__}", callback)
         if lazy := [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]:
             raise UserError(f"{type(module).__name__}: the size of {lazy[0]} is unknown: give its lazy layer a size")
         if self.precision == "64-true":
@@ -437,11 +486,11 @@ class Trainer(StepTrainer):
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
             raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
+        trains = stage == "fit" or trained is not None
         if stage == "fit":
             self._check_sizes(sets["train"], size)
-        self._data = data
-        trains = stage == "fit" or trained is not None
         layout = self._layout(size, trains)
+        self._data = data
         return OwnedData(sets, data.owner, layout, self.seed, rank_of_replica(layout), trains)
 
     def _check_sizes(self, train: Any, size: int) -> None:
@@ -454,9 +503,8 @@ class Trainer(StepTrainer):
                 f"{accumulate * size} samples, and here batch_size counts them all: give Trainer(batch_size={size}) to "
                 f"cut {size} samples, or {accumulate * size} to both"
             )
-        if size > samples:
-            most = f"the {plural(samples, 'sample')} of the training set"
-            raise UserError(f"batch_size={size} is more than {most}: use batch_size={samples} or less")
+        whole_steps = samples - samples % size if train.drop_last and samples >= size else samples
+        rules.check_sizes(self._strategy, self._layout(size), whole_steps)
         if self.global_step and self._steps != (samples, size):
             raise UserError("trainer.fit got other data than before, and its steps are counted on: make a new Trainer")
         self._steps = samples, size
@@ -559,17 +607,17 @@ class Trainer(StepTrainer):
                     f"{kind}.load_from_checkpoint needs them as arguments"
                 )
 
-    def _check_length(self, path: str, steps: int, steps_per_epoch: int) -> None:
-        """Check that a run is not shorter than it was when a checkpoint was saved."""
-        limits = {f"max_steps={self.max_steps}": self.max_steps}
-        if self.max_epochs is not None:
-            limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * steps_per_epoch
-        for name, limit in limits.items():
-            if 0 <= limit < steps:
-                raise UserError(
-                    f"{name} ends the run after step {limit}, but {path} was saved after step {steps}: give a larger "
-                    "limit"
-                )
+    @contextmanager
+    def _without_fit_only(self) -> Iterator[None]:
+        """Leave out for a while what can't work in a test."""
+        before = self.callbacks, self.profiler
+        self.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
+        # WeightAveraging would load from the checkpoint the weights that are not averaged.
+        self.callbacks = [each for each in self.callbacks if not isinstance(each, WeightAveraging)]
+        try:
+            yield
+        finally:
+            self.callbacks, self.profiler = before
 
     def _evaluate(
         self,
@@ -583,6 +631,15 @@ class Trainer(StepTrainer):
     ) -> Any:
         """Run `validate`, `test` or `predict`."""
         check_weights_only(weights_only)
+        if self.run is not None:
+            method = getattr(super(), stage)
+            if stage != "test":
+                return method(model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **options)
+            if ckpt_path == "best":
+                names = [str(path) for each in self.callbacks if (path := getattr(each, "best_path", None))]
+                ckpt_path = broadcast_from_rank_zero(names[0] if names else None)  # other ranks may not see the file
+            with self._without_fit_only(), self.run.around_test(ckpt_path):
+                return method(model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **options)
         if model is None and self.lightning_module is None:
             raise UserError(f"trainer.{stage} needs a module: give one")
         data = self._prepared_data(stage, loaders, None, datamodule)
@@ -593,13 +650,3 @@ class Trainer(StepTrainer):
         method = getattr(super(), stage)
         with one_line_errors():
             return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
-
-
-def _single_value_message(data: OwnedData) -> str:
-    layout = data.layout
-    tail = data.order.samples_per_epoch % layout.batch_size
-    return (
-        f"batch_size={layout.batch_size} in {plural(layout.pieces, 'piece')}, with {tail} samples in an epoch's last "
-        "step: a piece has one sample, and a BatchNorm layer gets one value per channel: use fewer pieces, another "
-        "batch_size or drop_last=True"
-    )
