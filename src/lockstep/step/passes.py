@@ -144,7 +144,7 @@ class StepPasses:
         try:
             for hook in self.hooks:
                 hook.before_step(step)
-            buffers.begin(step_batch)
+            buffers.begin(step_batch, self._ends_epoch())
             gradients.begin(step_batch)
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
@@ -178,11 +178,15 @@ class StepPasses:
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise StepRefused(advised) from error
             raise
-        if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
+        if self._ends_epoch():
             self.flush()
             buffers.end_of_epoch()
         step_batch.returned = step.outputs
         return step.means()
+
+    def _ends_epoch(self) -> bool:
+        """Return whether this step is the last one of an epoch or of the run."""
+        return bool(self.trainer.is_last_batch) or self.trainer.global_step + 1 == self.trainer.max_steps
 
     def _sum_weights(self, step: "Step") -> None:
         """Sum the weights that `training_step` has returned over the step's pieces, in their order, on every process.
