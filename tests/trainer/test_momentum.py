@@ -357,3 +357,66 @@ def test_parameters_that_never_change_are_copied_in_few_steps(tmp_path: Path) ->
     module = Frozen()
     trainer(tmp_path, exact=True, pieces=4).fit(module, loader())
     assert list(module.copies.values()) == [2, 2, 2, 0, 0, 2, 2, 0, 0, 0, 0, 2], "three steps, and the ends of epochs"
+
+
+class Moco(Byol):
+    """It compares with the keys of earlier samples, in a queue that is filled after the step."""
+
+    queue: Tensor
+    pointer: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", F.normalize(torch.randn(96, 6), dim=1))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.move()
+        queries, keys = self.student(batch[0]), self.teacher(batch[0].flip(1))
+        queries, keys = F.normalize(queries, dim=1), F.normalize(keys, dim=1)
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ self.queue.clone().T], 1)
+        return {"loss": F.cross_entropy(logits / 0.2, torch.zeros(len(logits), dtype=torch.long)), "keys": keys}
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        keys = self.all_gather(outputs["keys"])
+        assert isinstance(keys, Tensor)
+        keys = keys.reshape(-1, 6)
+        at = (int(self.pointer) + torch.arange(len(keys))) % len(self.queue)
+        self.queue[at] = keys
+        self.pointer[0] = (int(self.pointer) + len(keys)) % len(self.queue)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_queue_that_is_filled_after_the_step(tmp_path: Path) -> None:
+    one = fitted(Moco, tmp_path / "one")
+    assert int(one["pointer"]) == 2 * 132 % 96, "each sample once"
+    whole = lockstep.weights_sha256(one)
+    assert sha256(Moco, tmp_path / "dp", strategy="dp", devices=3) == whole
+    assert lockstep.launch(sha256, Moco, tmp_path / "ddp", **PROCESSES) == whole
+    with pytest.raises(lockstep.WorkerFailed):
+        lockstep.launch(partial(sha256, checkpoint_every=4), Moco, tmp_path / "killed", True, **PROCESSES)
+    (file,) = (tmp_path / "killed").rglob("last.ckpt")
+    assert lockstep.launch(sha256, Moco, tmp_path / "other", False, file, **PROCESSES) == whole
+
+
+class NotFinite(Visible):
+    """In its sixth step the gradient is not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        factor = torch.inf if batch_idx == 5 else 1.0
+        return loss * factor
+
+
+class WithoutThisStep(NotFinite):
+    def move(self) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx != 5:
+            super().move()
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_step_that_is_skipped_leaves_the_teacher_as_it_was(tmp_path: Path) -> None:
+    one = sha256(NotFinite, tmp_path, nonfinite="skip")
+    assert one == sha256(WithoutThisStep, tmp_path, nonfinite="skip")
+    function = partial(sha256, NotFinite, tmp_path, nonfinite="skip")
+    assert lockstep.launch(function, **PROCESSES) == one

@@ -394,7 +394,10 @@ class _Trial:
             f"the buffer {buffer} of {owner or 'the module'} ({type(layer).__name__}){more} depends on the samples "
             "of a piece, so pieces on other devices would have other values"
         )
-        right = f"an integer buffer must change alike for every piece; count in on_train_batch_end, per step {RULES}"
+        right = (
+            "an integer buffer must change alike for every piece; count, or fill a queue with what training_step "
+            f"returns, in on_train_batch_end, per step {RULES}"
+        )
         self._name(f"{wrong}: {right}")
 
 
