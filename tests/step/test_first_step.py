@@ -363,24 +363,45 @@ class AveragedBetweenSteps(CopyAsTeacher):
         CopyAsTeacher.training_step(self, (torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long)), 0)
 
 
-def test_parameters_that_the_step_changes_are_refused_with_exact(
+class Normalised(Net):
+    """It sets the norm of trained weights in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for row in self.net[1].get_parameter("weight"):
+                row.div_(row.norm())
+        return self.net(x)
+
+
+def test_trained_parameters_that_the_step_changes_are_refused_with_exact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    message = r"training_step changes parameters itself \(teacher.1.weight, teacher.1.bias"
-    for pieces in (1, 4):
-        with pytest.raises(StepRefused, match=f"^exact=true: {message}"):
-            fit(tmp_path, CopyAsTeacher(), pieces=pieces, exact=True)
-        fit(tmp_path, AveragedBetweenSteps(), pieces=pieces, exact=True)
-    for kind, name in ((Teacher, "teacher.weight"), (FirstScale, "scale")):
-        with pytest.raises(StepRefused, match=rf"^exact=true: training_step changes parameters itself \({name}"):
-            fit(tmp_path, kind(), exact=True)
-    fit(tmp_path, CopyAsTeacher(), pieces=1)
-    assert "changes parameters" not in caplog.text, "a single pass computes the step, on any layout"
-    modules = [CopyAsTeacher(), CopyAsTeacher()]
+    for kind, name in ((FirstScale, "scale"), (Normalised, "net.1.weight")):
+        message = rf"training_step changes parameters itself \({name}\), once for each piece of a device, so"
+        for pieces in (1, 4):
+            with pytest.raises(StepRefused, match=f"^exact=true: {message}"):
+                fit(tmp_path, kind(), pieces=pieces, exact=True)
+        caplog.clear()
+        fit(tmp_path, kind(), pieces=1)
+        assert "changes parameters" not in caplog.text, "a single pass computes the step, on any layout"
+        modules = [kind(), kind()]
+        for module, check in zip(modules, (True, False), strict=True):
+            fit(tmp_path, module, pieces=4, check=check)
+        assert re.search(message, caplog.text)
+        if kind is Normalised:  # an attribute of the other one decides what it does
+            same_state(*modules)
+
+
+@pytest.mark.parametrize("kind", [Teacher, CopyAsTeacher, AveragedBetweenSteps])
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_teacher_passes_and_nothing_is_left_of_the_trial(
+    tmp_path: Path, kind: Any, pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules = [kind(), kind()]
     for module, check in zip(modules, (True, False), strict=True):
-        fit(tmp_path, module, pieces=4, check=check)
-    assert re.search(message, caplog.text)
+        fit(tmp_path, module, pieces=pieces, exact=True, check=check)
     same_state(*modules)
+    assert "parameter" not in caplog.text
 
 
 # --- buffers of integers ---

@@ -7,22 +7,28 @@ has none: this is reported. `batch_norm.py` applies the rule to torch's normalis
 Most other buffers never change, so they are neither copied nor summed. A buffer takes part from its first change on. It
 has changed if the tensor is another object or has another version; in the first steps its content is compared as well,
 because `.data` hides a change from the version.
+
+The rule holds for parameters without a gradient, too: `training_step` may change them, as a teacher follows the weights
+that are trained. They are many and large, and seldom change. So copies of them exist only in the first steps of a run
+and in the first and last step of an epoch, unless they change. One that begins to change later is reported.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.batch import StepBatch
+from lockstep.step.batch import StepBatch, data_of
 from lockstep.step.batch_norm import STATISTICS, BatchNormStats, layers_with_statistics
 from lockstep.step.gradients import GradientSum, all_reduce, gather_exponents
 
@@ -33,12 +39,15 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 DIFFERS = "differs between a step's pieces and has no mean"
 CHANGES_FORM = "has different shapes or dtypes after a step's pieces"
 CHANGES_IN_BACKWARD = "changes in the backward pass"
+DIFFERS_BEFORE = "differs between the ranks before a step"
 REMEDY = "change it alike in every piece, or between the steps, alike on all ranks"
+BEGINS_LATE = "begins to change inside training_step in the middle of an epoch"
+REMEDY_OF_LATE = "change it from the first step of a run or of an epoch on, or between the steps, in on_train_batch_end"
 
 
 @dataclass(eq=False)
 class Buffer:
-    """A buffer of the module, at the begin of the current step.
+    """A buffer of the module, or a parameter without a gradient, at the begin of the current step.
 
     Attributes:
         layer: the layer that has it.
@@ -50,6 +59,8 @@ class Buffer:
         version: its version counter.
         scratch: another copy, for `StepBuffers.before_backward`.
         registered: whether the layer had the name at the step's begin.
+        is_parameter: whether it is a parameter.
+        pointer: the address of a parameter's content, which `p.data = ...` changes.
     """
 
     layer: nn.Module
@@ -61,21 +72,32 @@ class Buffer:
     version: int = -1
     scratch: Tensor | None = None
     registered: bool = True
+    is_parameter: bool = False
+    pointer: int = 0
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The layer's dict that has it."""
+        return self.layer._parameters if self.is_parameter else self.layer._buffers
 
     @property
     def now(self) -> Tensor | None:
         """The tensor that the layer has now."""
-        return self.layer._buffers.get(self.name)
+        return self.table.get(self.name)
 
-    def save(self) -> None:
-        """Make the present tensor that of the step's begin."""
+    def save(self, copy: bool = True) -> None:
+        """Make the present tensor that of the step's begin, and copy its content."""
         self.tensor, self.registered = self.now, True
-        self.start = None if self.tensor is None else self.tensor.detach().clone()
+        self.start = None if self.tensor is None or not copy else self.tensor.detach().clone()
         self.version = _version(self.tensor)
+        if self.is_parameter and self.tensor is not None:
+            self.pointer = self.tensor.data_ptr()
 
     def was_touched(self) -> bool:
         """Check whether the tensor is another one than at the step's begin, or was written to. Read no values."""
-        return self.now is not self.tensor or _version(self.tensor) != self.version
+        if self.now is not self.tensor or _version(self.tensor) != self.version:
+            return True
+        return self.is_parameter and self.tensor is not None and self.tensor.data_ptr() != self.pointer
 
     def has_other_content(self) -> bool:
         """Check whether the content differs from that of the step's begin."""
@@ -87,9 +109,9 @@ class Buffer:
     def restore(self) -> None:
         """Give the layer the tensor and the content of the step's begin."""
         if self.registered:
-            _restore(self.layer, self.name, self.tensor, self.start)
+            _restore(self.table, self.name, self.tensor, self.start)
         else:
-            self.layer._buffers.pop(self.name, None)
+            self.table.pop(self.name, None)
 
     def value(self) -> Tensor | None:
         """Return a copy of the present value, in the dtype of the step's begin if both are numbers of one kind."""
@@ -105,9 +127,9 @@ class Buffer:
         """
         tensor = self.tensor
         if tensor is None or new_object or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-            self.layer._buffers[self.name] = value.clone()
+            self.table[self.name] = nn.Parameter(value.clone(), False) if self.is_parameter else value.clone()
         else:
-            _restore(self.layer, self.name, tensor, value)
+            _restore(self.table, self.name, tensor, value)
 
 
 class Reduction:
@@ -135,6 +157,7 @@ class Reduction:
         self.total: Tensor | None = None
         self.floats = [at for at, value in enumerate(self.flat) if value.is_floating_point() and len(value)]
         self.names = [list(self.like)[at] for at in self.floats]
+        self.differed: Tensor | None = None  # for each value, whether it was an integer that differed, in some step
         self.exact_sum: ExactSum | None = None
         if exact and self.floats:
             flat = [torch.empty_like(self.flat[at]) for at in self.floats]
@@ -217,6 +240,68 @@ class Reduction:
         return exponents
 
 
+class Agreement(Reduction):
+    """Reduces values that are the same after all pieces but in rare steps, such as those of a teacher.
+
+    It keeps the first value and compares it with the others, between processes by checksums. Only in a step where they
+    differ does it reduce them as its base class does.
+
+    Attributes:
+        agrees: after `result`, whether all values of this step were the same.
+    """
+
+    def begin(self, step: int) -> None:
+        """Start the reduction of a step."""
+        super().begin(step)
+        self._first: list[Tensor | None] = []
+        self._count, self.agrees = 0, True
+
+    def add(self, values: Sequence[Tensor | None]) -> None:
+        """Add the values after a piece."""
+        if self.agrees and not self._count:
+            self._first = list(values)
+        if self.agrees and any(
+            one is not other and not (one is not None and other is not None and _same_bits(one, other))
+            for one, other in zip(self._first, values, strict=True)
+        ):
+            self._reduce_first()
+        if self.agrees:
+            self._count += 1
+        else:
+            super().add(values)
+
+    def _reduce_first(self) -> None:
+        """Give the base class the equal values so far."""
+        self.agrees = False
+        for _ in range(self._count):
+            super().add(self._first)
+
+    def result(self, pieces: int, communicates: bool) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the value of each tensor; see the base class."""
+        values = [None if value is None else value.contiguous() for value in self._first] or [None] * len(self.like)
+        source = 0
+        if communicates:
+            sums = [LEAST if value is None else _checksum(value) for value in values]
+            inverted = [LEAST if value is None else ~each for each, value in zip(sums, values, strict=True)]
+            rank = -dist.get_rank() if self._count else LEAST
+            mine = [int(not self.agrees), int(not self._count), rank, *sums, *inverted]
+            dist.all_reduce(numbers := torch.tensor(mine, device=self.device), dist.ReduceOp.MAX)
+            differs, lacks, source, *ends = numbers.tolist()
+            high, low = ends[: len(values)], ends[len(values) :]
+            agrees = not differs and all(one == ~other for one, other in zip(high, low, strict=True))
+        else:
+            agrees, lacks = self.agrees, False
+        if not agrees:
+            if self.agrees:
+                self._reduce_first()
+            return super().result(pieces, communicates)
+        complete = [torch.empty_like(a) if v is None else v for v, a in zip(values, self.like.values(), strict=True)]
+        if lacks:
+            for value in complete:
+                dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, -source)
+        return dict(zip(self.like, complete, strict=True)), torch.zeros(len(values), dtype=torch.bool)
+
+
 @dataclass(eq=False)
 class Change:
     """The change of a buffer in a step, by one process; for a buffer that did not take part in the step's reduction.
@@ -264,6 +349,8 @@ class StepBuffers:
         averaged: those of them that take part in every step, since they have changed before.
     """
 
+    # Parameters without a gradient are among `buffers`, if a step has several pieces.
+
     def __init__(self, gradients: GradientSum, state: Mapping[str, Any]) -> None:
         self.batch_norm = BatchNormStats(gradients, state.get("statistics", ()))
         self.strategy = gradients.strategy
@@ -274,36 +361,56 @@ class StepBuffers:
         self.buffers: dict[str, Buffer] = {}
         self._left_out: set[str] = set()  # names of buffers that can't follow the rule
         self._exponents: dict[str, int | None] = dict(state.get("buffers", {}))
-        self._reduction: Reduction | None = None  # of `averaged`
+        self._reductions: dict[type[Reduction], Reduction] = {}  # of `averaged`: of buffers, and of parameters
+        # Stages have other parameters, and a step of one piece may change what it wants.
+        several = data_of(self.strategy.lightning_module.trainer).layout.pieces > 1
+        self._follows_parameters = several and not self.strategy.staged
+        self._begins_epoch, self._compares_parameters = True, False  # in this step
         self._steps_to_compare = COMPARED_STEPS  # steps left in which contents are compared
         self._pieces = 0  # of this process in this step
         self._changes: dict[str, list[Tensor | None]] = {}  # values after each piece of buffers not in `averaged`
         self._problems: dict[str, str] = {}
-        self._differs: Tensor | None = None  # for each of `averaged`, whether it was an integer that differed
         self._noticed: set[str] = set()
         self._find()
         self.averaged = {path: each for path, each in self.buffers.items() if path in self._exponents}
 
     # --- one step ---
 
-    def begin(self, step_batch: StepBatch) -> None:
-        """Save the buffers before a step, as far as they may have changed since the last one."""
+    def begin(self, step_batch: StepBatch, ends_epoch: bool = False) -> None:
+        """Save the buffers before a step, as far as they may have changed since the last one.
+
+        Args:
+            step_batch: the step.
+            ends_epoch: whether it is the last step of an epoch or of the run.
+        """
         self.batch_norm.begin(step_batch)
         self._pieces, self._changes, self._problems = 0, {}, {}
         if self._steps_to_compare:
             self._find()
+        self._compares_parameters = bool(self._steps_to_compare) or self._begins_epoch or ends_epoch
         for path, buffer in self.buffers.items():
-            if path in self.averaged or self._steps_to_compare or buffer.was_touched():
-                buffer.save()
-        like = {path: each.start for path, each in self.averaged.items() if each.start is not None}
-        if like:
-            self._make_reduction(like).begin(step_batch.step)
-        else:
-            self._reduction = None
+            compares = self._compares_parameters if buffer.is_parameter else self._steps_to_compare
+            if path in self.averaged or compares or buffer.was_touched():
+                buffer.save(copy=not buffer.is_parameter or path in self.averaged or bool(compares))
+        self.strategy.changing_parameters = {
+            path
+            for path, buffer in self.buffers.items()
+            if buffer.is_parameter and (path in self.averaged or self._compares_parameters)
+        }
+        for kind, parameters in ((Reduction, False), (Agreement, True)):
+            like = {
+                path: each.start
+                for path, each in self.averaged.items()
+                if each.start is not None and each.is_parameter == parameters
+            }
+            if like:
+                self._make_reduction(kind, like).begin(step_batch.step)
+            else:
+                self._reductions.pop(kind, None)
 
-    def _make_reduction(self, like: Mapping[str, Tensor]) -> Reduction:
+    def _make_reduction(self, kind: type[Reduction], like: Mapping[str, Tensor]) -> Reduction:
         """Return the reduction of these buffers: that of the last step, or a new one if the buffers are others."""
-        old = self._reduction
+        old = self._reductions.get(kind)
         if (
             old is None
             or list(map(_form, old.like.values())) != list(map(_form, like.values()))
@@ -311,9 +418,8 @@ class StepBuffers:
         ):
             self._read_integers()
             self._exponents = self.state_dict().get("buffers", {})
-            self._reduction = Reduction(like, self.exact, self._exponents, self._check_messages)
-        assert self._reduction is not None
-        return self._reduction
+            self._reductions[kind] = kind(like, self.exact, self._exponents, self._check_messages)
+        return self._reductions[kind]
 
     def before_forward(self) -> None:
         """Restore the buffers before the step, for the next micro-batch."""
@@ -330,19 +436,27 @@ class StepBuffers:
         for path, buffer in self.buffers.items():
             if path in self.averaged or path in self._changes or path in self._problems or not buffer.computed_here:
                 continue
-            if buffer.was_touched() or (self._steps_to_compare and buffer.has_other_content()):
+            compares = self._compares_parameters if buffer.is_parameter else self._steps_to_compare
+            if not buffer.was_touched() and not (compares and buffer.has_other_content()):
+                continue
+            if not buffer.is_parameter or self._steps_to_compare or self._begins_epoch:
                 self._changes[path] = [buffer.start] * self._pieces
+            else:
+                self._problems[path] = BEGINS_LATE
         if self._steps_to_compare:
-            for buffer in self._find():  # registered by this micro-batch
+            for buffer in self._find(parameters=False):  # registered by this micro-batch
                 buffer.tensor, buffer.start, buffer.version, buffer.registered = None, None, -1, False
                 if buffer.computed_here and buffer.now is not None:
                     self._changes[buffer.path] = [None] * self._pieces
                 else:
                     del self.buffers[buffer.path]
         for path, values in self._changes.items():
-            values.append(self.buffers[path].value())
-        if self._reduction is not None:
-            self._reduction.add([self._value(self.averaged[path]) for path in self._reduction.like])
+            value = self.buffers[path].value()
+            if values and value is not None and values[-1] is not None and _same_bits(value, values[-1]):
+                value = values[-1]  # one copy is enough
+            values.append(value)
+        for reduction in self._reductions.values():
+            reduction.add([self._value(self.averaged[path]) for path in reduction.like])
         self._pieces += 1
 
     def _value(self, buffer: Buffer) -> Tensor | None:
@@ -359,9 +473,11 @@ class StepBuffers:
         """Give the layers copies of the buffers before the step, for what activation checkpointing computes again.
 
         It then reads what the forward pass has read, and only these copies change. The graph may need the tensors
-        themselves, so they are left as they are.
+        themselves, so they are left as they are. So are parameters: `training_step` changes them, and no layer does.
         """
         for buffer in self._changing():
+            if buffer.is_parameter:
+                continue
             if (start := buffer.start) is not None:
                 if buffer.scratch is None or _form(buffer.scratch) != _form(start):
                     buffer.scratch = torch.empty_like(start)
@@ -371,7 +487,7 @@ class StepBuffers:
 
     def after_backward(self) -> None:
         """Note the buffers that change in a backward pass only. They have no value after a forward pass."""
-        changing = {*self.averaged, *self._changes}
+        changing = {*self.averaged, *self._changes, *self._problems}
         for path, buffer in self.buffers.items():
             if path not in changing and buffer.computed_here and buffer.was_touched():
                 self._problems[path] = CHANGES_IN_BACKWARD
@@ -386,10 +502,18 @@ class StepBuffers:
         if not self.buffers and not self._steps_to_compare:
             return
         results: dict[str, Tensor] = {}
-        reports = self._gather()
-        if self._reduction is not None:
-            results, differs = self._reduction.result(step_batch.num_nonempty, self._communicates)
-            self._differs = differs if self._differs is None else self._differs | differs
+        if self._gathers():
+            reports = self._gather()
+        else:
+            for path, what in [*self._problems.items()]:
+                self._leave_out(path, what)
+            reports = []
+        for reduction in self._reductions.values():
+            values, differs = reduction.result(step_batch.num_nonempty, self._communicates)
+            results |= values
+            if isinstance(reduction, Agreement) and not reduction.agrees and self._communicates:
+                self._compare_starts(reduction.like)
+            reduction.differed = differs if reduction.differed is None else reduction.differed | differs
             if self.exact or self._steps_to_compare or differs.device.type == "cpu":  # else the host would wait
                 self._read_integers()
         problems = {path: what for report in reports for path, what in report.problems.items()}
@@ -408,6 +532,35 @@ class StepBuffers:
         for path, what in problems.items():
             self._leave_out(path, what)
         self._steps_to_compare = max(self._steps_to_compare - 1, 0)
+        self._begins_epoch = False
+        if self._compares_parameters:
+            for path, buffer in self.buffers.items():
+                if buffer.is_parameter and path not in self.averaged:
+                    buffer.start = None  # its memory is free for what follows
+
+    def _compare_starts(self, paths: Collection[str]) -> None:
+        """Report the parameters that the ranks had with other values before the step, which a mean would hide."""
+        starts = [self.averaged[path].start for path in paths]
+        mine = [0 if start is None else _checksum(start) for start in starts]
+        others = gather_objects(mine)
+        for at, path in enumerate(paths):
+            if any(sums[at] != mine[at] for sums in others):
+                self._report(path, DIFFERS_BEFORE)
+
+    def restore_parameters(self) -> None:
+        """Set the parameters without a gradient that change in this step to their values before it."""
+        for buffer in self._changing():
+            if buffer.is_parameter:
+                buffer.restore()
+
+    def _gathers(self) -> bool:
+        """Return whether processes tell each other of changes, which costs time: not of parameters that never change.
+
+        All of them begin to change in the same step, since each process has the same `training_step`.
+        """
+        if self.averaged or self._compares_parameters:
+            return True
+        return any(not buffer.is_parameter for buffer in self.buffers.values())
 
     def _gather(self) -> list[Report]:
         """Return the reports of all processes; none, if no process has something to report."""
@@ -446,7 +599,8 @@ class StepBuffers:
             return None
         shape, dtype = forms.pop()
         like = torch.empty(shape, dtype=dtype, device=self.strategy.root_device if start is None else start.device)
-        reduction = Reduction({path: like}, self.exact, {}, self._check_messages)
+        kind = Agreement if buffer.is_parameter else Reduction
+        reduction = kind({path: like}, self.exact, {}, self._check_messages)
         reduction.begin(step)
         values = self._changes.get(path, [start] * self._pieces if buffer.computed_here else [])
         for value in values:
@@ -478,8 +632,9 @@ class StepBuffers:
         Every process calls this.
         """
         known = {*self.buffers, *self._left_out}
-        others = (each for path, each in self.buffers.items() if path not in self.averaged)
-        new = any(path not in known for path, _, _ in other_buffers(self.strategy.lightning_module))
+        others = (each for path, each in self.buffers.items() if path not in self.averaged and not each.is_parameter)
+        new = any(path not in known for path, _, _ in self._names())
+        self._begins_epoch = True
         new = new or any(not each.was_touched() and each.has_other_content() for each in others)
         if self._any_process(new):
             self._steps_to_compare = max(self._steps_to_compare, 1)
@@ -495,12 +650,18 @@ class StepBuffers:
 
     # --- which buffers there are ---
 
-    def _find(self) -> list[Buffer]:
+    def _names(self, parameters: bool = True) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield what `other_buffers` does and, with `parameters`, the parameters that follow the rule."""
+        yield from other_buffers(self.strategy.lightning_module)
+        if parameters and self._follows_parameters:
+            yield from frozen_parameters(self.strategy.lightning_module)
+
+    def _find(self, parameters: bool = True) -> list[Buffer]:
         """Find buffers that were registered since the last call, and return them."""
-        module, holds = self.strategy.lightning_module, self.strategy.holds
+        holds = self.strategy.holds
         new = [
-            Buffer(layer, name, path, holds(layer))
-            for path, layer, name in other_buffers(module)
+            Buffer(layer, name, path, holds(layer), is_parameter=name in layer._parameters)
+            for path, layer, name in self._names(parameters)
             if path not in self.buffers and path not in self._left_out
         ]
         for buffer in new:
@@ -517,10 +678,11 @@ class StepBuffers:
 
     def _read_integers(self) -> None:
         """Report the integers that have differed between pieces."""
-        if self._differs is not None and self._reduction is not None:
-            differs, self._differs = self._differs.tolist(), None
-            for path in [path for path, differed in zip(self._reduction.like, differs, strict=True) if differed]:
-                self._report(path, DIFFERS)
+        for reduction in self._reductions.values():
+            if reduction.differed is not None:
+                differs, reduction.differed = reduction.differed.tolist(), None
+                for path in [path for path, differed in zip(reduction.like, differs, strict=True) if differed]:
+                    self._report(path, DIFFERS)
 
     def _leave_out(self, path: str, what: str) -> None:
         """Report a buffer that can't follow the rule, and leave it to each process."""
@@ -533,11 +695,13 @@ class StepBuffers:
 
     def _report(self, path: str, what: str) -> None:
         """Raise an error about a buffer that can't follow the rule, or log it once if the sum is not exact."""
-        layer = type(self.buffers[path].layer).__name__
+        buffer = self.buffers[path]
+        name = f"{'parameter' if buffer.is_parameter else 'buffer'} {path} of {type(buffer.layer).__name__}"
+        remedy = REMEDY_OF_LATE if what == BEGINS_LATE else REMEDY
         if self.exact:
-            raise UserError(f"exact=true: buffer {path} of {layer} {what}: {REMEDY}")
+            raise UserError(f"exact=true: {name} {what}: {remedy}")
         if path not in self._noticed and self.strategy.is_global_zero:
-            LOG.warning(f"buffer {path} of {layer} {what}, so the run depends on the layout: {REMEDY}")
+            LOG.warning(f"{name} {what}, so the run depends on the layout: {remedy}")
         self._noticed.add(path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -546,8 +710,8 @@ class StepBuffers:
         if (exact_sum := self.batch_norm.exact_sum) is not None:
             state["statistics"] = gather_exponents(self.strategy, exact_sum)
         known = {path: self._exponents.get(path) for path in self.averaged}
-        if self._reduction is not None:
-            known |= {path: exponent for path, exponent in self._reduction.exponents().items() if path in known}
+        for reduction in self._reductions.values():
+            known |= {path: exponent for path, exponent in reduction.exponents().items() if path in known}
         return {**state, "buffers": known} if known else state
 
 
@@ -569,6 +733,16 @@ def other_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, layer, name in module_buffers(module):
         if id(layer) not in statistics or name not in STATISTICS:
             yield path, layer, name
+
+
+def frozen_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the parameters of a module without a gradient, as `module_buffers` yields buffers."""
+    for path, layer in module.named_modules():
+        for name, each in layer._parameters.items():
+            if each is None or each.requires_grad or isinstance(each, DTensor | UninitializedParameter):
+                continue
+            if each.layout is torch.strided and not each.is_quantized and not each.is_meta:
+                yield f"{path}.{name}" if path else name, layer, name
 
 
 # --- values ---
@@ -618,15 +792,27 @@ def _keys(flat: Tensor) -> Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).long()
 
 
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Check whether two tensors have the same form and the same bits."""
+    return _form(one) == _form(other) and torch.equal(_keys(_flat(one)), _keys(_flat(other)))
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a sum over the bits of a tensor, in which each element has another weight."""
+    keys = _keys(_flat(tensor)).long()
+    weights = torch.arange(1, 2 * len(keys), 2, device=keys.device)
+    return max(int((keys * weights).sum()), LEAST + 1)
+
+
 def _from_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the floating-point elements of which `_keys` returned the keys."""
     bits = keys.to(INTEGERS[dtype])
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
-def _restore(layer: nn.Module, name: str, tensor: Tensor | None, value: Tensor | None) -> None:
-    """Make `tensor` the buffer of a layer, with the content `value`."""
-    layer._buffers[name] = tensor
+def _restore(table: dict[str, Any], name: str, tensor: Tensor | None, value: Tensor | None) -> None:
+    """Make `tensor` the buffer, or parameter, in the dict of a layer, with the content `value`."""
+    table[name] = tensor
     if tensor is not None and value is not None:
         if tensor.shape != value.shape:
             tensor.resize_(value.shape)
@@ -647,5 +833,5 @@ def copy_buffers(module: nn.Module) -> SavedBuffers:
 
 def restore_buffers(saved: SavedBuffers) -> None:
     """Give the layers of a module the tensors and the content that `copy_buffers` returned."""
-    for each in saved:
-        _restore(*each)
+    for layer, name, tensor, value in saved:
+        _restore(layer._buffers, name, tensor, value)

@@ -85,6 +85,7 @@ class FiniteGradientCheck(StepHook):
         self._losses.append((step.number, step.losses))
         if self._skips_step(step):
             restore_buffers(self._buffers)
+            step.passes.buffers.restore_parameters()
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:

@@ -183,9 +183,10 @@ class _Trial:
             LOG.debug("other samples of the first piece are not computed: %s", error)
 
     def check_parameters(self) -> None:
-        """Check that a pass leaves the parameters as they are, as an average of weights in `training_step` does not.
+        """Check that a pass leaves the trained parameters as they are.
 
-        They are changed before, each by another factor, because a copy of other parameters would not move at first.
+        Those without a gradient, such as a teacher's, follow the rule for buffers. All are changed before, each by
+        another factor, because a copy of other parameters would not move at first.
 
         Raises:
             StepRefused: a pass changes parameters.
@@ -201,8 +202,9 @@ class _Trial:
         except Exception as error:
             LOG.debug("it is not checked whether a pass changes parameters: %s", error)
             return
-        changed = self.tensors.other_than_scaled()
-        names = [name for name, each in self.step.module.named_parameters() if any(each is other for other in changed)]
+        changed = {id(each) for each in self.tensors.other_than_scaled()}
+        named = self.step.module.named_parameters()
+        names = [name for name, each in named if id(each) in changed and each.requires_grad]
         if not names:
             return
         wrong = (
@@ -392,7 +394,10 @@ class _Trial:
             f"the buffer {buffer} of {owner or 'the module'} ({type(layer).__name__}){more} depends on the samples "
             "of a piece, so pieces on other devices would have other values"
         )
-        right = f"an integer buffer must change alike for every piece; count in on_train_batch_end, per step {RULES}"
+        right = (
+            "an integer buffer must change alike for every piece; count, or fill a queue with what training_step "
+            f"returns, in on_train_batch_end, per step {RULES}"
+        )
         self._name(f"{wrong}: {right}")
 
 

@@ -115,16 +115,26 @@ class SavedTensors:
     def __init__(self, module: nn.Module) -> None:
         self._buffers = copy_buffers(module)
         self._parameters = [(p, p.detach().clone()) for p in module.parameters()]
+        self._places = [
+            (layer._parameters, name, parameter)
+            for layer in module.modules()
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and not parameter.requires_grad
+        ]
 
     def restore(self, parameters: bool = True) -> None:
         """Restore the tensors to the same objects with the same content. It may be called several times.
 
         Args:
-            parameters: whether to restore the parameters, too.
+            parameters: whether to restore the parameters with a gradient, too.
         """
+        for place, name, parameter in self._places:  # a pass may have set another one
+            if place.get(name) is not parameter:
+                place[name] = parameter
         with torch.no_grad():
-            for parameter, content in self._parameters if parameters else []:
-                parameter.copy_(content)
+            for parameter, content in self._parameters:
+                if parameters or not parameter.requires_grad:
+                    parameter.copy_(content)
         restore_buffers(self._buffers)
 
     def scale_parameters(self) -> None:

@@ -144,7 +144,7 @@ class StepPasses:
         try:
             for hook in self.hooks:
                 hook.before_step(step)
-            buffers.begin(step_batch)
+            buffers.begin(step_batch, self._ends_epoch())
             gradients.begin(step_batch)
             for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
@@ -178,11 +178,15 @@ class StepPasses:
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise StepRefused(advised) from error
             raise
-        if self.trainer.is_last_batch or self.trainer.global_step + 1 == self.trainer.max_steps:
+        if self._ends_epoch():
             self.flush()
             buffers.end_of_epoch()
         step_batch.returned = step.outputs
         return step.means()
+
+    def _ends_epoch(self) -> bool:
+        """Return whether this step is the last one of an epoch or of the run."""
+        return bool(self.trainer.is_last_batch) or self.trainer.global_step + 1 == self.trainer.max_steps
 
     def _sum_weights(self, step: "Step") -> None:
         """Sum the weights that `training_step` has returned over the step's pieces, in their order, on every process.
@@ -343,14 +347,15 @@ class Step:
         return self._training_step(batch, micro_batch)[1]
 
     def put_together(self) -> Any:
-        """Return this process's samples of the step as one batch, as `training_step` gets them.
+        """Return this process's samples of the step as one batch, as `training_step` gets them, in their order.
 
         A process without a sample gets a batch of none. Random generators stay as they are.
 
         Raises:
             UserError: the batches of the pieces can't be one.
         """
-        micro_batches, device_generators = self.batch.micro_batches, generators(self.strategy.root_device)
+        micro_batches = sorted(self.batch.micro_batches, key=lambda each: each.piece)  # dp computes them in rounds
+        device_generators = generators(self.strategy.root_device)
         states = [generator.get_state() for generator in device_generators]
         from lockstep.step.trial import repeated
 
@@ -401,7 +406,10 @@ class Step:
 
     def returned(self, numbers: Outputs) -> "StepOutputs":
         """Return what `on_train_batch_end` gets of the results of `training_step`."""
-        outputs = StepOutputs(numbers, self.others, [each.size for each in self.batch.micro_batches])
+        micro_batches = self.batch.micro_batches
+        order = sorted(range(len(self.others)), key=lambda at: micro_batches[at].piece)  # dp computes them in rounds
+        sizes = [micro_batches[at].size for at in order]
+        outputs = StepOutputs(numbers, [self.others[at] for at in order], sizes)
         if self.others and self.passes.leaves_ranks_empty:
             self.passes.last_outputs = outputs
         elif not self.others:

@@ -1,6 +1,6 @@
 """The base class of Lockstep's Lightning strategies, and the strategy of a single device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -54,6 +54,7 @@ class PieceStrategy(Strategy):
         passes_communicate: whether a pass needs the other processes.
         less_memory: a setting with which the weights take less memory; empty: there is none.
         hooks: the hooks of the trainer's steps.
+        changing_parameters: names of the parameters without a gradient that `training_step` may change in this step.
         substitute: an object with the module's parameters that computes in its place; None: the module computes.
         lightning_module: the module that is trained; Lightning's property, with another type.
     """
@@ -65,6 +66,7 @@ class PieceStrategy(Strategy):
     passes_communicate = False
     less_memory = ""
     hooks: Sequence["StepHook"] = ()
+    changing_parameters: Collection[str] = ()
     substitute: Any = None
     _failed = False  # whether an error has ended the run
     _inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused

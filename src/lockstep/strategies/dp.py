@@ -72,7 +72,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         """Run a method of the module; `training_step` on the piece's device, with copies of the module's tensors.
 
         Each piece has its own copies of the buffers, because its backward pass needs their old values. Their values
-        after a piece are copied back, so that the next piece starts from them, as on one device.
+        after a piece are copied back, so that the next piece starts from them, as on one device. So are those of
+        parameters without a gradient that it may change.
 
         Args:
             name: name of the method.
@@ -83,18 +84,20 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
             return super().call(name, *args, **kwargs)
         module, device = self.substitute or self.lightning_module, self.current_device
         copy = self._current > 0  # between logical devices on the CPU `to` would not copy; between CUDA devices it does
-        parameters = {key: p.to(device, copy=copy, non_blocking=True) for key, p in module.named_parameters()}
-        buffers = dict(module.named_buffers())
-        copies = {key: buffer.to(device, copy=True, non_blocking=True) for key, buffer in buffers.items()}
+        named = dict(module.named_parameters())
+        changing = {key: named.pop(key) for key in self.changing_parameters if key in named}
+        parameters = {key: p.to(device, copy=copy, non_blocking=True) for key, p in named.items()}
+        buffers = dict(module.named_buffers()) | changing
+        copies = {key: each.detach().to(device, copy=True, non_blocking=True) for key, each in buffers.items()}
         tensors = {f"module.{key}": tensor for key, tensor in (parameters | copies).items()}
         output = functional_call(
             TrainingStep(proxy(module, OnDevice)), tensors, _moved(args, device), _moved(kwargs, device)
         )
         for key, buffer in buffers.items():
             after = tensors[f"module.{key}"]
-            if after is copies[key]:
+            if after is copies[key] or key in changing:
                 # `.data` hides a copy without a change from the version, by which changed buffers are found
-                (buffer if after._version else buffer.data).copy_(after)
+                (buffer if after._version else buffer.data).copy_(after.detach())
             else:  # the piece has replaced the buffer
                 owner, _, attribute = key.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, after.detach().to(self.root_device))

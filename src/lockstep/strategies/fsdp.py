@@ -639,9 +639,15 @@ class FullySharded(DistributedDataParallel):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step`.
 
+        If it may change parameters without a gradient, as a teacher that follows the weights, all weights are gathered
+        before, unless they shall be freed between the passes.
+
         Raises:
             UserError: it uses weights of a block that it does not call, which are not gathered.
         """
+        if self.changing_parameters and self.sharded and not self._reshard:
+            for unit in self._units[:-1]:
+                unit.unshard()
         try:
             return super().training_step(*args, **kwargs)
         except (RuntimeError, UsesParts) as error:

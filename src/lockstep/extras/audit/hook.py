@@ -179,6 +179,7 @@ def restoring_module(step: Step, start_buffers: SavedBuffers) -> Iterator[None]:
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             restore_buffers(start_buffers)
+            step.passes.buffers.restore_parameters()  # the end of the step sets them
             for parameter in module.parameters():
                 parameter.grad = None
             yield
