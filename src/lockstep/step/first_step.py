@@ -30,7 +30,7 @@ from lockstep.text import join_names
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (_BatchNorm,)
 LOG = logging.getLogger("lockstep")
-RULES = "(docs/use/module-rules.md)"
+RULES = "(lockstep docs module-rules)"
 SEEDS = 8  # of the passes that show whether a loss is a sum, since its random numbers change it, too
 SAMPLES = 8  # of the piece, in the repeated passes: they take little time, and what changes between two calls shows
 CALLS = 8  # of a step that draws random numbers of Python or numpy, until its loss differs
