@@ -124,11 +124,11 @@ def test_an_opener_that_finds_nothing_is_named_and_not_the_share_for_validation(
 
 def test_what_is_no_source_and_what_is_no_item_is_reported_in_a_line() -> None:
     line = refusal_of(open_data, {"_target_": f"{__name__}.Pictures"}, "nowhere")
-    assert "docs/use/own-data.md" in line
+    assert "lockstep docs own-data" in line
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in line
     with pytest.raises(
         UserError,
-        match=r"returned a Fraction: it must return a lockstep\.Source or a LightningDataModule \(docs/use/own",
+        match=r"returned a Fraction: it must return a lockstep\.Source or a LightningDataModule \(lockstep docs own",
     ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkout.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
-    for name in ("src", "conf", "scripts"):
+    for name in ("src", "conf", "scripts", "docs"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "lab"))
     done = run(
         *UV, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-o", str(folder), cwd=checkout
@@ -46,6 +46,8 @@ def test_what_is_in_it(wheel: Path) -> None:
         "lockstep/conf/base.yaml",
         "lockstep/template/src/project/models/resnet18.py",
         "lockstep/conf/hydra/default.yaml",
+        "lockstep/docs/use/module-rules.md",
+        "lockstep/docs/troubleshooting.md",
     } <= {*names}
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hydra_plugins", "lockstep"}
 
@@ -54,6 +56,8 @@ def test_a_project_runs_with_it(wheel: Path, tmp_path: Path) -> None:
     installed, project = tmp_path / "installed", tmp_path / "dogs"
     done = run(*UV, "pip", "install", "--no-deps", "--target", str(installed), "--python", sys.executable, str(wheel))
     assert done.returncode == 0, done.stderr
+    done = run(sys.executable, "-m", "lockstep", "docs", "module-rules", cwd=tmp_path, path=installed)
+    assert (done.returncode, done.stdout) == (0, (ROOT / "docs" / "use" / "module-rules.md").read_text())
     done = run(sys.executable, "-m", "lockstep", "new", "dogs", cwd=tmp_path, path=installed)
     assert done.returncode == 0, done.stderr
     home = run(sys.executable, "-c", "import lockstep; print(lockstep.__file__)", cwd=project, path=installed)

@@ -82,10 +82,19 @@ def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, message: st
     assert str(file) in line
 
 
+def test_a_quotation_mark_of_the_last_row_is_closed(tmp_path: Path) -> None:
+    file = write_list(tmp_path, "path,label", ["images/0.png,1", 'images/1.png,"2'])
+    assert "row 3 can't be read (unexpected end of data)" in refusal_of(opened, file)
+    file.write_text(file.read_text(), encoding="utf-16")
+    assert refusal_of(opened, file).endswith(": save it as UTF-8")
+
+
 @pytest.mark.parametrize(
     ("comment", "message"),
     [
-        ('"unclosed', "of row 3 ends in row 4: a value must be in one line: close its quotation mark"),
+        ('"unclosed', "row 3 can't be read (unexpected end of data): close the quotation mark of a value at its end"),
+        ('"closed"x', "row 3 can't be read (',' expected after '\"'): close the quotation mark"),
+        ('"escaped\\"x"', "row 3 can't be read (',' expected after '\"'): close the quotation mark"),
         ('"two\nlines"', "the value 'two\\nlines' of row 3 ends in row 4"),
         ('"a\rb"', "'a\\rb'"),
     ],
@@ -105,7 +114,7 @@ def test_a_quotation_mark_swallows_no_row_whatever_column_it_is_in(tmp_path: Pat
 def test_a_list_of_files_to_predict_has_a_value_in_each_line(tmp_path: Path) -> None:
     file = write_list(tmp_path, "path,comment", ["images/0.png,fine", 'images/1.png,"unclosed', "images/2.png,fine"])
     line = refusal_of(ImageFiles, str(file), 8, 3)
-    assert f"images={file}: the value 'unclosed" in line, line
+    assert f"images={file}: row 3 can't be read (unexpected end of data)" in line, line
     file.write_text(file.read_text().replace('"', ""))
     assert len(ImageFiles(str(file), 8, 3)) == 3
 

@@ -141,7 +141,7 @@ def _open_source(options: Mapping[str, Any], **offers: Any) -> Source:
     if isinstance(source, Source):
         return source
     made = type(source).__name__
-    remedy = "it must return a lockstep.Source or a LightningDataModule (docs/use/own-data.md)"
+    remedy = "it must return a lockstep.Source or a LightningDataModule (lockstep docs own-data)"
     wrong = f"data._target_={options['_target_']} returned a {made}: {remedy}"
     if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise UserError(wrong)

@@ -18,7 +18,7 @@ SEEDED = (
     "draw from the global generators of torch, Python or numpy, which are seeded for each sample, and not from one "
     "that is made for each sample (numpy.random.default_rng()); keep no state between calls (a counter, a cycle), and "
     "do not write into what the data set keeps; if the class has uses_random_numbers = False, remove it, since samples "
-    "are then not seeded (docs/use/own-data.md)"
+    "are then not seeded (lockstep docs own-data)"
 )
 
 

@@ -85,7 +85,7 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
 def _no_lightning_module(config: Config) -> UserError:
     return UserError(
         f"model._target_={config.model['_target_']} is not a LightningModule: "
-        "pass the network as the net of model._target_=lockstep.vision.models.ImageClassifier (docs/use/own-model.md)"
+        "pass the network as the net of model._target_=lockstep.vision.models.ImageClassifier (lockstep docs own-model)"
     )
 
 
@@ -118,7 +118,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
         hint = first_label(splits.train) if (task, spec.task) == ("classification", "regression") else ""
         raise UserError(
             f"model={config.model.get('name')} is for {task}, and data={config.data.get('name')} for {spec.task}: "
-            f"use a model and data of the same task (docs/use/tasks.md){hint}"
+            f"use a model and data of the same task (lockstep docs tasks){hint}"
         )
     if config.trains and getattr(module, "task", None) == "classification":
         for split, check in label_checks(splits).items():

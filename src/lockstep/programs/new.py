@@ -25,7 +25,7 @@ from packaging.version import Version
 import lockstep
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
-from lockstep.programs.common.template import PACKAGE, copy_template, template
+from lockstep.programs.common.template import PACKAGE, copy_manual, copy_template, manual, template
 
 DISTRIBUTION = "pytorch-lockstep"
 TAKEN = {"lockstep", "project", "train", "evaluate", "predict", "src", "tests", "conf"}
@@ -249,6 +249,7 @@ def write(name: str, folder: Path, pin: str | None, wheel: Path | None) -> None:
         ignored = shutil.ignore_patterns("__pycache__", "template")
         for package in (library, library.parent / "hydra_plugins"):
             shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
+        copy_manual(manual(), folder / "src" / library.name / "docs")
         required = [each for each in metadata.requires(DISTRIBUTION) or () if "extra ==" not in each]
         packages += ["lockstep*", "hydra_plugins*"]
     quoted = "".join(f"    {json.dumps(each)},\n" for each in required)

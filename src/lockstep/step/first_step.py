@@ -30,12 +30,13 @@ from lockstep.text import join_names
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (_BatchNorm,)
 LOG = logging.getLogger("lockstep")
-RULES = "(docs/use/module-rules.md)"
+RULES = "(lockstep docs module-rules)"
 SEEDS = 8  # of the passes that show whether a loss is a sum, since its random numbers change it, too
 SAMPLES = 8  # of the piece, in the repeated passes: they take little time, and what changes between two calls shows
 CALLS = 8  # of a step that draws random numbers of Python or numpy, until its loss differs
 MIN_T = 4.0  # the t statistic of a growth that is no noise
 MIN_RATIO, MAX_RATIO = 1.6, 5.0  # of the growth from two parts to four and the growth from one to two
+MEANS = 8  # pieces of a process whose loss is compared with those of its parts, with exact=true
 PARTS = 32  # samples of the piece whose parts are compared; more would take too much time
 MIN_DIFFERENCE = 1e-4  # of a loss and the mean of its parts, as a share of them; in 16 bits HALF
 HALF = 0.03
@@ -81,12 +82,12 @@ class FirstStepCheck(StepHook):
             return
         with step.strategy.whole_weights():  # every process enters it, also one without a sample
             if step.batch.micro_batches:
-                self._check(step, step.batch.micro_batches[0])
+                self._check(step, step.batch.micro_batches)
 
-    def _check(self, step: Step, micro_batch: MicroBatch) -> None:
-        """Run the trial passes of a piece."""
+    def _check(self, step: Step, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run the trial passes of the first piece, and of some more that may have samples with another weight."""
         with trial_passes(step, self.compiled) as tensors:
-            trial = _Trial(step, micro_batch, tensors)
+            trial = _Trial(step, micro_batches[0], tensors)
             if step.data.layout.exact or step.data.layout.pieces > 1:
                 trial.check_parameters()  # before all others, since some modules set parameters in the first call
             if step.data.layout.pieces > 1:
@@ -94,8 +95,8 @@ class FirstStepCheck(StepHook):
             if step.data.layout.exact:
                 trial.check_repeats()
             trial.check_parts()
-            if step.data.layout.pieces > 1:
-                trial.check_mean()
+            if step.data.layout.pieces > 1 and trial.check_mean() and step.data.layout.exact:
+                all(_Trial(step, each, tensors).check_mean() for each in micro_batches[1:MEANS])
             trial.check_iterators()
 
 
@@ -213,8 +214,8 @@ class _Trial:
         )
         self._name(wrong)
 
-    def check_mean(self) -> None:
-        """Check that the loss of some samples is the mean of the losses of their parts.
+    def check_mean(self) -> bool:
+        """Check that the loss of some samples is the mean of the losses of their parts. Return whether it is known.
 
         It is the mean by samples, or by the weights beside the losses.
 
@@ -225,7 +226,7 @@ class _Trial:
         count = min(size, PARTS)
         batch_norms = [each for each in self.step.module.modules() if isinstance(each, BATCH_NORMS)]
         if count < 2 or any(each.running_mean is None for each in batch_norms):
-            return
+            return False
         borders = [number * count // min(BLOCKS, count) for number in range(min(BLOCKS, count) + 1)]
         blocks = [range(*each) for each in pairwise(borders)]
         try:
@@ -238,7 +239,7 @@ class _Trial:
                 is_random = wrong and losses.are_random(range(count))
         except Exception as error:  # some modules need larger batches
             LOG.debug("it is not checked whether the loss is a mean: %s", error)
-            return
+            return False
         if is_random:
             LOG.debug("it is not checked whether the loss is a mean, since it is random")
         elif losses.weighted and wrong:
@@ -259,6 +260,7 @@ class _Trial:
                 f"the result is that of pieces={self.step.data.layout.pieces}, and other numbers of pieces give "
                 f"another: give pieces=1, on one device, or return a mean over a mask with its 'weight' {RULES}"
             )
+        return not wrong and not means.name
 
     def _differs_in_evaluation(self, losses: "Losses", blocks: list[range], whole: range) -> bool:
         """Check that losses are no mean in evaluation mode either.

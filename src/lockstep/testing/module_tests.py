@@ -14,7 +14,7 @@ from lockstep.testing.server import server
 from lockstep.text import join_names, plural
 
 METRIC = 1e-5  # relative difference of a metric that counts as rounding: torchmetrics' states are float32
-RULES = "docs/use/module-rules.md has what a module must respect"
+RULES = "`lockstep docs module-rules` prints what a module must respect"
 
 
 class ModuleTests:

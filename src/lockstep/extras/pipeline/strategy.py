@@ -102,7 +102,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         if not parts:
             needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
             wrong = f"strategy=pipeline: {kind} can't be cut into stages"
-            raise UserError(f"{wrong}: it needs {needs} (docs/extras/pipeline.md)")
+            raise UserError(f"{wrong}: it needs {needs} (lockstep docs pipeline)")
         if len(parts) < stages:
             raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts for {stages} stages: use fewer devices")
         seconds = self.broadcast(self._measure_parts(model, parts))

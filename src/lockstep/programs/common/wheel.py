@@ -8,11 +8,11 @@ from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # nothing of this repository is installed yet
 
-from lockstep.programs.common.template import copy_template
+from lockstep.programs.common.template import copy_manual, copy_template
 
 
 class WithTemplate(build_py):
-    """Builds the packages, and copies this repository's own project into the wheel, so that there is no second one."""
+    """Builds the packages, and copies this repository's own project and pages into the wheel."""
 
     def run(self) -> None:
         """Build as setuptools does, and add the template."""
@@ -21,3 +21,6 @@ class WithTemplate(build_py):
             folder = Path(self.build_lib, "lockstep", "template")
             shutil.rmtree(folder, ignore_errors=True)
             copy_template(Path.cwd(), folder)
+            pages = folder.with_name("docs")
+            shutil.rmtree(pages, ignore_errors=True)
+            copy_manual(Path.cwd() / "docs", pages)

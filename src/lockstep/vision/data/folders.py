@@ -301,11 +301,8 @@ def _paths(source: Path) -> list[str]:
         lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"images={source}: can't be read ({error.strerror})") from error
-    try:
-        of_table = [] if kind == ".txt" else table_lines(csv.reader(lines), f"images={source}")
-        rows = [[line.strip()] for line in lines] if kind == ".txt" else [values for _, values in of_table]
-    except csv.Error as error:
-        raise UserError(f"images={source}: not a list of files ({error})") from error
+    of_table = [] if kind == ".txt" else table_lines(csv.reader(lines, strict=True), f"images={source}")
+    rows = [[line.strip()] for line in lines] if kind == ".txt" else [values for _, values in of_table]
     head = rows[0] if rows else []
     named = next((head.index(name) for name in ("file", "path") if name in head), None)
     column = named or 0

@@ -140,9 +140,11 @@ def read(file: Path, of: Columns) -> list[dict[str, Any]]:
     """
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
-            lines = table_lines(csv.reader(text, skipinitialspace=True), f"data.csv={file}")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+            lines = table_lines(csv.reader(text, skipinitialspace=True, strict=True), f"data.csv={file}")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.csv={file}: can't be read ({error}): save it as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"data.csv={file}: can't be read ({error.strerror})") from error
     head = [*map(clean, lines[0][1])] if lines else []
     needed = {"path", *of.names}
     if double := [name for name in (*needed, "split") if head.count(name) > 1]:

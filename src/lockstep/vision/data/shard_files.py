@@ -243,8 +243,7 @@ class TarLabels:
                 content = open_member(member).read().decode("utf-8-sig").strip()
                 text = self._in_json(name, content) if ending == "json" else Text(name, content)
             except (ValueError, RecursionError) as error:
-                damaged = f"truncated or damaged tar file ({error}) after {name}"
-                text = Text(name, None, f"{damaged}: it must be written or copied again")
+                text = Text(name, None, f"{name} is no {'JSON' if ending == 'json' else 'text'} in UTF-8 ({error})")
         self.texts.setdefault((f"{folder}{slash}{stem}", ending), []).append(text)
 
     def _in_json(self, name: str, text: str) -> Text:

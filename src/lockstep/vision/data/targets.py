@@ -1,5 +1,6 @@
 """Read the targets of listed images from the columns of their table: a class, labels, numbers, or a mask."""
 
+import csv
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -72,17 +73,24 @@ def table_lines(table: Any, where: str) -> list[tuple[int, list[str]]]:
     """Return the rows of a CSV reader that are not empty, each with the number of its line.
 
     Raises:
-        UserError: A value has a line break. Behind a quotation mark that is not closed, it has the next rows in it.
+        UserError: A value has a line break, or a quotation mark is not closed or has text behind it. A reader that is
+            not strict would take the next rows into the value, or leave the mark out.
     """
     lines = []
     end = 0  # the line in which the row before ended
-    for values in table:
+    while True:
+        try:
+            values = next(table)
+        except StopIteration:
+            return lines
+        except csv.Error as error:
+            right = "close the quotation mark of a value at its end, and double those inside"
+            raise UserError(f"{where}: row {end + 1} can't be read ({error}): {right}") from error
         if broken := [each for each in values if "\n" in each or "\r" in each]:
             what = f"the value {broken[0][:20]!r} of row {end + 1} ends in row {table.line_num}"
             raise UserError(f"{where}: {what}: a value must be in one line: close its quotation mark, or double it")
         end = table.line_num
         lines += [(end, values)] if values else []
-    return lines
 
 
 def read_targets(
