@@ -117,9 +117,9 @@ def sets_of_loaders(loaders: Any, where: str, trains: bool, seed: int) -> list[L
         UserError: one of them can't be used; see `set_of_loader`.
     """
     each_loader = _flattened(loaders)
-    if trains and len(each_loader) > 1:
+    if trains and (len(each_loader) > 1 or isinstance(loaders, Mapping)):
         raise UserError(
-            f"{where} returns {len(each_loader)} loaders: it must be one torch DataLoader, since a step is cut from "
+            f"{where} returns a {type(loaders).__name__}: it must be one torch DataLoader, since a step is cut from "
             "one order of samples: join the data sets, by torch's ConcatDataset or StackDataset"
         )
     sets = []
