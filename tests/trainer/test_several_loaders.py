@@ -92,11 +92,21 @@ def both(folder: Path, **options: Any) -> list[Any]:
 
 def shaped(kind: str) -> Any:
     made = loaders()
-    return {"list": made, "dict": dict(zip("cab", made, strict=True)), "nested": [made[0], made[1:]]}[kind]
+    shapes = {"list": made, "dict": dict(zip("cab", made, strict=True)), "nested": [made[0], made[1:]]}
+    return Whole() if kind == "data module" else shapes[kind]
+
+
+class Whole(pl.LightningDataModule):
+    """Returns the same loaders."""
+
+    def val_dataloader(self) -> Any:
+        return loaders()
+
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["list", "dict", "nested"])
+@pytest.mark.parametrize("kind", ["list", "dict", "nested", "data module"])
 def test_several_loaders_give_what_lightning_gives(tmp_path: Path, kind: str, layout: str) -> None:
     results: list[tuple[Any, ...]] = []
     pl.seed_everything(0, verbose=False)
@@ -108,7 +118,7 @@ def test_several_loaders_give_what_lightning_gives(tmp_path: Path, kind: str, la
         predicted = made.predict(module, shaped(kind))
         results.append((validated, tested, module.seen, [torch.cat(each).tolist() for each in predicted]))
         results[-1] += (writer.written,)
-        assert type(made.predict_dataloaders) is type(shaped(kind))
+        assert type(made.predict_dataloaders) is (list if kind == "data module" else type(shaped(kind)))
     expected, ours = results
     assert [len(each) for each in ours[0]] == [len(each) for each in expected[0]]
     for these, those in zip((*ours[0], *ours[1]), (*expected[0], *expected[1]), strict=True):
