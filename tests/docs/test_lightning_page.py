@@ -31,6 +31,15 @@ ROWS = {
     "`num_workers`, `worker_init_fn`": (
         "test_loader_processes.py::test_loader_processes_are_set_up_by_the_users_function_and_get_the_epoch"
     ),
+    "`train_dataloader`, `val_dataloader`, ... of the module": (
+        "test_several_loaders.py::test_a_module_loaders_stand_beside_given_ones_as_lightning_resolves_them"
+    ),
+    '`val_dataloaders=[a, b]`, `{"x": a, "y": b}`': (
+        "test_several_loaders.py::test_several_loaders_give_what_lightning_gives"
+    ),
+    "`trainer.fit(module, dataset)`, `trainer.test(module, dataset)`": (
+        "test_several_loaders.py::test_plain_data_sets_are_cut_by_the_trainers_batch_size"
+    ),
     "`pin_memory`, `persistent_workers`, `prefetch_factor`, `timeout`, `multiprocessing_context`": (
         "test_loaders.py::test_how_a_loader_moves_its_batches_is_ours"
     ),

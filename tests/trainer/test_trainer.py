@@ -263,11 +263,6 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
-class WithLoader(Net):
-    def train_dataloader(self) -> Any:
-        return loader()
-
-
 class Sums(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
@@ -335,7 +330,6 @@ def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any]
     ("module", "data", "options", "line"),
     [
         (Manual, loader, {}, "Manual: manual optimization can't cut a step into pieces"),
-        (WithLoader, lambda: None, {}, "its train_dataloader would not be called: use trainer.fit(module, loader"),
         (Sums, loader, {}, "it must be the mean over the samples"),
         (Two, loader, {}, "configure_optimizers returned several optimizers"),
         (pl.LightningModule, loader, {}, "training_step"),

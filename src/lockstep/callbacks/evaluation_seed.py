@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lockstep.arithmetic.order import evaluation_seed
+from lockstep.step.batch import evaluated_split
 from lockstep.step.strategy import seed_device
 
 
@@ -17,15 +18,8 @@ class EvaluationSeed(Callback):
 
     changes_weights = False  # so the record of settings that affect the weights leaves this callback out
 
-    def _seed(self, trainer: Any, split: str, batch_idx: int) -> None:
-        data = trainer.datamodule
+    def _seed(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        data, split = trainer.datamodule, evaluated_split(trainer)
         seed_device(evaluation_seed(data.order.seed, data.first_sample(split, batch_idx)), trainer.strategy.root_device)
 
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
-        self._seed(trainer, "val", batch_idx)
-
-    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
-        self._seed(trainer, "test", batch_idx)
-
-    def on_predict_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any) -> None:
-        self._seed(trainer, "test", batch_idx)
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _seed

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
+from lockstep.step.batch import evaluated_split
 from lockstep.step.buffers import module_buffers
 from lockstep.step.collectives import MetricStates
 from lockstep.step.lightning_quirks import remove_logged
@@ -32,7 +33,7 @@ class DummyBatchOnEmptyRank(Callback):
         self._states: MetricStates | None = None
 
     def _save_metrics(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        is_empty = trainer.datamodule.num_local_samples("test" if trainer.testing else "val") == 0
+        is_empty = trainer.datamodule.num_local_samples(evaluated_split(trainer)) == 0
         self._states = MetricStates(trainer) if is_empty else None
 
     def _remove_results(self, trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -164,21 +164,31 @@ class StepDataModule(pl.LightningDataModule):
         """Return the loader of this process's validation samples; an empty list without a validation set."""
         if self.splits.val is None:
             return []
-        loader = self._evaluation("val")
-        # while this returns True, the loader yields its first batch only
-        loader.in_sanity_check = self._in_sanity_check
-        return loader
+        return self._evaluations("val")
 
-    def _in_sanity_check(self) -> bool:
-        return bool(getattr(self.trainer, "sanity_checking", False))
+    def _sanity_batches(self) -> float:
+        checks = getattr(self.trainer, "sanity_checking", False)
+        return self.trainer.num_sanity_val_steps if checks else 0  # type: ignore[union-attr]
 
-    def test_dataloader(self) -> DataLoader[Any]:
+    def test_dataloader(self) -> Any:
         """Return the loader of this process's test samples."""
-        return self._evaluation("test")
+        return self._evaluations("test")
 
-    def predict_dataloader(self) -> DataLoader[Any]:
+    def predict_dataloader(self) -> Any:
         """Return the loader of this process's part of the test set, in its order; the part may be empty."""
-        return self._evaluation("test", min_batches=0)
+        return self._evaluations("test", min_batches=0)
+
+    def evaluation_splits(self, part: str) -> list[str]:
+        """Return the names of the splits that the loaders of `val` or `test` read: here there is one."""
+        return [part]
+
+    def _evaluations(self, part: str, min_batches: int = 1) -> Any:
+        """Return the loader of this process's samples of `val` or `test`; a list of several."""
+        loaders = [self._evaluation(split, min_batches) for split in self.evaluation_splits(part)]
+        if part == "val":
+            for loader in loaders:
+                loader.sanity_batches = self._sanity_batches
+        return loaders[0] if len(loaders) == 1 else loaders
 
     def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates.
@@ -199,10 +209,12 @@ class StepDataModule(pl.LightningDataModule):
         return stop - start
 
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
-        """Return what each process evaluates of `val` or `test`, in rank order."""
-        key = split, self._most(split)
+        """Return what each process evaluates of `val` or `test`, in rank order; of several loaders, of all of them."""
+        splits = self.evaluation_splits(split) if "." not in split else [split]
+        key = split, tuple(map(self._most, splits))
         if key not in self._shares:
-            chunks = [self._chunks(split, rank) for rank in range(self.layout.replicas)]
+            ranks = range(self.layout.replicas)
+            chunks = [[chunk for each in splits for chunk in self._chunks(each, rank)] for rank in ranks]
             self._shares[key] = tuple(
                 EvaluationShare(len(each), sum(stop - start for start, stop in each)) for each in chunks
             )
@@ -224,7 +236,7 @@ class StepDataModule(pl.LightningDataModule):
 
     def _most(self, split: str) -> int:
         """Return how many samples of `val` or `test` are evaluated, over all processes: its batches may be limited."""
-        part = "predict" if getattr(self.trainer, "predicting", False) else split
+        part = "predict" if getattr(self.trainer, "predicting", False) else split.partition(".")[0]
         name = f"limit_{part}_batches"
         limit = getattr(self.trainer, "limits", {}).get(name, getattr(self.trainer, name, None))
         batch_size = self._evaluation_batch_size(split) or self.layout.batch_size

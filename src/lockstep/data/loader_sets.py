@@ -1,11 +1,12 @@
 """The data sets of torch DataLoaders: Lockstep draws their samples by its own order."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -70,6 +71,7 @@ class LoaderSet:
         draws: its sampler, if that decides the order of an epoch.
         starts_worker: its `worker_init_fn`, or None.
         loader: the DataLoader, or None.
+        whole: what the user gave or returned: the loader, or several.
     """
 
     dataset: Any
@@ -81,6 +83,7 @@ class LoaderSet:
     draws: Draws | None = None
     starts_worker: Callable[[int], None] | None = None
     loader: Any = None
+    whole: Any = None
 
     @property
     def samples(self) -> int:
@@ -99,6 +102,50 @@ def refuse_transfers(module: pl.LightningDataModule) -> None:
         if overrides_method(module, hook, pl.LightningDataModule):
             name = type(module).__name__
             raise UserError(f"data: the {hook} of {name} would not be called: move it to the LightningModule")
+
+
+def sets_of_loaders(loaders: Any, where: str, trains: bool, seed: int) -> list[LoaderSet]:
+    """Return the data set of each of a user's loaders, in Lightning's order; an empty list without one.
+
+    Args:
+        loaders: DataLoaders or map-style data sets: one, or in lists, tuples and dicts.
+        where: see `set_of_loader`.
+        trains: see `set_of_loader`. Then there must be one.
+        seed: see `set_of_loader`.
+
+    Raises:
+        UserError: one of them can't be used; see `set_of_loader`.
+    """
+    each_loader = _flattened(loaders)
+    if trains and (len(each_loader) > 1 or isinstance(loaders, Mapping)):
+        raise UserError(
+            f"{where} returns a {type(loaders).__name__}: it must be one torch DataLoader, since a step is cut from "
+            "one order of samples: join the data sets, by torch's ConcatDataset or StackDataset"
+        )
+    sets = []
+    for number, loader in enumerate(each_loader):
+        name = where if len(each_loader) == 1 else where.replace("_dataloader", f"_dataloader[{number}]", 1)
+        if is_plain_dataset(loader):
+            sets.append(LoaderSet(loader, None, None, 0, trains, False))
+        elif (made := set_of_loader(loader, name, trains, seed)) is not None:
+            sets.append(made)
+    return [replace(each, whole=loaders) for each in sets]
+
+
+def is_plain_dataset(value: Any) -> bool:
+    """Check whether a value is a map-style data set, and no loader or batch."""
+    if isinstance(value, DataLoader | IterableDataset | Mapping | Sequence | Tensor):
+        return False
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+def _flattened(loaders: Any) -> list[Any]:
+    """Return the loaders in lists, tuples and dicts, in order."""
+    if isinstance(loaders, Mapping):
+        return _flattened(list(loaders.values()))
+    if isinstance(loaders, list | tuple):
+        return [each for part in loaders for each in _flattened(part)]
+    return [] if loaders is None else [loaders]
 
 
 def set_of_loader(

@@ -253,6 +253,25 @@ class StepData(Protocol):
     def evaluation_shares(self, split: str) -> tuple[EvaluationShare, ...]:
         """Return what each process evaluates of `val` or `test`, in rank order."""
 
+    def evaluation_splits(self, part: str) -> list[str]:
+        """Return the names of the splits that the loaders of `val` or `test` read."""
+
+
+def split_of_loader(part: str, number: int | None) -> str:
+    """Return the name of the split that a loader of an evaluation reads: of one of several, `val.1`, say.
+
+    Args:
+        part: `val` or `test`.
+        number: the loader's `dataloader_idx`; None: there is one loader, or all of them are meant.
+    """
+    return part if number is None else f"{part}.{number}"
+
+
+def evaluated_split(trainer: Any) -> str:
+    """Return the name of the split that a trainer evaluates now; see `split_of_loader`."""
+    part = "test" if trainer.testing or trainer.predicting else "val"
+    return split_of_loader(part, trainer.evaluated_loader)
+
 
 def data_of(trainer: Any) -> StepData:
     """Return a trainer's data module."""

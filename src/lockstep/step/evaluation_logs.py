@@ -53,20 +53,23 @@ class EvaluationLogs(_ResultCollection):
 
     def __init__(self) -> None:
         super().__init__(training=False)
-        self._logged: dict[str, tuple[bool, bool, torch.dtype, dict[str, Any]]] = {}
+        self._logged: dict[str, tuple[str, bool, bool, torch.dtype, dict[str, Any]]] = {}
         self._noticed: set[str] = set()
         self.uncertain: dict[str, str] = {}
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
+        adds_number = options.get("add_dataloader_idx", True) and self.dataloader_idx is not None
         if options.get("rank_zero_only"):
-            self.uncertain[name] = fx
+            suffix = self.DATALOADER_SUFFIX.format(self.dataloader_idx) if adds_number else ""
+            self.uncertain[f"{name}{suffix}"] = fx
         by_lightning = options.get("rank_zero_only") or options.get("sync_dist_group") is not None
         if isinstance(value, Tensor) and options.get("on_epoch", True) and not by_lightning:
             by_batch = "_batch_" in fx or not fx.startswith("on_") or options.get("batch_size") is not None
             dtype = dtype_of(value)
             sent = {option: options[option] for option in SENT if option in options}
-            self._logged[f"{fx}.{name}"] = by_batch, bool(options.get("sync_dist")), dtype, sent
+            key = f"{fx}.{name}.{self.dataloader_idx}" if adds_number else f"{fx}.{name}"
+            self._logged[key] = fx, by_batch, bool(options.get("sync_dist")), dtype, sent
             value, options = value.double(), {**options, "sync_dist": False}
         super().log(fx, name, value, **options)
 
@@ -89,7 +92,7 @@ class EvaluationLogs(_ResultCollection):
             result, certain = reduced(logged)
             item._computed = torch.tensor(result, dtype=one.dtype, device=item.value.device)
             if not certain:
-                self.uncertain[one.name] = one.fx
+                self.uncertain[self._forked_name(item, False)[0]] = one.fx
                 if self.speaks:
                     name_once(one, self._noticed)
 
@@ -98,10 +101,10 @@ class EvaluationLogs(_ResultCollection):
         logs = {}
         for key, item in self.valid_items():
             if key in self._logged and item.is_tensor:
-                by_batch, sync_dist, dtype, options = self._logged[key]
+                fx, by_batch, sync_dist, dtype, options = self._logged[key]
                 weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
                 about = item.meta.reduce_fx.__name__, by_batch, sync_dist, dtype, options
-                logs[key] = Logged(item.meta.fx, item.meta.name, float(item.value), weight, *about)
+                logs[key] = Logged(fx, item.meta.name, float(item.value), weight, *about)
         return logs
 
 
@@ -325,9 +328,11 @@ def add_missing_metrics(
         sync_dist_fn: see `log`.
     """
     logged = {}
-    for key, item in results.items():
-        if not item.is_tensor and not item.has_reset and item.meta.on_epoch:
+    for key, item in results.valid_items():
+        if not item.is_tensor and item.meta.on_epoch:
             logged[key] = {name: getattr(item.meta, name) for name in ("fx", "name", "reduce_fx", *SENT)}
+            if item.meta.add_dataloader_idx and item.meta.dataloader_idx is not None:  # `log` adds it again
+                logged[key]["fx"] = item.meta.fx.removesuffix(f".{item.meta.dataloader_idx}")
             logged[key] |= {"sync_dist": item.meta.sync.should, "rank_zero_only": item.meta.sync.rank_zero_only}
     for key, options in {key: each for rank in gather(logged) for key, each in rank.items()}.items():
         if key not in logged:

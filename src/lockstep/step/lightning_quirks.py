@@ -31,7 +31,7 @@ from torchmetrics import Metric
 from lockstep.errors import StepRefused, UserError
 from lockstep.launch.failures import ENDS, no_silent_end, refused_end
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.batch import StepBatch, data_of
+from lockstep.step.batch import StepBatch, data_of, evaluated_split
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
 from lockstep.step.logged_values import differs, remedy
 from lockstep.step.module_state import SavedTensors
@@ -234,7 +234,7 @@ class StepLogs(_LoggerConnector):
         trainer = self.trainer
         if not isinstance(batch, StepBatch) and trainer.evaluating:
             trainer.strategy.start_evaluation_batch()
-            split, number = "test" if trainer.testing else "val", trainer._active_loop.batch_progress.current.ready - 1
+            split, number = evaluated_split(trainer), trainer.evaluated_batch
             trainer._results.batch_size = data_of(trainer).samples_of_batch(split, number)
 
     def on_batch_end(self) -> None:
@@ -309,8 +309,9 @@ class StepLogs(_LoggerConnector):
         if not results.uncertain or self.trainer.state.fn != "fit":
             return
         for name, fx in results.uncertain.items():
+            base, suffix, number = name.partition("/dataloader_idx_")
             for owner, monitor in _monitors(self.trainer):
-                if monitor in (name, f"{name}_step", f"{name}_epoch"):
+                if monitor in (name, f"{base}_step{suffix}{number}", f"{base}_epoch{suffix}{number}"):
                     raise UserError(f"{owner} can't follow this value, since {differs(name, fx)}: {remedy(fx)}")
 
     def update_train_step_metrics(self) -> None:
@@ -392,9 +393,11 @@ class StepLogs(_LoggerConnector):
         results: EvaluationLogs = trainer._results
         results.speaks = trainer.is_global_zero
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
-        samples = data_of(trainer).num_local_samples("test" if trainer.testing else "val") if several else 1
+        samples = data_of(trainer).num_local_samples(evaluated_split(trainer)) if several else 1
         results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)
         self._refuse_uncertain(results)
+        if trainer.sanity_checking:  # for `MonitorCheck`: Lightning drops the values of each of several loaders
+            self._callback_metrics.update(self.metrics["callback"])
         return super().update_eval_epoch_metrics()
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -525,11 +528,12 @@ class WatchedLoop:
     _data_fetcher: Any
     trainer: Any
     _prefix: str
+    num_dataloaders: int
 
     def setup_data(self) -> None:
         """Make the loader, whose length is what the limit of batches leaves. The data module applies the limit."""
         trainer, name = self.trainer, f"limit_{self._prefix}_batches"
-        limit = getattr(trainer, name)
+        limit, trainer.evaluated_loader = getattr(trainer, name), None
         try:
             trainer.limits = {name: limit}
             setattr(trainer, name, 1.0 if limit else limit)
@@ -538,13 +542,19 @@ class WatchedLoop:
             trainer.limits = {}
             setattr(trainer, name, limit)
 
-    def _evaluation_step(self, *args: Any) -> None:
+    def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, *args: Any) -> None:
+        self._set_position(batch_idx, dataloader_idx)
         with no_silent_end():
-            super()._evaluation_step(*args)  # type: ignore[misc]
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, *args)  # type: ignore[misc]
 
-    def _predict_step(self, *args: Any) -> None:
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, *args: Any) -> None:
+        self._set_position(batch_idx, dataloader_idx)
         with no_silent_end():
-            super()._predict_step(*args)  # type: ignore[misc]
+            super()._predict_step(batch, batch_idx, dataloader_idx, *args)  # type: ignore[misc]
+
+    def _set_position(self, batch_idx: int, dataloader_idx: int) -> None:
+        self.trainer.evaluated_loader = dataloader_idx if self.num_dataloaders > 1 else None
+        self.trainer.evaluated_batch = batch_idx
 
     def on_run_end(self) -> Any:
         """End the loop. After a validation inside an epoch, run its hooks and then save.
@@ -553,6 +563,7 @@ class WatchedLoop:
             StepRefused: its loader has ended early.
         """
         trainer = self.trainer
+        trainer.evaluated_loader = None
         batches, expected = self._data_fetcher.fetched, self._data_fetcher.length
         if expected is not None and batches != expected:
             stage = trainer.state.stage.value
@@ -573,9 +584,16 @@ class WatchedEvaluation(WatchedLoop, _EvaluationLoop):
 
 
 class WatchedPrediction(WatchedLoop, _PredictionLoop):
-    """Lightning's loop of a prediction, see `WatchedLoop`."""
+    """Lightning's loop of a prediction, see `WatchedLoop`. A BasePredictionWriter gets lists of numbers, not ranges."""
 
     _prefix = "predict"
+
+    def _store_data_for_prediction_writer(self, batch_idx: int, dataloader_idx: int) -> bool:
+        on_epoch = super()._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+        self.current_batch_indices = list(self.current_batch_indices)
+        if numbers := self.epoch_batch_indices[dataloader_idx]:
+            numbers[-1] = list(numbers[-1])
+        return on_epoch
 
 
 def watched_loop(loop: Any) -> Any:
@@ -745,9 +763,7 @@ def unusual_ddp_option(strategy: DDPStrategy) -> str:
 
 def remove_logged(trainer: pl.Trainer) -> None:
     """Drop the values that were logged for the last evaluation batch."""
-    for result in (trainer._results or {}).values():
-        if result.has_reset:  # it belongs to an earlier evaluation
-            continue
+    for _, result in trainer._results.valid_items() if trainer._results else ():  # not those of earlier evaluations
         if result.is_tensor:
             result.reset()
             result.has_reset = False  # otherwise Lightning skips its reduction, for which other ranks wait
@@ -785,6 +801,27 @@ def unchanged(trainer: Any) -> Iterator[None]:
         group |= values
 
 
+@contextmanager
+def setup_was_called(module: pl.LightningModule) -> Iterator[None]:
+    """Return a context in which Lightning's call of a module's `prepare_data` and `setup` does nothing.
+
+    The sets of a module's own loaders must be known before Lightning's `fit` begins, and `setup` opens them.
+
+    See it: a module with `self.train, self.val = random_split(...)` in `setup`; a second call makes another split.
+    """
+    names = ("prepare_data", "setup")
+
+    def end(stage: str) -> None:
+        for name in names:
+            vars(module).pop(name, None)
+
+    vars(module).update(zip(names, (lambda: None, end), strict=True))
+    try:
+        yield
+    finally:
+        end("")
+
+
 def last_checkpoints(trainer: pl.Trainer) -> list[str]:
     """Return the paths of the last checkpoints that the Trainer's ModelCheckpoint callbacks have written, in any run.
 
@@ -796,7 +833,9 @@ def last_checkpoints(trainer: pl.Trainer) -> list[str]:
 
 def logged_objects(trainer: pl.Trainer) -> dict[str, Any]:
     """Return the torchmetrics objects that the running evaluation has logged, by the names of the metrics."""
-    values = {result.meta.name: result.value for result in (trainer._results or {}).values()}
+    if (results := trainer._results) is None:
+        return {}
+    values = {results._forked_name(result, False)[0]: result.value for result in results.values()}
     return {name: value for name, value in values.items() if isinstance(value, Metric)}
 
 

@@ -55,8 +55,13 @@ class StepTrainer(QuickStage, pl.Trainer):
 
     Attributes:
         saves: the checkpoints that wait for the end of a step.
+        evaluated_loader: the `dataloader_idx` of the evaluation batch that runs now or has run last; None: there is one
+            loader, or its batches have ended.
+        evaluated_batch: the number of this batch in its loader.
     """
 
+    evaluated_loader: int | None = None
+    evaluated_batch = 0
     profiler: Profiler
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:

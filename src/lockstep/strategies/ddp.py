@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.batch import EvaluationShare, MicroBatch, data_of
+from lockstep.step.batch import EvaluationShare, MicroBatch, data_of, evaluated_split
 from lockstep.step.collectives import check_same_shapes, gather_headers, set_state_gathers
 from lockstep.step.lightning_quirks import current_hook
 from lockstep.step.strategy import Action, PieceStrategy
@@ -217,10 +217,9 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             )
 
     def _shares(self) -> tuple[EvaluationShare, ...]:
-        """Return what each rank evaluates now."""
+        """Return what each rank evaluates now: of one loader, and outside of batches of all of them."""
         trainer = self.lightning_module.trainer
-        split = "val" if trainer.validating or trainer.sanity_checking else "test"
-        return data_of(trainer).evaluation_shares(split)
+        return data_of(trainer).evaluation_shares(evaluated_split(trainer))
 
     def _numbers(self, of: str) -> str:
         return join_names(sorted({getattr(share, of) for share in self._shares()}), 4).replace(", ", " and ", 1)
@@ -264,12 +263,13 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         Raises:
             UserError: a rank has no sample in this evaluation, so it would add a value that does not count.
         """
-        hook = current_hook(self.lightning_module)
+        hook, trainer = current_hook(self.lightning_module), self.lightning_module.trainer
         if not hook.startswith(("on_validation", "on_test", "on_predict")):
             return
-        shares = self._shares()
-        if not all(share.samples for share in shares):
-            samples = sum(share.samples for share in shares)
+        shares, data, split = self._shares(), data_of(trainer), evaluated_split(trainer)
+        of_loaders = [data.evaluation_shares(each) for each in data.evaluation_splits(split.partition(".")[0])]
+        if any(not share.samples for each in of_loaders for share in each):
+            samples = min(sum(share.samples for share in each) for each in of_loaders)
             few = f"{plural(samples, 'sample')} on {len(shares)} ranks leave a rank without one"
             raise UserError(f"strategy={self.name}: {what}: {few}: {LOG_INSTEAD}")
         if len({share.samples for share in shares}) > 1 and hook not in self._noticed:

@@ -10,19 +10,22 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
 from lockstep.data.datasets import Ids, SampleSets, checked_weights, content_of, fingerprint
-from lockstep.data.loader_sets import LoaderSet, set_of_loader
+from lockstep.data.loader_sets import LoaderSet, sets_of_loaders
 from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
+from lockstep.step.batch import split_of_loader
 from lockstep.step.lightning_quirks import take_identity
 from lockstep.step.passes import overrides_method
+from lockstep.text import join_names
 from lockstep.trainer.parts import refuse_other_package
 
 # The loaders of each method of a Trainer, by the part of `SampleSets` that gets their data set.
@@ -91,10 +94,16 @@ class UserData:
     Attributes:
         owner: a `DataModule`, a LightningDataModule, or None.
         loaders: DataLoaders by the names of the methods of a LightningDataModule, if there is no owner.
+        module: the LightningModule. Without an owner, its methods return the loaders that are not given.
     """
 
     owner: Any
     loaders: dict[str, Any]
+    module: Any = None
+
+    def methods_of_module(self, stage: str) -> list[str]:
+        """Return the names of the methods of the module that return loaders of a stage."""
+        return [] if self.owner else [each for each in _methods(self.module, stage) if self.loaders.get(each) is None]
 
     def sets(self, trainer: pl.Trainer, stage: str, seed: int) -> dict[str, LoaderSet]:
         """Return the data sets of a stage by the part of `SampleSets`. All ranks must call it.
@@ -108,32 +117,29 @@ class UserData:
         Raises:
             UserError: a loader does more than drawing samples, a set is empty, or the ranks have different ones.
         """
-        if isinstance(self.owner, pl.LightningDataModule):
-            sets = _sets_of_module(self.owner, trainer, stage, seed)
-        elif isinstance(self.owner, DataModule):
-            sets = {part: self.owner.set_of(method) for part, method in LOADERS[stage].items()}
-        else:
-            sets = {
-                part: set_of_loader(
-                    self.loaders.get(method),
-                    f"data: the {method} of trainer.{stage}",
-                    method == "train_dataloader",
-                    seed,
-                )
-                for part, method in LOADERS[stage].items()
-            }
-        present = {part: each for part, each in sets.items() if each is not None}
-        for part in [name for name in LOADERS[stage] if name != "val" or stage == "validate"]:
-            if part not in present:
-                raise UserError(f"trainer.{stage}: there is no {LOADERS[stage][part]}: give its data set or loader")
-        for part, each in present.items():
-            if not each.samples:
-                raise UserError(f"trainer.{stage}: the data set of {LOADERS[stage][part]} is empty: give it samples")
+        sets: dict[str, list[LoaderSet]] = {}
+        if isinstance(self.owner, DataModule):
+            sets = {method: [each] for method in LOADERS[stage].values() if (each := self.owner.set_of(method))}
+        elif methods := _methods(self.owner, stage) or self.methods_of_module(stage):
+            sets = _sets_of_methods(self.owner or self.module, methods, trainer, stage, seed)
+        for method, loaders in self.loaders.items():
+            if loaders is not None:
+                trains = method == "train_dataloader"
+                sets[method] = sets_of_loaders(loaders, f"data: the {method} of trainer.{stage}", trains, seed)
+        present = {}
+        for part, method in LOADERS[stage].items():
+            of_part = sets.get(method, [])
+            if not of_part and (part != "val" or stage == "validate"):
+                raise UserError(f"trainer.{stage}: there is no {method}: give its data set or loader")
+            for number, each in enumerate(of_part):
+                if not each.samples:
+                    raise UserError(f"trainer.{stage}: the data set of {method} is empty: give it samples")
+                present[split_of_loader(part, number if len(of_part) > 1 else None)] = each
         _check_same_on_all_ranks(stage, present)
         return present
 
 
-def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any) -> UserData | None:
+def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any, module: Any = None) -> UserData | None:
     """Return what a user gave a method of the Trainer; None if nothing.
 
     Args:
@@ -141,10 +147,12 @@ def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any) -> User
         first: the loaders of the method, or, as Lightning allows, a data module.
         val_loaders: of `fit`: the loaders for validation.
         datamodule: a data module.
+        module: the LightningModule, which may return loaders itself.
 
     Raises:
         UserError: there are both, or the data module is none.
     """
+    of_module = _methods(module, stage)
     for each in (first, datamodule):
         refuse_other_package(f"trainer.{stage}: the data module", each)
     if isinstance(first, DataModule | pl.LightningDataModule):
@@ -158,16 +166,25 @@ def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any) -> User
             kind = type(datamodule).__name__
             right = "it must be a LightningDataModule or a lockstep.DataModule"
             raise UserError(f"trainer.{stage}: the datamodule is a {kind}: {right}")
+        if of_module:
+            kind, names = type(module).__name__, join_names(of_module)
+            rank_zero_warn(f"trainer.{stage}: {names} of {kind} is not called, since a data module is given")
         return UserData(datamodule, {})
-    if first is None and val_loaders is None:
+    if first is None and val_loaders is None and not of_module:
         return None
-    return UserData(None, dict(zip(LOADERS[stage].values(), (first, val_loaders), strict=False)))
+    return UserData(None, dict(zip(LOADERS[stage].values(), (first, val_loaders), strict=False)), module)
 
 
-def _sets_of_module(
-    module: pl.LightningDataModule, trainer: pl.Trainer, stage: str, seed: int
-) -> dict[str, LoaderSet | None]:
-    """Return the data sets of a LightningDataModule, after `prepare_data` and `setup`."""
+def _methods(module: Any, stage: str) -> list[str]:
+    """Return the names of the methods of a LightningModule or LightningDataModule that return loaders of a stage."""
+    kind = next((each for each in (pl.LightningDataModule, pl.LightningModule) if isinstance(module, each)), None)
+    return [each for each in LOADERS[stage].values() if kind is not None and overrides_method(module, each, kind)]
+
+
+def _sets_of_methods(
+    module: Any, methods: Sequence[str], trainer: pl.Trainer, stage: str, seed: int
+) -> dict[str, list[LoaderSet]]:
+    """Return the data sets of methods of a LightningDataModule or LightningModule, after `prepare_data` and `setup`."""
     module.trainer = trainer
     with isolate_rng(include_cuda=False), same_global_seed():
         pl.seed_everything(seed, workers=False, verbose=False)
@@ -177,7 +194,15 @@ def _sets_of_module(
         gather_objects(None)  # wait until the data are prepared
         pl.seed_everything(seed, workers=False, verbose=False)
         module.setup(stage)
-        return {part: _set_of_method(module, method, seed) for part, method in LOADERS[stage].items()}
+        return {
+            method: sets_of_loaders(
+                getattr(module, method)(),
+                f"data: the {method} of {type(module).__name__}",
+                method == "train_dataloader",
+                seed,
+            )
+            for method in methods
+        }
 
 
 @contextmanager
@@ -190,13 +215,6 @@ def same_global_seed() -> Iterator[None]:
         os.environ.pop("PL_GLOBAL_SEED", None)
         if before is not None:
             os.environ["PL_GLOBAL_SEED"] = before
-
-
-def _set_of_method(module: pl.LightningDataModule, method: str, seed: int) -> LoaderSet | None:
-    """Return the data set of the loader that a method of a LightningDataModule returns."""
-    loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
-    where, trains = f"data: the {method} of {type(module).__name__}", method == "train_dataloader"
-    return set_of_loader(loader, where, trains, seed)
 
 
 def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
@@ -213,7 +231,8 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
         )
     orders = gather_objects({part: (each.batch_size, draws_digest(each.draws, 0)) for part, each in sets.items()})
     for part in sets:
-        check_same_order(f"{LOADERS[stage][part]} of trainer.{stage}", [each.get(part) for each in orders])
+        method = LOADERS[stage][part.partition(".")[0]]
+        check_same_order(f"{method} of trainer.{stage}", [each.get(part) for each in orders])
 
 
 class WatchedSize(int):
@@ -263,8 +282,8 @@ def refuse_divided_batch_size(
     Args:
         size: the loader's batch size.
         chosen: the Trainer's `batch_size`, or None.
-        owner: the user's data module, or None. If it has an attribute or hyperparameter of a batch size that is
-            `devices` times as large, it has divided it.
+        owner: the user's data module or the module with the loader, or None. If it has an attribute or hyperparameter
+            of a batch size that is `devices` times as large, it has divided it.
         devices: the devices of all machines.
         quotients: what was divided by the Trainer's `world_size`, `num_devices` or `num_nodes`, with the results.
 
@@ -275,7 +294,7 @@ def refuse_divided_batch_size(
         return
     whole = next((each for each, quotient in quotients if int(quotient) == size != each), None)
     how = f"{whole} divided by the Trainer's number of devices"
-    if whole is None and isinstance(owner, pl.LightningDataModule):
+    if whole is None and isinstance(owner, pl.LightningDataModule | pl.LightningModule):
         values = {**dict(owner.hparams), **vars(owner)}
         names = [name for name in values if "batch" in name and not re.search("val|test|eval|pred", name)]
         name = next((name for name in names if type(values[name]) is int and values[name] == size * devices), None)
@@ -325,8 +344,8 @@ class SamplerCheck(pl.Callback):
 
 def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
     """Return the data sets of a stage, and how its training samples are drawn."""
-    parts = [sets[name].dataset if name in sets else None for name in ("train", "val", "test")]
-    made = SampleSets(*parts)
+    first = [sets.get(name) or sets.get(split_of_loader(name, 0)) for name in ("train", "val", "test")]
+    made = SampleSets(*(None if each is None else each.dataset for each in first))
     if train := sets.get("train"):
         made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last, draws=train.draws)
     return made
@@ -361,6 +380,13 @@ class OwnedData(StepDataModule):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(owner, name)
 
+    def evaluation_splits(self, part: str) -> list[str]:
+        """Return the names of the splits that the loaders of `val` or `test` read; see `split_of_loader`."""
+        return [split for split in self.sets if split.partition(".")[0] == part]
+
+    def _dataset_of(self, split: str) -> Any:
+        return self.sets[split].dataset
+
     def _evaluation_batch_size(self, split: str) -> int | list[int] | None:
         draws = self.sets[split].draws
         return (draws and draws.batch_sizes) or self.sets[split].batch_size
@@ -381,10 +407,10 @@ class OwnedData(StepDataModule):
         return getattr(super(), name)()
 
     def users_loader(self, name: str) -> Any:
-        """Return the loader of the user that a loop reads; ours if the user gave plain data sets."""
+        """Return what the user gave for the loaders that a loop reads; ours if the user gave plain data sets."""
         part = next(part for names in LOADERS.values() for part, each in names.items() if each == name)
-        loader = self.sets[part].loader if part in self.sets else None
-        return self.loader_of_loop(name) if loader is None else loader
+        sets = [self.sets[split] for split in self.evaluation_splits(part)]
+        return self.loader_of_loop(name) if any(each.loader is None for each in sets) or not sets else sets[0].whole
 
     def _of_user(self, name: str) -> Any:
         is_module = isinstance(self.owner, pl.LightningDataModule)
@@ -449,5 +475,5 @@ def batch_size_of(sets: dict[str, LoaderSet], chosen: int | None, parts: Sequenc
             f"Trainer(batch_size={chosen}), but the training loader has batch_size={train.batch_size}: give the same; "
             "it counts the samples of one optimizer step over all devices"
         )
-    of_loaders = (sets[part].batch_size for part in parts if part in sets)
+    of_loaders = (each.batch_size for part in parts for name, each in sets.items() if name.partition(".")[0] == part)
     return chosen or next((size for size in of_loaders if size), None)

@@ -116,17 +116,17 @@ def refuse_other_package(what: str, value: Any) -> None:
         )
 
 
-def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str) -> None:
-    """Refuse a module whose steps can't be cut into pieces, or with loaders of its own.
+def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str = "") -> None:
+    """Refuse a module whose steps can't be cut into pieces, or with loaders of its own that are not used.
 
     Args:
         setting: what chooses the module, for messages.
-        loaders: what is used instead of the module's loaders.
+        loaders: what is used instead of the module's loaders; empty: nothing.
 
     Raises:
         UserError: it is such a module.
     """
-    for name in LOADERS:
+    for name in LOADERS if loaders else ():
         if overrides_method(module, name, pl.LightningModule):
             raise UserError(f"{setting}: its {name} would not be called: use {loaders}")
     if "optimizer_idx" in inspect.signature(module.training_step).parameters:

@@ -4,7 +4,7 @@ import atexit
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
 from lockstep.step.gradients import GradientSum
-from lockstep.step.lightning_quirks import last_checkpoints
+from lockstep.step.lightning_quirks import last_checkpoints, setup_was_called
 from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook, overrides_method
 from lockstep.strategies import Auto, Strategy
@@ -275,7 +275,8 @@ class Trainer(StepTrainer):
 
     def _users_loader(self, loader: Any, name: str) -> Any:
         data: Any = vars(self).get("datamodule")
-        return data.users_loader(name) if isinstance(loader, DataLoader) and isinstance(data, OwnedData) else loader
+        ours = isinstance(data, OwnedData) and (isinstance(loader, DataLoader) or (isinstance(loader, list) and loader))
+        return data.users_loader(name) if ours else loader
 
     @property
     def train_dataloader(self) -> Any:
@@ -312,8 +313,10 @@ class Trainer(StepTrainer):
 
         Args:
             model: the module.
-            train_dataloaders: a DataLoader, whose data set, batch size and order are used; or a data module.
-            val_dataloaders: a DataLoader for validation.
+            train_dataloaders: a DataLoader, whose data set, batch size and order are used; or a map-style data set, or
+                a data module; None: the module's `train_dataloader` returns it.
+            val_dataloaders: a DataLoader or map-style data set for validation, or several in a list or dict; None: the
+                module's `val_dataloader` returns them, if it has one.
             datamodule: a LightningDataModule or a `lockstep.DataModule`.
             ckpt_path: a checkpoint to continue from, of any layout; `last`: the last one, if there is one.
             weights_only: a checkpoint is always loaded as plain data and tensors.
@@ -331,7 +334,7 @@ class Trainer(StepTrainer):
         if self._fitted is not None and self._fitted is not model:
             raise UserError("trainer.fit gets another module than before: make a lockstep.Trainer for each of them")
         self._fitted = model
-        data = self._prepared_data("fit", train_dataloaders, val_dataloaders, datamodule)
+        data = self._prepared_data("fit", model, train_dataloaders, val_dataloaders, datamodule)
         path = self._checkpoint_path("fit", ckpt_path)
         self._run_folder.continued = (
             paths.run_of(Path(path)) if path and Path(path).name == paths.last(Path()).name else None
@@ -364,7 +367,7 @@ class Trainer(StepTrainer):
                 "give Trainer(pieces=...) for other numbers of devices"
             )
         try:
-            with names.recording(), one_line_errors():
+            with self._module_set_up("fit", model), names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
         except ValueError as error:
             if rules.SINGLE_VALUE_TEXT in str(error):
@@ -461,7 +464,7 @@ class Trainer(StepTrainer):
         refuse_other_package("trainer.fit: the module", module)
         if not isinstance(module, pl.LightningModule):
             raise UserError(f"trainer.fit got a {type(module).__name__}: it must be a LightningModule")
-        refuse_hooks(type(module).__name__, module, "trainer.fit(module, loader or datamodule)")
+        refuse_hooks(type(module).__name__, module)
         if overrides_method(module, "configure_model", pl.LightningModule):
             module.trainer = self
             module.configure_model()  # its layers must exist before their names are recorded
@@ -472,16 +475,26 @@ class Trainer(StepTrainer):
         if self.precision == "64-true":
             module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
 
-    def _prepared_data(self, stage: str, first: Any, val_loaders: Any, datamodule: Any) -> OwnedData:
+    def _module_set_up(self, stage: str, module: Any) -> AbstractContextManager[None]:
+        """Return the context of one of Lightning's methods, with what `_prepared_data` has called of the module."""
+        called = self._data is not None and self._data.methods_of_module(stage)
+        return setup_was_called(module) if called else nullcontext()
+
+    def _prepared_data(self, stage: str, module: Any, first: Any, val_loaders: Any, datamodule: Any) -> OwnedData:
         """Return this process's data for one of the Trainer's methods."""
-        data = user_data(stage, first, val_loaders, datamodule) or (self._data if stage != "fit" else None)
-        if data is None or not (data.owner or stage == "fit" or first is not None):
-            raise UserError(f"trainer.{stage} needs data: give a DataLoader, a LightningDataModule or a DataModule")
+        data = user_data(stage, first, val_loaders, datamodule, module)
+        if data is None and stage != "fit" and self._data is not None and self._data.owner:
+            data = self._data
+        if data is None:
+            raise UserError(
+                f"trainer.{stage} needs data: give a DataLoader, a data set, a LightningDataModule or a DataModule"
+            )
         sets = data.sets(self, stage, self.seed)
         if "train" in sets:
             devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
             size_of_loader = sets["train"].batch_size
-            refuse_divided_batch_size(size_of_loader, self.batch_size, data.owner, devices, self._quotients)
+            owner = data.owner or data.module
+            refuse_divided_batch_size(size_of_loader, self.batch_size, owner, devices, self._quotients)
         trained = self._steps[1] if self._steps and stage != "fit" else None
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
@@ -642,11 +655,12 @@ class Trainer(StepTrainer):
                 return method(model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **options)
         if model is None and self.lightning_module is None:
             raise UserError(f"trainer.{stage} needs a module: give one")
-        data = self._prepared_data(stage, loaders, None, datamodule)
+        module = model or self.lightning_module
+        data = self._prepared_data(stage, module, loaders, None, datamodule)
         saved = [each for each in self.checkpoint_callbacks if getattr(each, "best_model_path", "")]
         if model is None and ckpt_path is None and saved:  # as Lightning does
             ckpt_path = "best"
         path = self._checkpoint_path(stage, ckpt_path)
         method = getattr(super(), stage)
-        with one_line_errors():
-            return method(model or self.lightning_module, datamodule=data, ckpt_path=path, **options)
+        with self._module_set_up(stage, module), one_line_errors():
+            return method(module, datamodule=data, ckpt_path=path, **options)
