@@ -70,6 +70,7 @@ class LoaderSet:
         draws: its sampler, if that decides the order of an epoch.
         starts_worker: its `worker_init_fn`, or None.
         loader: the DataLoader, or None.
+        most: an epoch has only so many of the first samples of its order; None: all.
     """
 
     dataset: Any
@@ -81,10 +82,13 @@ class LoaderSet:
     draws: Draws | None = None
     starts_worker: Callable[[int], None] | None = None
     loader: Any = None
+    most: int | None = None
 
     @property
     def samples(self) -> int:
-        """The number of samples of an epoch, without those that `drop_last` leaves out."""
+        """The number of samples of an epoch, without those that `drop_last` or a limit leaves out."""
+        if self.most is not None:
+            return self.most
         count = len(self.dataset) if self.draws is None else self.draws.samples
         return count - (count % self.batch_size if self.drop_last and self.batch_size else 0)
 

@@ -467,6 +467,17 @@ class StepFitLoop(_FitLoop):
 
     trainer: Any
 
+    def setup_data(self) -> None:
+        """Make the loader. The order of the samples applies the user's limit of batches, if it has one."""
+        trainer = self.trainer
+        limit = trainer.limit_train_batches
+        try:
+            if limit and data_of(trainer).order.most is not None:
+                trainer.limit_train_batches = 1.0
+            super().setup_data()
+        finally:
+            trainer.limit_train_batches = limit
+
     def on_run_start(self) -> None:
         """Call the hooks of the start, then those after it."""
         super().on_run_start()
@@ -656,6 +667,10 @@ class StepEpochLoop(_TrainingEpochLoop):
             super().on_advance_end(data_fetcher)
         except ENDS as end:
             raise refused_end(end) from end
+
+    def _accumulated_batches_reached(self) -> bool:
+        """Return True, since a batch of this loop is a whole step; `accumulate_grad_batches` is for users to read."""
+        return True
 
     def no_longer_restarting(self) -> None:
         """Clear the restart flag after the first step of a resumed run.

@@ -11,12 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
 from lockstep.data.datasets import Ids, SampleSets, checked_weights, content_of, fingerprint
 from lockstep.data.loader_sets import LoaderSet, set_of_loader
+from lockstep.data.loaders import limited
 from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
@@ -329,7 +330,36 @@ def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
     made = SampleSets(*parts)
     if train := sets.get("train"):
         made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last, draws=train.draws)
+        made = replace(made, most=train.most)
     return made
+
+
+def in_order(each: LoaderSet) -> LoaderSet:
+    """Return a set whose samples come in the order of the data set, as Lightning's `overfit_batches` changes loaders.
+
+    As with Lightning, a SequentialSampler, also of a derived class, and a batch sampler stay.
+    """
+    if each.loader is not None and isinstance(each.loader.sampler, SequentialSampler):
+        return each
+    return replace(each, shuffle=False, weights=None, draws=None)
+
+
+def first_batches(train: LoaderSet, limit: int | float, whole_batches: bool) -> LoaderSet:
+    """Return a training set of which an epoch has the first batches.
+
+    Args:
+        train: the training set.
+        limit: Lightning's `limit_train_batches`. With 0, nothing is trained.
+        whole_batches: whether a step has several batches of the loader. `drop_last` then leaves out a short batch, and
+            the last step of an epoch has those that remain.
+
+    Raises:
+        UserError: the limit is a part that is less than one batch.
+    """
+    if not train.batch_size or not limit or (limit == 1.0 and isinstance(limit, float) and not whole_batches):
+        return train
+    most = limited(train.samples, train.batch_size, limit, "limit_train_batches")
+    return replace(train, most=most, drop_last=False)
 
 
 class OwnedData(StepDataModule):

@@ -51,6 +51,8 @@ from lockstep.trainer.data import (
     UserData,
     batch_size_of,
     draws_digest,
+    first_batches,
+    in_order,
     refuse_divided_batch_size,
     user_data,
     watched,
@@ -105,7 +107,9 @@ class Trainer(StepTrainer):
         batch_size: samples of one optimizer step, over all devices, machines and accumulated micro-batches; None: the
             batch size of the training loader.
         pieces: equal parts of a step; None: `devices x num_nodes x accumulate_grad_batches`.
-        accumulate_grad_batches: pieces that a device computes one after the other; None: as `pieces` needs, or 1.
+        accumulate_grad_batches: with `batch_size`, the pieces that a device computes one after the other. Without it,
+            as in Lightning on one device: a step has so many batches of the training loader, and as many pieces, on
+            any number of devices. None: as `pieces` needs, or 1.
         exact: whether all layouts with the same `batch_size` and `pieces` give the same bits; `portable`: on x86-64
             processors of different kinds, too.
         seed: decides the order of the samples and the random numbers of each piece; None: that of Lightning's
@@ -122,6 +126,8 @@ class Trainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
+    fast_dev_run: int | bool
+    overfit_batches: int | float
 
     @with_options_of_lightning
     def __init__(
@@ -162,8 +168,14 @@ class Trainer(StepTrainer):
         hide_harmless_warnings()
         self._join()
         seed = self.seed = chosen_seed(seed)
+        chosen = chosen_devices(kind, devices, num_nodes, accelerator)
+        self._batches = 1  # of the training loader, in a step
+        if batch_size is None and accumulate_grad_batches:
+            self._batches, accumulate_grad_batches = accumulate_grad_batches, None
+            number = chosen["devices"] * chosen["num_nodes"]  # more devices than batches get more pieces
+            pieces = pieces or (self._batches * -(-number // self._batches) if self._batches > 1 else None)
         self._layout_options = {
-            **chosen_devices(kind, devices, num_nodes, accelerator),
+            **chosen,
             "pieces": pieces,
             "accumulate_grad_batches": accumulate_grad_batches,
             "exact": exact,
@@ -219,6 +231,8 @@ class Trainer(StepTrainer):
                 default_root_dir=root,
                 **(device_options(layout) | options),
             )
+        self.accumulate_grad_batches = self._batches  # for users: the loop takes a step for each of its batches
+        self._validates_every = getattr(self, "val_check_interval", None)  # batches of the loader
 
     # --- what users read ---
 
@@ -239,6 +253,15 @@ class Trainer(StepTrainer):
     def num_nodes(self) -> int:
         """The number of machines."""
         return self._watched(super().num_nodes)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimizer steps of a fit. Lightning divides its batches, which are steps here."""
+        batches, self.accumulate_grad_batches = self.accumulate_grad_batches, 1
+        try:
+            return super().estimated_stepping_batches
+        finally:
+            self.accumulate_grad_batches = batches
 
     def _users_loader(self, loader: Any, name: str) -> Any:
         data: Any = vars(self).get("datamodule")
@@ -433,12 +456,18 @@ class Trainer(StepTrainer):
             devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
             size_of_loader = sets["train"].batch_size
             refuse_divided_batch_size(size_of_loader, self.batch_size, data.owner, devices, self._quotients)
+            if self.overfit_batches:
+                sets = {part: in_order(each) for part, each in sets.items()}
+            limit = 1.0 if self.fast_dev_run else self.limit_train_batches
+            sets["train"] = first_batches(sets["train"], limit, self._batches > 1)
         trained = self._steps[1] if self._steps and stage != "fit" else None
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
             raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
         if stage == "fit":
+            size *= self._batches
             self._check_sizes(sets["train"], size)
+            self._validate_after_batches(sets["train"])
         self._data = data
         trains = stage == "fit" or trained is not None
         layout = self._layout(size, trains)
@@ -447,19 +476,36 @@ class Trainer(StepTrainer):
     def _check_sizes(self, train: Any, size: int) -> None:
         """Check that the training set fits the steps, and those of an earlier fit."""
         samples = len(train.dataset) if train.draws is None else train.draws.samples
-        accumulate = self._layout_options["accumulate_grad_batches"] or 1
-        if self.batch_size is None and accumulate > 1:
-            raise UserError(
-                f"accumulate_grad_batches={accumulate} with a loader of batch_size={size}: in Lightning a step has "
-                f"{accumulate * size} samples, and here batch_size counts them all: give Trainer(batch_size={size}) to "
-                f"cut {size} samples, or {accumulate * size} to both"
-            )
-        if size > samples:
+        if (batch := size // self._batches) > samples:
             most = f"the {plural(samples, 'sample')} of the training set"
-            raise UserError(f"batch_size={size} is more than {most}: use batch_size={samples} or less")
+            raise UserError(f"batch_size={batch} is more than {most}: use batch_size={samples} or less")
+        samples = samples if train.most is None else train.most
         if self.global_step and self._steps != (samples, size):
             raise UserError("trainer.fit got other data than before, and its steps are counted on: make a new Trainer")
         self._steps = samples, size
+
+    def _validate_after_batches(self, train: Any) -> None:
+        """Let the loop, which counts steps, validate after as many batches of the loader as with Lightning.
+
+        Raises:
+            UserError: a validation would come inside a step.
+        """
+        many, every = self._batches, self._validates_every
+        if many == 1 or every is None:
+            return
+        batches = -(-train.samples // train.batch_size)
+        interval = max(1, int(batches * every)) if isinstance(every, float) else every
+        each_epoch = self.check_val_every_n_epoch is not None
+        if each_epoch and interval >= batches:  # Lightning refuses a larger one
+            self.val_check_interval = 1.0 if interval == batches else interval
+        elif interval % many or not (each_epoch or batches % many == 0):
+            of = "" if each_epoch else f", and an epoch of {batches} batches,"
+            raise UserError(
+                f"val_check_interval={every} with accumulate_grad_batches={many}: a validation after {interval} "
+                f"batches{of} would come inside a step: use a multiple of {many} batches"
+            )
+        else:
+            self.val_check_interval = interval // many
 
     def _checkpoint_path(self, stage: str, ckpt_path: Any) -> str | None:
         """Return the path of a checkpoint that a user has named, or None. All ranks must call it."""
