@@ -306,7 +306,7 @@ class Stream(IterableDataset[Any]):
         ({"max_epoch": 3}, "Trainer(max_epoch=...): there is no such option: use max_epochs"),
         ({"batchsize": 3}, "Trainer(batchsize=...): there is no such option: use batch_size"),
         ({"plugins": [1]}, "Trainer(plugins=[1]) can't be used"),
-        ({"val_check_interval": "00:00:10:00"}, "give a number of steps, since a time comes after other steps"),
+        ({"val_check_interval": "10 s"}, "Invalid time format"),
         ({"reload_dataloaders_every_n_epochs": 1}, "the training set must stay"),
         ({"precision": "16-mixed"}, "fp16 needs a GPU"),
         ({"precision": "4"}, "4"),

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -169,11 +168,8 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
         value = options.pop(name, default)
         if value not in (default, None, []):
             raise UserError(f"Trainer({name}={value!r}) can't be used: {remedy}")
-    if isinstance(interval := options.get("val_check_interval"), str | timedelta | Mapping):
-        raise UserError(
-            f"Trainer(val_check_interval={interval!r}) can't be used: give a number of steps, since a time "
-            "comes after other steps in each run"
-        )
+    if isinstance(interval := options.get("val_check_interval"), Mapping):
+        options["val_check_interval"] = dict(interval)
     if exact:  # it decides by itself which kernels must be deterministic
         options.pop("deterministic", None)
     if exact and options.get("benchmark"):
