@@ -342,7 +342,6 @@ def test_options_are_refused_in_one_line(tmp_path: Path, options: dict[str, Any]
         (Net, lambda: lockstep.DataModule(train=samples()), {}, "the batch size is unknown"),
         (Net, lambda: lockstep.DataModule(val=samples()), {"batch_size": 5}, "there is no train_dataloader"),
         (Net, lambda: lockstep.DataModule(train=Stream()), {}, "a Stream has no __getitem__ and __len__"),
-        (Net, lambda: DataLoader(Stream(), batch_size=5), {}, "has an IterableDataset"),
         (Net, lambda: {"a": loader()}, {}, "it must be one torch DataLoader"),
         (Net, lambda: loader(batch_size=131), {}, "a BatchNorm layer gets one value per channel"),
     ],

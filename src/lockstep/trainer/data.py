@@ -128,10 +128,25 @@ class UserData:
             if part not in present:
                 raise UserError(f"trainer.{stage}: there is no {LOADERS[stage][part]}: give its data set or loader")
         for part, each in present.items():
+            if each.stream is not None:
+                _bound_stream(each, trainer, LOADERS[stage][part].removesuffix("_dataloader"))
+        for part, each in present.items():
             if not each.samples:
                 raise UserError(f"trainer.{stage}: the data set of {LOADERS[stage][part]} is empty: give it samples")
         _check_same_on_all_ranks(stage, present)
         return present
+
+
+def _bound_stream(each: LoaderSet, trainer: Any, name: str) -> None:
+    """Note how many of the first samples of an IterableDataset can be needed at most: it may have no end."""
+    assert each.stream is not None
+    size, limit = each.batch_size or 1, getattr(trainer, f"limit_{name}_batches")
+    if isinstance(limit, int):
+        each.stream.bound = max(1, limit * size)
+    elif name == "train" and trainer.max_steps >= 0:
+        # one step more, so that the run ends inside the epoch
+        each.stream.bound = (trainer.max_steps + 1) * size * trainer.accumulate_grad_batches
+        each.stream.cut_by_steps = True
 
 
 def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any) -> UserData | None:
@@ -211,6 +226,8 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
         raise UserError(
             f"trainer.{stage}: the ranks have different data sets: each must have all samples, since Lockstep "
             "divides them"
+            + ": leave out what divides by rank or world size"
+            * any(each.stream for each in sets.values())
         )
     orders = gather_objects({part: (each.batch_size, draws_digest(each.draws, 0)) for part, each in sets.items()})
     for part in sets:

@@ -466,6 +466,8 @@ class Trainer(StepTrainer):
             raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
         if stage == "fit":
             size *= self._batches
+            if (stream := sets["train"].stream) is not None:
+                stream.remembers = size
             self._check_sizes(sets["train"], size)
             self._validate_after_batches(sets["train"])
         self._data = data
@@ -546,13 +548,14 @@ class Trainer(StepTrainer):
     def _record(self, data: OwnedData) -> dict[str, Any]:
         """Return the entry `lockstep` of the checkpoints, as plain data."""
         train, layout, draws = data.splits.train, data.layout, data.splits.draws
+        stream = data.sets["train"].stream
         return {
             "format": FORMAT,
             "command": broadcast_from_rank_zero(command()),
             "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
             "trainer": {
                 "batch_size": layout.batch_size,
-                "samples": data.order.samples_per_epoch,
+                "samples": data.order.samples_per_epoch if stream is None or stream.has_end else None,
                 "order": draws_digest(draws, 0),
                 "drop_last": data.splits.drop_last,
                 "weighted": data.splits.weights is not None,
@@ -575,6 +578,11 @@ class Trainer(StepTrainer):
                 f"{path}: no lockstep.Trainer has saved it, so none can continue from it: load its weights by "
                 "lockstep.load_weights"
             )
+        samples = {saved.get("samples"), now["samples"]}
+        if len(samples) == 2 and None in samples:  # a stream, whose end one of the runs did not reach
+            known = max(each or 0 for each in samples)
+            if content["global_step"] * now["batch_size"] <= known:
+                saved = {**saved, "samples": now["samples"]}
         must_stay = tuple(now) if now["exact"] else UNCHANGED
         names = changed({name: saved.get(name) for name in now}, now)
         for name in sorted(names, key="content".__eq__):  # other sizes are named first
