@@ -76,6 +76,7 @@ class DataOrder:
             sample of an epoch is then drawn from all samples, with a probability proportional to its weight.
         shuffle: whether each epoch has another order; if not, it is that of the data set.
         drop_last: whether a short last step is left out.
+        most: an epoch has only so many of the first samples of its order; None: all.
     """
 
     samples: int
@@ -85,11 +86,12 @@ class DataOrder:
     weights: NDArray[np.float64] | None = field(default=None, repr=False)
     shuffle: bool = True
     drop_last: bool = False
+    most: int | None = None
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch; a sampler may give other numbers of them than the training set has."""
-        return self.samples
+        return self.samples if self.most is None else min(self.most, self.samples)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -129,6 +129,7 @@ class SampleSets:
         weights: for weighted sampling, the weight of each training sample, float64 [n]; None: each sample counts once.
         shuffle: see `DataOrder`.
         drop_last: see `DataOrder`.
+        most: see `DataOrder`.
         draws: gives the samples of each epoch in place of all that; None: nothing does.
     """
 
@@ -139,14 +140,15 @@ class SampleSets:
     weights: Weights | None = None
     shuffle: bool = True
     drop_last: bool = False
+    most: int | None = None
     draws: Draws | None = None
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Return the order of the training samples for a layout."""
         samples = 0 if self.train is None else len(self.train)
         if self.draws is not None:
-            return DrawnOrder(samples, layout, seed, drop_last=self.drop_last, draws=self.draws)
-        return DataOrder(samples, layout, seed, None, self.weights, self.shuffle, self.drop_last)
+            return DrawnOrder(samples, layout, seed, drop_last=self.drop_last, most=self.most, draws=self.draws)
+        return DataOrder(samples, layout, seed, None, self.weights, self.shuffle, self.drop_last, self.most)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.datasets import Ids, Weights, checked_weights, innermost_dataset, labels_of, weights_of
+from lockstep.data.iterables import StreamSamples
 from lockstep.data.samplers import Draws, draws_itself, of_all_ranks
 from lockstep.errors import UserError
 from lockstep.step.passes import overrides_method
@@ -72,6 +73,8 @@ class LoaderSet:
         starts_worker: its `worker_init_fn`, or None.
         loader: the DataLoader, or None.
         whole: what the user gave or returned: the loader, or several.
+        most: an epoch has only so many of the first samples of its order; None: all.
+        stream: the samples of an IterableDataset; None: the data set is map-style.
     """
 
     dataset: Any
@@ -84,10 +87,14 @@ class LoaderSet:
     starts_worker: Callable[[int], None] | None = None
     loader: Any = None
     whole: Any = None
+    most: int | None = None
+    stream: StreamSamples | None = None
 
     @property
     def samples(self) -> int:
-        """The number of samples of an epoch, without those that `drop_last` leaves out."""
+        """The number of samples of an epoch, without those that `drop_last` or a limit leaves out."""
+        if self.most is not None:
+            return self.most
         count = len(self.dataset) if self.draws is None else self.draws.samples
         return count - (count % self.batch_size if self.drop_last and self.batch_size else 0)
 
@@ -176,7 +183,7 @@ def set_of_loader(
                 "cut into pieces: use torch's DataLoader, and change samples in the data set or in a collate_fn"
             )
     dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) and seed is None:
         raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
     if loader.batch_sampler is None or (loader.batch_size is None and seed is None):
         raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
@@ -188,6 +195,13 @@ def set_of_loader(
             f"{where} has a worker_init_fn, which would not be called: leave it out, since random numbers are seeded "
             "for each sample, and let the data set open what it needs at its first sample"
         )
+    if isinstance(dataset, IterableDataset) and seed is not None:
+        if starts_worker is not None:
+            raise UserError(f"{where} has a worker_init_fn for an IterableDataset: leave it out, and open in __iter__")
+        stream: Any = StreamSamples(dataset, where, seed if trains else 0)
+        samples = stream if loader.collate_fn is default_collate else Collated(stream, loader.collate_fn)
+        one = min(1, loader.num_workers)  # each process would read the whole stream
+        return LoaderSet(samples, None, loader.batch_size, one, False, loader.drop_last, loader=loader, stream=stream)
     sampler, weights, draws = loader.sampler, None, None
     if type(sampler) is WeightedRandomSampler and trains and (seed is None or _draws_all_by_weight(sampler, dataset)):
         weights = _weights(sampler, len(dataset), where)

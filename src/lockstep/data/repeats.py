@@ -41,7 +41,8 @@ def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Gen
 
     def digests(order: range, later: int) -> dict[int, str]:
         return {
-            at: _digest(fetch(dataset, ids[at : at + 1], seed, epochs[at : at + 1] + later, generators)) for at in order
+            at: digest_of_batch(fetch(dataset, ids[at : at + 1], seed, epochs[at : at + 1] + later, generators))
+            for at in order
         }
 
     try:
@@ -56,7 +57,7 @@ def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Gen
     return next((int(ids[at]) for at in fetches if first[at] != again[at]), None)
 
 
-def _digest(batch: Any) -> str:
+def digest_of_batch(batch: Any) -> str:
     """Return a SHA-256 of a batch, in hex. Objects whose content is unknown have none."""
     digest = hashlib.sha256()
     waiting = [batch]

@@ -160,7 +160,7 @@ class DrawnOrder(DataOrder):
     @property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch."""
-        return self.draws.samples
+        return self.draws.samples if self.most is None else min(self.most, self.draws.samples)
 
     def encoded_ids(self, epoch: int) -> NDArray[np.int64]:
         """Return the samples of an epoch in order; see `DataOrder.encoded_ids`."""

@@ -6,6 +6,7 @@ tests/test_promise_5_evaluation.py fail when the private names used here change.
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -30,7 +31,7 @@ from torchmetrics import Metric
 
 from lockstep.errors import StepRefused, UserError
 from lockstep.launch.failures import ENDS, no_silent_end, refused_end
-from lockstep.launch.process_group import gather_objects
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 from lockstep.step.batch import StepBatch, data_of, evaluated_split
 from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_missing_metrics
 from lockstep.step.logged_values import differs, remedy
@@ -38,6 +39,7 @@ from lockstep.step.module_state import SavedTensors
 from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
+SECONDS_BETWEEN_LOOKS = 1.0  # of several ranks at rank zero's clock, if a time is the interval between validations
 
 
 class NoSignals(_SignalConnector):
@@ -470,6 +472,17 @@ class StepFitLoop(_FitLoop):
 
     trainer: Any
 
+    def setup_data(self) -> None:
+        """Make the loader. The order of the samples applies the user's limit of batches, if it has one."""
+        trainer = self.trainer
+        limit = trainer.limit_train_batches
+        try:
+            if limit and data_of(trainer).order.most is not None:
+                trainer.limit_train_batches = 1.0
+            super().setup_data()
+        finally:
+            trainer.limit_train_batches = limit
+
     def on_run_start(self) -> None:
         """Call the hooks of the start, then those after it."""
         super().on_run_start()
@@ -615,6 +628,8 @@ class StepEpochLoop(_TrainingEpochLoop):
         # by interval, the step of the last update of schedules that follow a metric
         self._followed: dict[str, int] = {}
         self._logged: dict[str, Any] = {}  # from a checkpoint: what was logged since its epoch began
+        self.validation_is_due = False  # by the clock
+        self._next_look, self._last_look = 0, (0, 0.0)  # at the clock: the step; step and time
 
     @property
     def global_step(self) -> int:
@@ -660,6 +675,8 @@ class StepEpochLoop(_TrainingEpochLoop):
             self.val_loop.setup_data()
             self.trainer.training = True
         self._batches_that_stepped = self.global_step
+        self.validation_is_due, self._next_look = False, 0
+        self._last_look = self.global_step, time.monotonic()
         self._results.restore(self._logged, takes_all=self.trainer.is_global_zero)
         self._logged = {}
         self.trainer._logger_connector.begin_fit()
@@ -674,6 +691,10 @@ class StepEpochLoop(_TrainingEpochLoop):
             super().on_advance_end(data_fetcher)
         except ENDS as end:
             raise refused_end(end) from end
+
+    def _accumulated_batches_reached(self) -> bool:
+        """Return True, since a batch of this loop is a whole step; `accumulate_grad_batches` is for users to read."""
+        return True
 
     def no_longer_restarting(self) -> None:
         """Clear the restart flag after the first step of a resumed run.
@@ -730,10 +751,37 @@ class StepEpochLoop(_TrainingEpochLoop):
         if self._num_ready_batches_reached() and not self.trainer.fit_loop.restarting:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
+    def look_at_clock(self) -> None:
+        """Find out whether a validation is due after the step just taken, if a time is the interval between them.
+
+        The clock of rank zero decides, so that all ranks validate after the same step. Several ranks look at it about
+        once a second; at each look they agree on the step of the next one.
+
+        See it: val_check_interval="00:00:00:10" with ddp; each rank of Lightning reads its own clock.
+        """
+        trainer, step = self.trainer, self.global_step
+        if trainer._val_check_time_interval is None:
+            return
+        self.validation_is_due = False
+        if step < self._next_look:
+            return
+        now, (before, then) = time.monotonic(), self._last_look
+        left, steps = trainer._val_check_time_interval - (now - trainer._last_val_time), 1
+        if trainer.world_size > 1:
+            per_second = (step - before) / max(now - then, 1e-3)
+            steps = max(1, min(1000, int(per_second * min(left, SECONDS_BETWEEN_LOOKS))))
+            left, steps = broadcast_from_rank_zero((left, steps))
+        self.validation_is_due, self._next_look, self._last_look = left <= 0, step + steps, (step, now)
+
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """Validate also after a run's last step, inside an epoch, so that the final weights have a result."""
-        ends = is_last_step(self.trainer) and self._should_check_val_epoch()
-        return super()._should_check_val_fx(data_fetcher) or ends
+        if not self._should_check_val_epoch():
+            return False
+        trainer = self.trainer
+        if trainer._val_check_time_interval is None:
+            return super()._should_check_val_fx(data_fetcher) or is_last_step(trainer)
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return bool(stops or self.validation_is_due or is_last_step(trainer))
 
 
 def take_identity(adapter: Any, owner: pl.LightningDataModule) -> None:
@@ -860,4 +908,6 @@ def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
         if (trainer.current_epoch + 1) % every:
             return is_last_step(trainer)
         step = trainer.fit_loop.epoch_loop.batch_idx + 1
+    if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
+        return trainer.fit_loop.epoch_loop.validation_is_due or is_last_step(trainer)  # type: ignore[attr-defined]
     return step % int(trainer.val_check_batch or 1) == 0 or is_last_step(trainer)

@@ -204,6 +204,7 @@ class StepLoop(StepEpochLoop):
         with trainer.profiler.profile("run_training_batch"):
             outputs = self._step(step)
         progress.increment_processed()
+        self.look_at_clock()
         if connector.step_is_read:
             connector.reduce_step()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)

@@ -12,12 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.data_module import StepDataModule
 from lockstep.data.datasets import Ids, SampleSets, checked_weights, content_of, fingerprint
 from lockstep.data.loader_sets import LoaderSet, sets_of_loaders
+from lockstep.data.loaders import limited
 from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
@@ -132,11 +133,25 @@ class UserData:
             if not of_part and (part != "val" or stage == "validate"):
                 raise UserError(f"trainer.{stage}: there is no {method}: give its data set or loader")
             for number, each in enumerate(of_part):
+                if each.stream is not None:
+                    _bound_stream(each, trainer, method.removesuffix("_dataloader"))
                 if not each.samples:
                     raise UserError(f"trainer.{stage}: the data set of {method} is empty: give it samples")
                 present[split_of_loader(part, number if len(of_part) > 1 else None)] = each
         _check_same_on_all_ranks(stage, present)
         return present
+
+
+def _bound_stream(each: LoaderSet, trainer: Any, name: str) -> None:
+    """Note how many of the first samples of an IterableDataset can be needed at most: it may have no end."""
+    assert each.stream is not None
+    size, limit = each.batch_size or 1, getattr(trainer, f"limit_{name}_batches")
+    if isinstance(limit, int):
+        each.stream.bound = max(1, limit * size)
+    elif name == "train" and trainer.max_steps >= 0:
+        # one step more, so that the run ends inside the epoch
+        each.stream.bound = (trainer.max_steps + 1) * size * trainer.accumulate_grad_batches
+        each.stream.cut_by_steps = True
 
 
 def user_data(stage: str, first: Any, val_loaders: Any, datamodule: Any, module: Any = None) -> UserData | None:
@@ -228,6 +243,8 @@ def _check_same_on_all_ranks(stage: str, sets: dict[str, LoaderSet]) -> None:
         raise UserError(
             f"trainer.{stage}: the ranks have different data sets: each must have all samples, since Lockstep "
             "divides them"
+            + ": leave out what divides by rank or world size"
+            * any(each.stream for each in sets.values())
         )
     orders = gather_objects({part: (each.batch_size, draws_digest(each.draws, 0)) for part, each in sets.items()})
     for part in sets:
@@ -348,7 +365,36 @@ def sample_sets(sets: dict[str, LoaderSet]) -> SampleSets:
     made = SampleSets(*(None if each is None else each.dataset for each in first))
     if train := sets.get("train"):
         made = replace(made, weights=train.weights, shuffle=train.shuffle, drop_last=train.drop_last, draws=train.draws)
+        made = replace(made, most=train.most)
     return made
+
+
+def in_order(each: LoaderSet) -> LoaderSet:
+    """Return a set whose samples come in the order of the data set, as Lightning's `overfit_batches` changes loaders.
+
+    As with Lightning, a SequentialSampler, also of a derived class, and a batch sampler stay.
+    """
+    if each.loader is not None and isinstance(each.loader.sampler, SequentialSampler):
+        return each
+    return replace(each, shuffle=False, weights=None, draws=None)
+
+
+def first_batches(train: LoaderSet, limit: int | float, whole_batches: bool) -> LoaderSet:
+    """Return a training set of which an epoch has the first batches.
+
+    Args:
+        train: the training set.
+        limit: Lightning's `limit_train_batches`. With 0, nothing is trained.
+        whole_batches: whether a step has several batches of the loader. `drop_last` then leaves out a short batch, and
+            the last step of an epoch has those that remain.
+
+    Raises:
+        UserError: the limit is a part that is less than one batch.
+    """
+    if not train.batch_size or not limit or (limit == 1.0 and isinstance(limit, float) and not whole_batches):
+        return train
+    most = limited(train.samples, train.batch_size, limit, "limit_train_batches")
+    return replace(train, most=most, drop_last=False)
 
 
 class OwnedData(StepDataModule):

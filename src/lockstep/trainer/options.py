@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -41,8 +40,6 @@ OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every"
 # Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 REFUSED_OPTIONS = {
     "plugins": (None, "Lockstep has its own: leave it out"),
-    "overfit_batches": (0.0, "give a torch.utils.data.Subset as the training set"),
-    "limit_train_batches": (None, "it would leave out samples of each epoch: use max_steps"),
     "reload_dataloaders_every_n_epochs": (0, "the training set must stay, since the order of its samples follows it"),
     "barebones": (False, "leave it out"),
     "model_registry": (None, "leave it out"),
@@ -175,13 +172,10 @@ def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any
     options.pop("use_distributed_sampler", None)  # every process gets its samples by the order
     for name, (default, remedy) in REFUSED_OPTIONS.items():
         value = options.pop(name, default)
-        if value not in (default, None, []) and not (name == "limit_train_batches" and value == 1.0):
+        if value not in (default, None, []):
             raise UserError(f"Trainer({name}={value!r}) can't be used: {remedy}")
-    if isinstance(interval := options.get("val_check_interval"), str | timedelta | Mapping):
-        raise UserError(
-            f"Trainer(val_check_interval={interval!r}) can't be used: give a number of steps, since a time "
-            "comes after other steps in each run"
-        )
+    if isinstance(interval := options.get("val_check_interval"), Mapping):
+        options["val_check_interval"] = dict(interval)
     if exact:  # it decides by itself which kernels must be deterministic
         options.pop("deterministic", None)
     if options.get("deterministic", True) is None:

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ from lockstep.trainer.data import (
     UserData,
     batch_size_of,
     draws_digest,
+    first_batches,
+    in_order,
     refuse_divided_batch_size,
     user_data,
     watched,
@@ -99,7 +102,9 @@ class Trainer(StepTrainer):
         batch_size: samples of one optimizer step, over all devices, machines and accumulated micro-batches; None: the
             batch size of the training loader.
         pieces: equal parts of a step; None: `devices x num_nodes x accumulate_grad_batches`.
-        accumulate_grad_batches: pieces that a device computes one after the other; None: as `pieces` needs, or 1.
+        accumulate_grad_batches: with `batch_size`, the pieces that a device computes one after the other. Without it,
+            as in Lightning on one device: a step has so many batches of the training loader, and as many pieces, on
+            any number of devices. None: as `pieces` needs, or 1.
         exact: whether all layouts with the same `batch_size` and `pieces` give the same bits; `portable`: on x86-64
             processors of different kinds, too.
         seed: decides the order of the samples and the random numbers of each piece; None: that of Lightning's
@@ -125,6 +130,8 @@ class Trainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
+    fast_dev_run: int | bool
+    overfit_batches: int | float
 
     @with_options_of_lightning
     def __init__(
@@ -197,8 +204,14 @@ class Trainer(StepTrainer):
         hide_harmless_warnings()
         self._join()
         seed = self.seed = chosen_seed(seed)
+        chosen = chosen_devices(kind, devices, num_nodes, accelerator)
+        self._batches = 1  # of the training loader, in a step
+        if batch_size is None and accumulate_grad_batches:
+            self._batches, accumulate_grad_batches = accumulate_grad_batches, None
+            number = chosen["devices"] * chosen["num_nodes"]  # more devices than batches get more pieces
+            pieces = pieces or (self._batches * -(-number // self._batches) if self._batches > 1 else None)
         self._layout_options = {
-            **chosen_devices(kind, devices, num_nodes, accelerator),
+            **chosen,
             "pieces": pieces,
             "accumulate_grad_batches": accumulate_grad_batches,
             "exact": exact,
@@ -252,6 +265,8 @@ class Trainer(StepTrainer):
                 default_root_dir=root,
                 **(device_options(layout) | options),
             )
+        self.accumulate_grad_batches = self._batches  # for users: the loop takes a step for each of its batches
+        self._validates_every = getattr(self, "val_check_interval", None)  # batches of the loader
 
     # --- what users read ---
 
@@ -272,6 +287,15 @@ class Trainer(StepTrainer):
     def num_nodes(self) -> int:
         """The number of machines."""
         return self._watched(super().num_nodes)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """The number of optimizer steps of a fit. Lightning divides its batches, which are steps here."""
+        batches, self.accumulate_grad_batches = self.accumulate_grad_batches, 1
+        try:
+            return super().estimated_stepping_batches
+        finally:
+            self.accumulate_grad_batches = batches
 
     def _users_loader(self, loader: Any, name: str) -> Any:
         data: Any = vars(self).get("datamodule")
@@ -495,13 +519,21 @@ class Trainer(StepTrainer):
             size_of_loader = sets["train"].batch_size
             owner = data.owner or data.module
             refuse_divided_batch_size(size_of_loader, self.batch_size, owner, devices, self._quotients)
+            if self.overfit_batches:
+                sets = {part: in_order(each) for part, each in sets.items()}
+            limit = 1.0 if self.fast_dev_run else self.limit_train_batches
+            sets["train"] = first_batches(sets["train"], limit, self._batches > 1)
         trained = self._steps[1] if self._steps and stage != "fit" else None
         size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
         if size is None:
             raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
         trains = stage == "fit" or trained is not None
         if stage == "fit":
+            size *= self._batches
+            if (stream := sets["train"].stream) is not None:
+                stream.remembers = size
             self._check_sizes(sets["train"], size)
+            self._validate_after_batches(sets["train"])
         layout = self._layout(size, trains)
         self._data = data
         return OwnedData(sets, data.owner, layout, self.seed, rank_of_replica(layout), trains)
@@ -509,18 +541,39 @@ class Trainer(StepTrainer):
     def _check_sizes(self, train: Any, size: int) -> None:
         """Check that the training set fits the steps, and those of an earlier fit."""
         samples = len(train.dataset) if train.draws is None else train.draws.samples
-        accumulate = self._layout_options["accumulate_grad_batches"] or 1
-        if self.batch_size is None and accumulate > 1:
-            raise UserError(
-                f"accumulate_grad_batches={accumulate} with a loader of batch_size={size}: in Lightning a step has "
-                f"{accumulate * size} samples, and here batch_size counts them all: give Trainer(batch_size={size}) to "
-                f"cut {size} samples, or {accumulate * size} to both"
-            )
-        whole_steps = samples - samples % size if train.drop_last and samples >= size else samples
-        rules.check_sizes(self._strategy, self._layout(size), whole_steps)
+        layout, batch = self._layout(size), size // self._batches
+        whole = samples - samples % batch if train.drop_last and samples >= batch else samples
+        if self._batches == 1 or batch > whole:
+            rules.check_sizes(self._strategy, replace(layout, batch_size=batch), whole)
+        else:  # the batches that an epoch has left make its last step
+            self._strategy.check_samples(layout, whole)
+        samples = samples if train.most is None else train.most
         if self.global_step and self._steps != (samples, size):
             raise UserError("trainer.fit got other data than before, and its steps are counted on: make a new Trainer")
         self._steps = samples, size
+
+    def _validate_after_batches(self, train: Any) -> None:
+        """Let the loop, which counts steps, validate after as many batches of the loader as with Lightning.
+
+        Raises:
+            UserError: a validation would come inside a step.
+        """
+        many, every = self._batches, self._validates_every
+        if many == 1 or every is None:
+            return
+        batches = -(-train.samples // train.batch_size)
+        interval = max(1, int(batches * every)) if isinstance(every, float) else every
+        each_epoch = self.check_val_every_n_epoch is not None
+        if each_epoch and interval >= batches:  # Lightning refuses a larger one
+            self.val_check_interval = 1.0 if interval == batches else interval
+        elif interval % many or not (each_epoch or batches % many == 0):
+            of = "" if each_epoch else f", and an epoch of {batches} batches,"
+            raise UserError(
+                f"val_check_interval={every} with accumulate_grad_batches={many}: a validation after {interval} "
+                f"batches{of} would come inside a step: use a multiple of {many} batches"
+            )
+        else:
+            self.val_check_interval = interval // many
 
     def _checkpoint_path(self, stage: str, ckpt_path: Any) -> str | None:
         """Return the path of a checkpoint that a user has named, or None. All ranks must call it."""
@@ -561,13 +614,14 @@ class Trainer(StepTrainer):
     def _record(self, data: OwnedData) -> dict[str, Any]:
         """Return the entry `lockstep` of the checkpoints, as plain data."""
         train, layout, draws = data.splits.train, data.layout, data.splits.draws
+        stream = data.sets["train"].stream
         return {
             "format": FORMAT,
             "command": broadcast_from_rank_zero(command()),
             "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
             "trainer": {
                 "batch_size": layout.batch_size,
-                "samples": data.order.samples_per_epoch,
+                "samples": data.order.samples_per_epoch if stream is None or stream.has_end else None,
                 "order": draws_digest(draws, 0),
                 "drop_last": data.splits.drop_last,
                 "weighted": data.splits.weights is not None,
@@ -590,6 +644,11 @@ class Trainer(StepTrainer):
                 f"{path}: no lockstep.Trainer has saved it, so none can continue from it: load its weights by "
                 "lockstep.load_weights"
             )
+        samples = {saved.get("samples"), now["samples"]}
+        if len(samples) == 2 and None in samples:  # a stream, whose end one of the runs did not reach
+            known = max(each or 0 for each in samples)
+            if content["global_step"] * now["batch_size"] <= known:
+                saved = {**saved, "samples": now["samples"]}
         must_stay = tuple(now) if now["exact"] else UNCHANGED
         names = changed({name: saved.get(name) for name in now}, now)
         for name in sorted(names, key="content".__eq__):  # other sizes are named first

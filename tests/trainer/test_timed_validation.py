@@ -1,0 +1,81 @@
+"""`lockstep.Trainer`: a time as `val_check_interval`. No test waits: a callback moves the last validation."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from trainer.small import QUIET, Net, loader, trainer
+
+import lockstep
+from lockstep.launch.environment import environment
+from lockstep.step import lightning_quirks
+
+
+class Elapses(pl.Callback):
+    """Lets the time of an interval pass in some steps, on rank zero only."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step + 1 in self.steps and environment().rank == 0:
+            trainer._last_val_time -= 600.0
+
+
+class Validates(Net):
+    """Records after which steps it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def on_validation_start(self) -> None:
+        self.steps.append(self.trainer.global_step)
+
+
+def validated(folder: Path, *steps: int, ours: bool = True, ckpt_path: Any = None, **options: Any) -> Any:
+    """Fit. Return after which steps the module was validated, and the hash of its weights."""
+    options = {"val_check_interval": "00:00:10:00", "callbacks": [Elapses(*steps)], **options}
+    pl.seed_everything(0, verbose=False)
+    module = Validates()
+    if ours:
+        made: Any = trainer(folder, **{"exact": True, "pieces": 4, **options})
+    else:
+        made = pl.Trainer(default_root_dir=folder, num_sanity_val_steps=0, **{**QUIET, **options})
+    made.fit(module, loader(), loader(shuffle=False), ckpt_path=ckpt_path)
+    return module.steps, lockstep.weights_sha256(module.state_dict())
+
+
+@pytest.mark.parametrize("interval", ["00:00:10:00", timedelta(minutes=10), {"minutes": 10}])
+def test_a_validation_comes_after_a_time_as_with_lightning(tmp_path: Path, interval: Any) -> None:
+    steps, _ = validated(tmp_path, 2, 3, 8, val_check_interval=interval)
+    theirs, _ = validated(tmp_path, 2, 3, 8, ours=False, val_check_interval=interval)
+    assert steps == [*theirs, 12] == [2, 3, 8, 12]  # the final weights are always validated
+    assert validated(tmp_path, 3, 8, val_check_interval=interval, check_val_every_n_epoch=2)[0] == [7, 8, 12]
+    assert validated(tmp_path, val_check_interval=interval)[0] == [12]
+
+
+def test_a_run_continues_between_timed_validations(tmp_path: Path) -> None:
+    whole, one = validated(tmp_path / "whole", 2, 8)
+    folder = tmp_path / "cut"
+    saves = [Elapses(2), ModelCheckpoint(folder, "at{step}", every_n_train_steps=1, save_top_k=-1)]
+    assert validated(folder, callbacks=saves, max_steps=4) == ([2, 4], validated(folder, max_steps=4)[1])
+    for step in (1, 2, 3):
+        steps, weights = validated(folder / str(step), 8, ckpt_path=folder / f"atstep={step}.ckpt")
+        assert steps == [8, 12]
+        assert weights == one
+    assert whole == [2, 8, 12]
+
+
+@pytest.mark.usefixtures("processes")
+def test_rank_zeros_clock_decides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_quirks, "SECONDS_BETWEEN_LOOKS", 0.0)
+    one = validated(tmp_path / "one", 2, 8)
+    assert lockstep.launch(lambda: validated(tmp_path / "two", 2, 8), devices=2) == one
+    monkeypatch.undo()  # looks are rare: the steps may be others, but the ranks agree, or this would hang
+    steps, weights = lockstep.launch(lambda: validated(tmp_path / "rare", 2, 8), devices=2)
+    assert weights == one[1]
+    assert steps[-1] == 12
