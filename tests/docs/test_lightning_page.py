@@ -32,7 +32,7 @@ ROWS = {
         "test_loader_processes.py::test_loader_processes_are_set_up_by_the_users_function_and_get_the_epoch"
     ),
     "`train_dataloader`, `val_dataloader`, ... of the module": (
-        "test_several_loaders.py::test_a_module_loaders_stand_beside_given_ones_as_lightning_resolves_them"
+        "test_several_loaders.py::test_a_modules_loaders_are_used_where_lightning_uses_them"
     ),
     '`val_dataloaders=[a, b]`, `{"x": a, "y": b}`': (
         "test_several_loaders.py::test_several_loaders_give_what_lightning_gives"

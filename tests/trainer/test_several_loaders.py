@@ -229,7 +229,7 @@ def test_every_sample_of_each_loader_counts_once_on_ranks(ranks: Ranks, strategy
         assert torch.equal(torch.cat(parts), samples().tensors[0][start:stop])
 
 
-def test_a_module_loaders_stand_beside_given_ones_as_lightning_resolves_them(tmp_path: Path) -> None:
+def test_a_modules_loaders_are_used_where_lightning_uses_them(tmp_path: Path) -> None:
     class Beside(Net):
         def val_dataloader(self) -> Any:
             return DataLoader(Subset(samples(), range(11)), batch_size=4)
@@ -237,8 +237,8 @@ def test_a_module_loaders_stand_beside_given_ones_as_lightning_resolves_them(tmp
     class WithoutValidation(Data):
         val_dataloader: Any = pl.LightningDataModule.val_dataloader
 
-    given: list[tuple[Any, ...]] = [(loader(),), (loader(), loader(shuffle=False)), (Data(),), (WithoutValidation(),)]
-    for data in given:
+    cases: list[tuple[Any, ...]] = [(loader(),), (loader(), loader(shuffle=False)), (Data(),), (WithoutValidation(),)]
+    for data in cases:
         lengths = []
         for made in both(tmp_path, enable_checkpointing=False, max_epochs=1):
             made.fit(Beside(), *data)
