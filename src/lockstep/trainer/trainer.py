@@ -174,7 +174,7 @@ class Trainer(StepTrainer):
                 exact=exact or None,
                 checkpoint_every=checkpoint_every,
             )
-            self.seed, self._checkpoint_io = seed, checkpoint_io
+            self.seed, self.batch_size, self._checkpoint_io = seed, layout.batch_size, checkpoint_io
             super().__init__(
                 gradients or make_gradient_sum(strategy, layout),  # it contains the strategy
                 step_checks(layout, nonfinite) if hooks is None else hooks,
