@@ -47,6 +47,11 @@ def preparation_seed(seed: int, step: int, piece: int) -> int:
     return int(hash64(seed, 0xBA7C4, step, piece) >> 1)
 
 
+def hooks_seed(seed: int, place: int, number: int) -> int:
+    """Return the 63-bit seed of hooks outside of pieces, a function of (seed, which hooks, number of step or epoch)."""
+    return int(hash64(seed, 0x400C5, place, number) >> 1)
+
+
 def evaluation_seed(seed: int, sample: int) -> int:
     """Return the 63-bit seed of an evaluation's batch, a function of (seed, number of its first sample)."""
     return int(hash64(seed, 0xE7A1, sample) >> 1)

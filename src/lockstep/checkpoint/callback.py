@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
+from lockstep.checkpoint.attributes import Attributes
 from lockstep.checkpoint.io import step_of, weights_in_use
 from lockstep.checkpoint.left_out import LeftOut
 from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
@@ -263,6 +264,9 @@ class ResumeState(AfterStart):
         self._restored: dict[str, bool] = {}  # what differed from that when the checkpoint was saved
         self._groups: Any = None  # the optimizers' parameters when the run starts; see `_groups`
         self._left_out: LeftOut | None = None
+        self._attributes: Attributes | None = None
+        # Contents of attributes when the checkpoint was saved, and before the first epoch's hooks; see `_name_lost`
+        self._lost: tuple[dict[str, str], dict[str, str]] | None = None
         self.fits = 1  # how many times `trainer.fit` was called
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -280,6 +284,7 @@ class ResumeState(AfterStart):
         }
         groups = _groups(trainer, pl_module)
         left_out = self._left_out.state(pl_module, checkpoint["state_dict"]) if self._left_out else {}
+        attributes = self._attributes.changed() if self._attributes else {}
         checkpoint["continuation"] = {
             "stopped": trainer.should_stop,
             "length": self.length,
@@ -287,6 +292,7 @@ class ResumeState(AfterStart):
             "settings": self.settings,
             **({"fits": self.fits} if self.fits > 1 else {}),
             **({"left_out": left_out} if left_out else {}),
+            **({"attributes": attributes} if attributes else {}),
             **({"incomplete": True} if incomplete else {}),
             **({"groups": groups} if groups and groups != self._groups else {}),
         }
@@ -302,7 +308,8 @@ class ResumeState(AfterStart):
                     checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trained, self._restored = None, {}
+        self._trained, self._restored, self._lost = None, {}, None
+        self._attributes = Attributes(pl_module, trainer.callbacks)  # type: ignore[attr-defined]
         state = pl_module.state_dict()
         self._left_out = LeftOut(pl_module, state, trainer.strategy)
         self._groups = _groups(trainer, pl_module)
@@ -315,6 +322,7 @@ class ResumeState(AfterStart):
             if self._exact:
                 raise UserError(f"exact=True: {message}: continue from an earlier one")
             log.warning(message)
+        self._lost = saved.get("attributes", {}), {}
         self._restored = saved["trained"]
         _train(pl_module, self._restored)  # the optimizer exists already, with the original parameters
         _add_groups(trainer, pl_module, saved.get("groups", []))
@@ -354,6 +362,33 @@ class ResumeState(AfterStart):
         """Restore what is trained once more, after hooks that freeze at each start, such as BaseFinetuning's."""
         self._trained = _trained(pl_module)
         _train(pl_module, self._restored)
+        if self._lost is not None and self._attributes is not None:
+            self._lost = self._lost[0], self._attributes.values()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._lost is not None:
+            self._name_lost(trainer)
+
+    def _name_lost(self, trainer: Any) -> None:
+        """Name the Python attributes that had changed when the checkpoint was saved, and that nothing has set since.
+
+        What a hook of the epoch's start sets is a value of this epoch, such as a temperature.
+        """
+        assert self._lost is not None
+        assert self._attributes is not None
+        (saved, before), self._lost = self._lost, None
+        if not saved or not trainer.is_global_zero:
+            return
+        now = self._attributes.values()
+        lost = [
+            name for name, value in saved.items() if now.get(name, value) != value and before.get(name) == now[name]
+        ]
+        if lost:
+            log.warning(
+                "the run continues without the values that %s had, since no checkpoint has Python attributes: if "
+                "training reads them, make them buffers, or save them in on_save_checkpoint or a callback's state_dict",
+                join_names(sorted(lost), 3),
+            )
 
     def _apply_new_settings(self, trainer: Any, before: dict[str, Any]) -> None:
         """Write the new settings into the loaded checkpoint, before Lightning restores it."""

@@ -41,8 +41,8 @@ SENT = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_datalo
 class EvaluationLogs(_ResultCollection):
     """Store the logged values of an evaluation in float64 and reduce them over the ranks at its end.
 
-    torchmetrics objects reduce themselves. Lightning handles values with `rank_zero_only` or `sync_dist_group`, and
-    values per step (`on_step=True`), which come from rank zero's batches.
+    torchmetrics objects reduce themselves. Lightning handles values with `sync_dist_group`, with `rank_zero_only` those
+    of hooks, and values per step (`on_step=True`), which come from rank zero's batches.
 
     Attributes:
         uncertain: the names of values that are others on one device, each with the hook that logs it.
@@ -59,6 +59,8 @@ class EvaluationLogs(_ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
+        if not fx.startswith("on_"):  # `validation_step`: its value is that of all ranks' samples
+            options["rank_zero_only"] = False
         adds_number = options.get("add_dataloader_idx", True) and self.dataloader_idx is not None
         if options.get("rank_zero_only"):
             suffix = self.DATALOADER_SUFFIX.format(self.dataloader_idx) if adds_number else ""
@@ -165,6 +167,8 @@ class TrainingLogs(_ResultCollection):
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Store a value; the arguments are those of `self.log`, after `fx`, the hook that logs."""
+        if self._piece is not None:  # `training_step`: its value is that of all ranks' samples
+            options["rank_zero_only"] = False
         if options.get("rank_zero_only") or options.get("sync_dist_group") is not None:
             self.uncertain[name] = fx
             super().log(fx, name, value, **options)

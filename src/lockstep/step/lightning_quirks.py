@@ -37,6 +37,7 @@ from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs, add_miss
 from lockstep.step.logged_values import differs, remedy
 from lockstep.step.module_state import SavedTensors
 from lockstep.step.passes import overrides_method
+from lockstep.step.strategy import Hooks
 
 LOG = logging.getLogger("lockstep")
 SECONDS_BETWEEN_LOOKS = 1.0  # of several ranks at rank zero's clock, if a time is the interval between validations
@@ -471,6 +472,7 @@ class StepFitLoop(_FitLoop):
     """
 
     trainer: Any
+    epoch_loop: Any
 
     def setup_data(self) -> None:
         """Make the loader. The order of the samples applies the user's limit of batches, if it has one."""
@@ -493,6 +495,7 @@ class StepFitLoop(_FitLoop):
     def on_advance_start(self) -> None:
         """Begin an epoch. A checkpoint that a hook asks for waits for the others, which a resumed run does not call."""
         self.trainer.saves.begin_step()
+        self.epoch_loop.seed_hooks(Hooks.EPOCH_START, self.trainer.current_epoch)
         with no_silent_end():
             super().on_advance_start()
 
@@ -516,6 +519,7 @@ class StepFitLoop(_FitLoop):
         trainer, connector = self.trainer, self.trainer._logger_connector
         connector.epoch_end_reached()
         self.epoch_progress.increment_processed()
+        self.epoch_loop.seed_hooks(Hooks.EPOCH_END, trainer.current_epoch)
         with no_silent_end():
             call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=False)
             call._call_lightning_module_hook(trainer, "on_train_epoch_end")
@@ -581,6 +585,8 @@ class WatchedLoop:
         if expected is not None and batches != expected:
             stage = trainer.state.stage.value
             raise StepRefused(f"{stage}: {batches} of {expected} batches were evaluated: the loader must yield all")
+        if trainer.state.fn == TrainerFn.FITTING:
+            trainer.fit_loop.epoch_loop.seed_hooks(Hooks.EVALUATION_END, trainer.global_step)
         outputs = super().on_run_end()  # type: ignore[misc]
         in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if in_fit and not trainer.is_last_batch:  # else the end of the epoch follows
@@ -683,6 +689,7 @@ class StepEpochLoop(_TrainingEpochLoop):
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         if self.trainer.fit_loop.restarted_mid_epoch:
             with unchanged(self.trainer):
+                self.trainer.fit_loop.epoch_loop.seed_hooks(Hooks.EPOCH_START, self.trainer.current_epoch)
                 call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def on_advance_end(self, data_fetcher: Any) -> None:

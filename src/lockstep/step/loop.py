@@ -42,6 +42,7 @@ from lockstep.step.lightning_quirks import (
 from lockstep.step.memory import optimizer_memory_advice
 from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
 from lockstep.step.saves import WaitingSaves
+from lockstep.step.strategy import Hooks, seed_hooks
 
 
 class StepTrainer(QuickStage, pl.Trainer):
@@ -181,6 +182,10 @@ class StepLoop(StepEpochLoop):
         except ENDS as end:  # of user code
             raise refused_end(end) from end
 
+    def seed_hooks(self, hooks: Hooks, number: int) -> None:
+        """Seed the random numbers of hooks, see `lockstep.step.strategy.seed_hooks`."""
+        seed_hooks(self.passes.seed, hooks, number, self.trainer.strategy.root_device)
+
     def _take_step(self, step_batch: Any) -> None:
         """Take one optimizer step, see `advance`."""
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
@@ -189,6 +194,7 @@ class StepLoop(StepEpochLoop):
         connector.on_batch_start(step_batch)
         step = Step(self.passes, step_batch)
         step_batch.put_together = step.put_together
+        self.seed_hooks(Hooks.STEP_START, step_batch.step)
         if call_hook(trainer, "on_train_batch_start", step_batch, self.batch_idx) == -1:
             raise StepRefused(
                 "on_train_batch_start returned -1, but the rest of an epoch can't be skipped, since the number of a "
@@ -236,6 +242,7 @@ class StepLoop(StepEpochLoop):
             with torch.enable_grad():
                 self._zero_grad()  # now, so that memory never has both the last gradients and the activations
                 outputs.update(self.passes.run(step))
+            self.seed_hooks(Hooks.AFTER_PASSES, step.number)
             self.trainer._logger_connector.reduce_step(early=True)
             return outputs["loss"]
 

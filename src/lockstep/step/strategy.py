@@ -1,16 +1,19 @@
 """The base class of Lockstep's Lightning strategies, and the strategy of a single device."""
 
+import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.order import hooks_seed
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
 from lockstep.step.parameters import refuse_meta
@@ -40,6 +43,31 @@ def seed_device(seed: int, device: torch.device) -> None:
     """Seed the generators of a piece on `device`."""
     for generator in generators(device):
         generator.manual_seed(seed)
+
+
+class Hooks(IntEnum):
+    """Hooks outside of pieces that are seeded together."""
+
+    EPOCH_START = 0
+    STEP_START = 1
+    AFTER_PASSES = 2
+    EVALUATION_END = 3
+    EPOCH_END = 4
+
+
+def seed_hooks(seed: int, hooks: Hooks, number: int, device: torch.device) -> None:
+    """Seed the global generators, so that hooks draw the same on all ranks and layouts, and when a run continues.
+
+    Args:
+        seed: the run's seed.
+        hooks: the hooks that follow.
+        number: the number of their step or epoch.
+        device: the process's device.
+    """
+    key = hooks_seed(seed, hooks, number)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' hooks draw from it
+    seed_device(key, device)
 
 
 class PieceStrategy(Strategy):

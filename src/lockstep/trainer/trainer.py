@@ -130,6 +130,7 @@ class Trainer(StepTrainer):
     """
 
     callbacks: list[pl.Callback]
+    batch_size: int | None
     fast_dev_run: int | bool
     overfit_batches: int | float
 

@@ -1,0 +1,120 @@
+"""Python attributes of a module and of callbacks. No checkpoint has them, so a resumed run names what it lacks."""
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+LIBRARIES = ("lightning.", "lockstep.", "lockstep_", "pytorch_lightning.", "torchmetrics.")
+MOST = 100_000  # elements of a list or dict that is compared
+# What Lightning and torch keep in a module: flags and hooks, and what `save_hyperparameters` adds. The modes of layers
+# are restored.
+THEIRS = {*vars(pl.LightningModule()), *vars(nn.Module()), "track_running_stats"}
+PREFIXES = ("_hparams", "_log_hyperparams", "_forward_", "_backward_", "_is_hf")
+
+
+class Attributes:
+    """The attributes that a module and its callbacks have when a run starts, of plain data.
+
+    Args:
+        module: the module.
+        callbacks: all callbacks of the run.
+    """
+
+    def __init__(self, module: nn.Module, callbacks: Sequence[pl.Callback]) -> None:
+        self._module, self._callbacks = module, callbacks
+        self._of_tensors: dict[int, tuple[int, Tensor, str]] = {}  # by id: version, tensor, content
+        self._start = self.values()
+
+    def values(self) -> dict[str, str]:
+        """Return the content of each attribute now, by name."""
+        contents = {name: self._content(value) for name, value in _named(self._module, self._callbacks)}
+        return {name: content for name, content in contents.items() if content is not None}
+
+    def changed(self) -> dict[str, str]:
+        """Return the contents of those that are not as they were at the start."""
+        return {name: now for name, now in self.values().items() if self._start.get(name, now) != now}
+
+    def _content(self, value: Any, depth: int = 0) -> str | None:
+        """Return what distinguishes a value of plain data, or a state of random numbers; None of other things."""
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+            return repr(value)
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, np.ndarray):
+            return None if value.dtype.hasobject else _sha256(value)
+        if (state := _random_state(value)) is not None:
+            return repr(state)
+        if isinstance(value, nn.Module):  # beside the module's layers: a teacher in a list
+            known = isinstance(value, pl.LightningModule) or type(value).__module__.startswith(LIBRARIES)
+            return None if known else self._content(dict(value.state_dict()), depth + 1)
+        if depth > 3:
+            return None
+        if isinstance(value, Mapping):
+            items = [(repr(key), self._content(value[key], depth + 1)) for key in list(value)[:MOST]]
+            return repr([item for item in items if item[1] is not None])
+        if isinstance(value, set | frozenset):
+            return repr(sorted(map(repr, value)))
+        if isinstance(value, list | tuple | deque):
+            return repr([self._content(each, depth + 1) for each in list(value)[:MOST]])
+        return None
+
+    def _of_tensor(self, tensor: Tensor) -> str | None:
+        outside = tensor.grad_fn is not None or isinstance(tensor, DTensor) or tensor.is_meta
+        if outside or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+            return None
+        version = -1 if tensor.is_inference() else tensor._version
+        before = self._of_tensors.get(id(tensor))
+        if before is not None and before[0] == version >= 0 and before[1] is tensor:
+            return before[2]
+        content = f"{list(tensor.shape)} {tensor.dtype} {_sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8))}"
+        self._of_tensors[id(tensor)] = version, tensor, content
+        return content
+
+
+def _named(module: nn.Module, callbacks: Sequence[pl.Callback]) -> Iterator[tuple[str, Any]]:
+    """Give the attributes of a module, its layers and its users' callbacks by name."""
+    for path, layer in module.named_modules():
+        if type(layer).__module__.startswith(LIBRARIES):
+            continue
+        owner = ".".join([type(module).__name__, *([path] if path else [])])
+        for name, value in _attributes(layer).items():
+            if name not in THEIRS and not name.startswith(PREFIXES):
+                yield f"{owner}.{name}", value
+    for callback in callbacks:
+        classes = [kind for kind in type(callback).__mro__ if kind is not pl.Callback]
+        if not any(kind.__module__.startswith(LIBRARIES) for kind in classes):
+            for name, value in _attributes(callback).items():
+                yield f"{type(callback).__name__}.{name}", value
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Return what an object has, and the numbers and texts that its users' classes begin with, such as `n = 0`."""
+    kinds = [kind for kind in reversed(type(owner).__mro__) if not kind.__module__.startswith((*LIBRARIES, "torch."))]
+    of_class = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")}
+    return {name: each for name, each in of_class.items() if isinstance(each, bool | int | float | str)} | vars(owner)
+
+
+def _random_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers; None of other things."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return _sha256(value.get_state(legacy=True)[1]), value.get_state(legacy=True)[2]
+    if isinstance(value, torch.Generator):
+        return _sha256(value.get_state())
+    return None
+
+
+def _sha256(array: Any) -> str:
+    content: Any = np.ascontiguousarray(array)
+    return hashlib.sha256(content.tobytes()).hexdigest()
