@@ -76,7 +76,7 @@ def table_lines(table: Any, where: str) -> list[tuple[int, list[str]]]:
         UserError: A value has a line break, or a quotation mark is not closed or has text behind it. A reader that is
             not strict would take the next rows into the value, or leave the mark out.
     """
-    lines = []
+    lines: list[tuple[int, list[str]]] = []
     end = 0  # the line in which the row before ended
     while True:
         try:
