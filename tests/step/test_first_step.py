@@ -83,6 +83,34 @@ def fit(
     return trainer
 
 
+# --- a mean over something else than samples ---
+
+
+def test_a_mask_is_seen_where_only_a_later_piece_of_the_process_has_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same pieces on two devices show it, too."""
+    batches: list[Tensor] = []
+
+    class Masked(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            batches.append(batch[0])
+            losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+            mask = (batch[0] != marked).flatten(1).any(1)
+            return (losses * mask).sum() / mask.sum()
+
+    marked = torch.zeros(1, 4, 4)
+    fit(tmp_path, Masked(), pieces=2, check=False)
+    for piece, exact in ((0, True), (1, True), (1, False)):
+        marked = batches[piece][0]
+        if exact:
+            with pytest.raises(StepRefused, match="returns a mean over something else than samples"):
+                fit(tmp_path, Masked(), pieces=2, exact=True)
+        else:
+            fit(tmp_path, Masked(), pieces=2)
+            assert caplog.text.count("returns a mean over something else than samples") == 1
+
+
 # --- a sum instead of a mean ---
 
 

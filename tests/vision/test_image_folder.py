@@ -311,6 +311,15 @@ def write_sized(root: Path, *sizes: tuple[int, int]) -> Path:
         ([(20, 96), (700, 900), (96, 97)], {}, 96, ["images 96 x 96, from files of 20 x 96 to 700 x 900 "]),
         ([(900, 1200)], {}, 224, ["images 224 x 224, ", "of a file of 900 x 1200 only 4.6% of the pixels are left: "]),
         (
+            [(300, 12)],
+            {},
+            12,
+            [
+                "images 12 x 12, ",
+                "of a file of 300 x 12 only 4.0% of the pixels are left: the square in its middle; cut",
+            ],
+        ),
+        (
             [(320, 240)],
             {"image_size": 32},
             32,

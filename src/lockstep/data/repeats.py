@@ -26,7 +26,7 @@ def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Gen
     """Return the number of a sample that is another one when it is fetched again; None if there is none.
 
     Each sample is fetched for its epoch, then for the next one, since what a transform writes into the data set may be
-    the same for the same random numbers, and for its epoch again, in another order.
+    the same for the same random numbers, and for its epoch again, in another order and in the first one.
 
     Args:
         dataset: see `fetch`.
@@ -49,12 +49,13 @@ def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Gen
         first = digests(fetches, 0)
         digests(fetches, 1)
         again = digests(fetches[::-1], 0)
+        twice = digests(fetches, 0)  # what a sample's own counter changes each second time was the same in the third
     except UserError:
         raise
     except Exception as error:  # a `collate_fn` may need several samples
         LOG.debug("samples are not compared: %s", error)
         return None
-    return next((int(ids[at]) for at in fetches if first[at] != again[at]), None)
+    return next((int(ids[at]) for at in fetches if not first[at] == again[at] == twice[at]), None)
 
 
 def digest_of_batch(batch: Any) -> str:

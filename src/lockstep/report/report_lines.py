@@ -189,6 +189,8 @@ def images_lines(splits: Splits) -> list[str]:
     width, height = by_area[len(by_area) // 2]
     if (share := size**2 / (width * height)) < SMALL_SHARE:
         keeps = f"data.image_size={max(PHOTOGRAPH, 2 * size)} keeps more"
+        if size >= min(width, height):  # no size keeps more of a long file
+            keeps = "the square in its middle; cut such files into squares to use all of them"
         lines.append(f"of a file of {width} x {height} only {share:.1%} of the pixels are left: {keeps}")
     return lines
 

@@ -36,7 +36,7 @@ SAMPLES = 8  # of the piece, in the repeated passes: they take little time, and 
 CALLS = 8  # of a step that draws random numbers of Python or numpy, until its loss differs
 MIN_T = 4.0  # the t statistic of a growth that is no noise
 MIN_RATIO, MAX_RATIO = 1.6, 5.0  # of the growth from two parts to four and the growth from one to two
-MEANS = 8  # pieces of a process whose loss is compared with those of its parts, with exact=true
+MEANS = 8  # pieces of a process whose loss is compared with those of its parts
 PARTS = 32  # samples of the piece whose parts are compared; more would take too much time
 MIN_DIFFERENCE = 1e-4  # of a loss and the mean of its parts, as a share of them; in 16 bits HALF
 HALF = 0.03
@@ -95,7 +95,7 @@ class FirstStepCheck(StepHook):
             if step.data.layout.exact:
                 trial.check_repeats()
             trial.check_parts()
-            if step.data.layout.pieces > 1 and trial.check_mean() and step.data.layout.exact:
+            if step.data.layout.pieces > 1 and trial.check_mean():
                 all(_Trial(step, each, tensors).check_mean() for each in micro_batches[1:MEANS])
             trial.check_iterators()
 
