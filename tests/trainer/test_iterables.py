@@ -311,7 +311,7 @@ def test_a_run_continues_with_the_same_stream_only(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=9).fit(Seen(), DataLoader(Plain(), SIZE), ckpt_path="last")
 
 
-def test_a_line_says_what_a_stream_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_names_what_a_stream_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = trainer(tmp_path)
     with caplog.at_level("INFO", "lightning.pytorch"):
         made.fit(Seen(), DataLoader(Plain(), SIZE))
