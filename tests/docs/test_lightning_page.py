@@ -20,7 +20,10 @@ ROWS = {
     "`seed`": "test_programs.py::test_seed_everything_is_the_default_of_the_seed",
     "`strategy`": "test_programs.py::test_spellings_of_lightning_are_one_device",
     "`devices`, `num_nodes`, `accelerator`": "test_programs.py::test_spellings_of_lightning_are_one_device",
-    "`accumulate_grad_batches`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
+    "`accumulate_grad_batches=k`": "test_batches_of_steps.py::test_batches_count_as_with_lightning",
+    "`batch_size` and `accumulate_grad_batches`": "test_trainer.py::test_layouts_and_sources_of_data_give_one_hash",
+    "`limit_train_batches`, `overfit_batches`": "test_batches_of_steps.py::test_batches_count_as_with_lightning",
+    "`val_check_interval`": "test_timed_validation.py::test_a_validation_comes_after_a_time_as_with_lightning",
     "`nonfinite`": "test_trainer.py::test_options_are_refused_in_one_line",
     "`checkpoint_every`": "test_trainer.py::test_a_checkpoint_is_written_before_an_older_one_is_removed",
     "all others": "test_programs.py::test_the_signature_has_lightnings_options",
@@ -28,6 +31,7 @@ ROWS = {
     "`dataset`, `batch_size`, `shuffle`, `sampler`, `batch_sampler`, `generator`, `drop_last`, `collate_fn`": (
         "test_loaders.py::test_the_order_of_an_epoch_is_what_the_sampler_gives"
     ),
+    "an `IterableDataset`": "test_iterables.py::test_a_stream_gives_each_layout_what_one_device_reads",
     "`num_workers`, `worker_init_fn`": (
         "test_loader_processes.py::test_loader_processes_are_set_up_by_the_users_function_and_get_the_epoch"
     ),

@@ -297,7 +297,21 @@ def test_a_stream_that_does_not_follow_from_the_epoch_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_a_line_says_what_a_stream_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Others(Plain):
+    def __iter__(self) -> Any:
+        return ((x + 1, y) for x, y in super().__iter__())
+
+
+def test_a_run_continues_with_the_same_stream_only(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=4).fit(Seen(), DataLoader(Plain(), SIZE))
+    with pytest.raises(UserError, match="was trained on other data of the same size"):
+        trainer(tmp_path).fit(Seen(), DataLoader(Others(), SIZE), ckpt_path="last")
+    with pytest.raises(UserError, match="drop_last=True, but"):
+        trainer(tmp_path).fit(Seen(), DataLoader(Plain(), SIZE, drop_last=True), ckpt_path="last")
+    trainer(tmp_path, max_steps=9).fit(Seen(), DataLoader(Plain(), SIZE), ckpt_path="last")
+
+
+def test_a_line_names_what_a_stream_costs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = trainer(tmp_path)
     with caplog.at_level("INFO", "lightning.pytorch"):
         made.fit(Seen(), DataLoader(Plain(), SIZE))

@@ -616,6 +616,7 @@ class Trainer(StepTrainer):
         """Return the entry `lockstep` of the checkpoints, as plain data."""
         train, layout, draws = data.splits.train, data.layout, data.splits.draws
         stream = data.sets["train"].stream
+        content = content_of([train]) or (digest_of(train) if stream is None else stream.fingerprint())
         return {
             "format": FORMAT,
             "command": broadcast_from_rank_zero(command()),
@@ -632,7 +633,7 @@ class Trainer(StepTrainer):
                 "shuffle": data.splits.shuffle,
                 "precision": self.precision,
                 "fingerprint": fingerprint(train),
-                **({"content": content} if (content := content_of([train]) or digest_of(train)) else {}),
+                **({"content": content} if content else {}),
             },
         }
 
