@@ -260,10 +260,9 @@ class Agreement(Reduction):
         """Add the values after a piece."""
         if self.agrees and not self._count:
             self._first = list(values)
-        if self.agrees and any(
-            one is not other and not (one is not None and other is not None and _same_bits(one, other))
-            for one, other in zip(self._first, values, strict=True)
-        ):
+        pairs = zip(self._first, values, strict=True)
+        others = [(a, b) for a, b in pairs if a is not b and a is not None and b is not None]
+        if self.agrees and others and bool(torch.stack([(_bits(a) != _bits(b)).any() for a, b in others]).any()):
             self._reduce_first()
         if self.agrees:
             self._count += 1
@@ -278,28 +277,27 @@ class Agreement(Reduction):
 
     def result(self, pieces: int, communicates: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Return the value of each tensor; see the base class."""
-        values = [None if value is None else value.contiguous() for value in self._first] or [None] * len(self.like)
-        source = 0
+        values = [value.contiguous() for value in self._first if value is not None]
+        agrees, lacks, source = self.agrees, False, 0
         if communicates:
-            sums = [LEAST if value is None else _checksum(value) for value in values]
-            inverted = [LEAST if value is None else ~each for each, value in zip(sums, values, strict=True)]
-            rank = -dist.get_rank() if self._count else LEAST
-            mine = [int(not self.agrees), int(not self._count), rank, *sums, *inverted]
-            dist.all_reduce(numbers := torch.tensor(mine, device=self.device), dist.ReduceOp.MAX)
+            checksums = torch.stack(list(map(_checksum, values or self.like.values())))
+            flags = torch.tensor([int(not agrees), int(not values), -dist.get_rank()]).to(checksums)
+            numbers = torch.cat([flags, checksums, ~checksums])
+            if not values:
+                numbers[2:] = LEAST
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
             differs, lacks, source, *ends = numbers.tolist()
-            high, low = ends[: len(values)], ends[len(values) :]
+            high, low = ends[: len(self.like)], ends[len(self.like) :]
             agrees = not differs and all(one == ~other for one, other in zip(high, low, strict=True))
-        else:
-            agrees, lacks = self.agrees, False
         if not agrees:
             if self.agrees:
                 self._reduce_first()
             return super().result(pieces, communicates)
-        complete = [torch.empty_like(a) if v is None else v for v, a in zip(values, self.like.values(), strict=True)]
+        values = values or [torch.empty_like(a, memory_format=torch.contiguous_format) for a in self.like.values()]
         if lacks:
-            for value in complete:
+            for value in values:
                 dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, -source)
-        return dict(zip(self.like, complete, strict=True)), torch.zeros(len(values), dtype=torch.bool)
+        return dict(zip(self.like, values, strict=True)), torch.zeros(len(values), dtype=torch.bool, device=self.device)
 
 
 @dataclass(eq=False)
@@ -499,7 +497,7 @@ class StepBuffers:
             UserError: with an exact sum, a buffer can't follow the rule. All processes raise it.
         """
         self.batch_norm.finish(step_batch)
-        if not self.buffers and not self._steps_to_compare:
+        if not self.buffers and not self._left_out and not self._steps_to_compare:
             return
         results: dict[str, Tensor] = {}
         if self._gathers():
@@ -541,7 +539,7 @@ class StepBuffers:
     def _compare_starts(self, paths: Collection[str]) -> None:
         """Report the parameters that the ranks had with other values before the step, which a mean would hide."""
         starts = [self.averaged[path].start for path in paths]
-        mine = [0 if start is None else _checksum(start) for start in starts]
+        mine = torch.stack([_checksum(start) for start in starts if start is not None]).tolist()
         others = gather_objects(mine)
         for at, path in enumerate(paths):
             if any(sums[at] != mine[at] for sums in others):
@@ -794,14 +792,19 @@ def _keys(flat: Tensor) -> Tensor:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Check whether two tensors have the same form and the same bits."""
-    return _form(one) == _form(other) and torch.equal(_keys(_flat(one)), _keys(_flat(other)))
+    return _form(one) == _form(other) and torch.equal(_bits(one), _bits(other))
 
 
-def _checksum(tensor: Tensor) -> int:
+def _bits(tensor: Tensor) -> Tensor:
+    """Return integers, one for each element. Equal integers are equal bits."""
+    flat = _flat(tensor)
+    return flat.contiguous().view(INTEGERS[flat.dtype]) if flat.is_floating_point() else flat
+
+
+def _checksum(tensor: Tensor) -> Tensor:
     """Return a sum over the bits of a tensor, in which each element has another weight."""
-    keys = _keys(_flat(tensor)).long()
-    weights = torch.arange(1, 2 * len(keys), 2, device=keys.device)
-    return max(int((keys * weights).sum()), LEAST + 1)
+    bits = _bits(tensor)
+    return (bits.long() * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
 
 
 def _from_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
