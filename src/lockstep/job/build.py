@@ -39,7 +39,6 @@ from lockstep.data.datasets import TASKS, fetch
 from lockstep.data.labels import first_label, label_checks
 from lockstep.errors import UserError
 from lockstep.job import worker_setup
-from lockstep.job.job_trainer import JobTrainer
 from lockstep.job.optimizers import (
     LR_SETTERS,
     OptimizerCheck,
@@ -51,17 +50,16 @@ from lockstep.launch.environment import environment
 from lockstep.report.loggers import make_loggers
 from lockstep.report.report_lines import headline
 from lockstep.step.compile import CudaGraphs, EagerEvaluation
-from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.first_step import FirstStepCheck
-from lockstep.step.passes import StepHook
 from lockstep.trainer.parts import (
     callbacks_of,
-    device_options,
     make_gradient_sum,
     rank_of_replica,
     refuse_callback,
     refuse_hooks,
+    step_checks,
 )
+from lockstep.trainer.run import Run
+from lockstep.trainer.trainer import Trainer
 
 # Keys of the `model` group that callbacks read: the main metric, and whether its largest or smallest value is the best.
 # They are not passed to a model that takes no such argument.
@@ -287,27 +285,22 @@ def make_trainer(
     callbacks: list[pl.Callback],
     parts: RunParts | None = None,
     ranks: Sequence[int] = (0,),
-) -> JobTrainer:
-    """Build Lightning's Trainer on the config's layout, with steps made of pieces.
+    run: Run | None = None,
+) -> Trainer:
+    """Build the `lockstep.Trainer` of a config.
 
     Args:
         parts: the run's config, data, module and the checkpoint from which it continues. Extras make their hooks and
             callbacks from them. None: an evaluation, which has no extras.
         ranks: the ranks that write in the folder, from `ranks_writing_in`.
+        run: what stands around the Trainer's methods; None: nothing.
     """
     layout = config.layout
     resumed = parts.resumed if parts else {}
     check_messages = layout.replicas > 1 and any(extra.checks_messages for extra in config.extras.values())
     gradient_sum = make_gradient_sum(config.strategy, layout, check_messages)
-    hooks: list[StepHook] = [
-        FirstStepCheck(compiled=config.compile),
-        FiniteGradientCheck(
-            config.nonfinite,
-            one_step_later=layout.accelerator == "gpu",
-            can_skip=all(extra.can_skip for extra in config.extras.values()),
-            compiled=config.compile,
-        ),
-    ]
+    can_skip = all(extra.can_skip for extra in config.extras.values())
+    hooks = step_checks(layout, config.nonfinite, can_skip, config.compile)
     if config.speed.cuda_graphs:
         hooks.append(CudaGraphs())
     observers: list[CheckpointObserver] = []
@@ -323,10 +316,13 @@ def make_trainer(
     if isinstance(profiler := debug_options.get("profiler"), dict):
         debug_options["profiler"] = instantiate("debug.trainer.profiler", profiler, dirpath=folder / "profile")
     make_step_trainer = partial(
-        JobTrainer,
-        gradient_sum,  # it contains the strategy, which StepTrainer passes to Lightning
-        hooks,
-        config.seed,
+        Trainer,
+        layout=layout,
+        run=run,
+        strategy=config.strategy,
+        gradients=gradient_sum,
+        hooks=hooks,
+        seed=config.seed,
         precision=cast(Any, config.precision),
         max_epochs=config.epoch_limit,
         max_steps=config.max_steps or -1,
@@ -337,17 +333,15 @@ def make_trainer(
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, resumed.get("global_step", 0)),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[
-            AtomicCheckpointIO(
-                observers, paths.last(folder), config.checkpoint_keep, ranks, config.hang_timeout, resumed or None
-            ),
-        ],
+        checkpoint_io=AtomicCheckpointIO(
+            observers, paths.last(folder), config.checkpoint_keep, ranks, config.hang_timeout, resumed or None
+        ),
         num_sanity_val_steps=0,  # MonitorCheck sets it to 1 if something monitors a metric of validation
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **(device_options(layout) | debug_options),
+        **debug_options,
     )
     # An error is reported as one of `debug.trainer`, because all other arguments are checked already.
     return call("debug.trainer", make_step_trainer)

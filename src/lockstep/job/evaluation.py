@@ -27,12 +27,12 @@ from lockstep.data.datasets import is_other_data, same_classes
 from lockstep.errors import UserError
 from lockstep.job.build import make_callbacks, make_module, make_trainer
 from lockstep.job.job import Job
-from lockstep.job.job_trainer import JobTrainer
 from lockstep.job.worker_setup import set_up_worker
 from lockstep.launch.process_group import decide_on_rank_zero
 from lockstep.report.summary import RunRecord
 from lockstep.step.passes import overrides_method
 from lockstep.text import join_names
+from lockstep.trainer.trainer import Trainer
 
 REFUSED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # a user may not give them: the checkpoint has them
 SPLITS = ("train", "val", "test")
@@ -248,11 +248,11 @@ class EvaluationJob(Job):
             )
         return module
 
-    def build_trainer(self, module: pl.LightningModule) -> JobTrainer:
+    def build_trainer(self, module: pl.LightningModule) -> Trainer:
         """Build the trainer with the config's callbacks."""
         config, splits, folder = self.config, self.splits, self.folder
         callbacks = [EvaluationSeed(), DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
-        trainer = make_trainer(config, folder, callbacks)
+        trainer = make_trainer(config, folder, callbacks, run=self)
         self.run = RunRecord(config, splits, folder, trainer, self.started)
         return trainer
 

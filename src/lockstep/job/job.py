@@ -4,23 +4,23 @@ This module imports neither torch nor Lightning, so that a program that names `J
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.project import project
+from lockstep.trainer.run import Run
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lockstep.data import ImageDataModule, Splits
-    from lockstep.job.job_trainer import JobTrainer
+    from lockstep.trainer.trainer import Trainer
 
 
-class Job(ABC):
+class Job(Run, ABC):
     """One run, in one of its workers: its config and data, and what is built from them.
 
     Each worker of the layout makes one and passes it to the program's function. Errors, checkpoints, the summary and
@@ -39,14 +39,14 @@ class Job(ABC):
     def __init__(self, config: Config, splits: "Splits", folder: Path, checkpoint: str | None) -> None:
         self.config, self.splits, self.folder, self.checkpoint = config, splits, folder, checkpoint
         self._module: pl.LightningModule | None = None
-        self._trainer: JobTrainer | None = None
+        self._trainer: Trainer | None = None
 
     @abstractmethod
     def build_module(self) -> "pl.LightningModule":
         """Build the module; see `make_module`."""
 
     @abstractmethod
-    def build_trainer(self, module: "pl.LightningModule") -> "JobTrainer":
+    def build_trainer(self, module: "pl.LightningModule") -> "Trainer":
         """Build the trainer; see `make_trainer`."""
 
     def make_module(self) -> "pl.LightningModule":
@@ -69,8 +69,8 @@ class Job(ABC):
 
         return make_data(self.config, self.splits)
 
-    def make_trainer(self, module: "pl.LightningModule") -> "JobTrainer":
-        """Return Lightning's Trainer on the config's layout, with the config's callbacks and loggers.
+    def make_trainer(self, module: "pl.LightningModule") -> "Trainer":
+        """Return the `lockstep.Trainer` on the config's layout, with the config's callbacks and loggers.
 
         Args:
             module: what `make_module` has returned.
@@ -85,7 +85,6 @@ class Job(ABC):
                 "job.make_module() returns"
             )
         self._trainer = self.build_trainer(module)
-        self._trainer.job = self
         return self._trainer
 
     @property
@@ -110,13 +109,3 @@ class Job(ABC):
     def skips_fit(self) -> bool:
         """Count a call of `trainer.fit`. Return whether it has nothing to do, since a resumed run is in a later fit."""
         raise UserError(f"{self.name}(job) calls trainer.fit: only train.py trains")
-
-    @contextmanager
-    def around_fit(self, ckpt_path: Any) -> Iterator[str | None]:
-        """Do what belongs to each `trainer.fit`, before and after it. Yield the checkpoint from which it continues."""
-        yield ckpt_path
-
-    @contextmanager
-    def around_test(self, ckpt_path: Any) -> Iterator[None]:
-        """Do what belongs to each `trainer.test`, before and after it."""
-        yield

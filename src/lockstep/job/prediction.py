@@ -22,7 +22,6 @@ from lockstep.errors import UserError
 from lockstep.job.build import make_module, make_trainer
 from lockstep.job.evaluation import config_of, find_checkpoint_and_record, spec_of, weights_must_fit
 from lockstep.job.job import Job
-from lockstep.job.job_trainer import JobTrainer
 from lockstep.job.worker_setup import set_up_worker
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
@@ -31,6 +30,7 @@ from lockstep.report.prediction_table import first_rows, note_on_numbers, write_
 from lockstep.report.summary import summarise, write_summary
 from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
+from lockstep.trainer.trainer import Trainer
 
 LOG = logging.getLogger("lockstep")
 
@@ -149,10 +149,10 @@ class PredictionJob(Job):
         module.predict_step = prediction_step(module)  # type: ignore[method-assign]
         return module
 
-    def build_trainer(self, module: pl.LightningModule) -> JobTrainer:
+    def build_trainer(self, module: pl.LightningModule) -> Trainer:
         """Build the trainer, which collects the predictions."""
         self._began = time.perf_counter()
-        return make_trainer(self.config, self.folder, [EvaluationSeed(), self._collector])
+        return make_trainer(self.config, self.folder, [EvaluationSeed(), self._collector], run=self)
 
     def finish(self) -> dict[str, Any]:
         """Write predictions.csv, or masks as images, and the summary on rank zero. Return the summary.

@@ -39,7 +39,6 @@ from lockstep.job.batch_norm_check import check_batch_norms, single_value_error
 from lockstep.job.build import make_callbacks, make_module, make_trainer
 from lockstep.job.ignored_arguments import argument_notes, refuse_loader_keys
 from lockstep.job.job import Job
-from lockstep.job.job_trainer import JobTrainer
 from lockstep.job.optimizers import as_built, settings
 from lockstep.launch.environment import environment
 from lockstep.launch.failures import is_lost_rank, place_of
@@ -50,6 +49,7 @@ from lockstep.report.report_lines import CHANCE_STEPS, StartLines, chance_level_
 from lockstep.report.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.text import join_names
+from lockstep.trainer.trainer import Trainer
 
 VIEW_TEXT = "view size is not compatible with input tensor"  # of torch
 LOG = logging.getLogger("lockstep")
@@ -105,7 +105,7 @@ class TrainingJob(Job):
             check_checkpoint_fits(self.checkpoint, self._loaded, module.state_dict(), config, splits, self.length.steps)
         return module
 
-    def build_trainer(self, module: pl.LightningModule) -> JobTrainer:
+    def build_trainer(self, module: pl.LightningModule) -> Trainer:
         """Build the trainer with all callbacks of a run, and write what the folder has from the beginning."""
         config, splits, folder, path = self.config, self.splits, self.folder, self.checkpoint
         chosen = make_callbacks(config, splits, folder, module)
@@ -134,7 +134,7 @@ class TrainingJob(Job):
             TakeOverFolder(folder, self.hydra_files, path, environment().rank in self.ranks),
         ]
         parts = RunParts(config, splits, folder, module, self._loaded, environment().rank)
-        trainer = make_trainer(config, folder, self._callbacks, parts, self.ranks)
+        trainer = make_trainer(config, folder, self._callbacks, parts, self.ranks, run=self)
         if config.compile:
             compile_networks(module, bool(config.layout.exact), config.speed.cuda_graphs)
         if trainer.is_global_zero:

@@ -68,6 +68,12 @@ def check_numbers(**numbers: Any) -> None:
             raise UserError(f"Trainer({name}={value!r}): must be a whole number above 0")
 
 
+def refuse_beside_layout(**options: Any) -> None:
+    """Refuse options, other than None, that a Trainer with a layout would ignore."""
+    if chosen := [f"{name}={value}" for name, value in options.items() if value is not None]:
+        raise UserError(f"Trainer(layout=..., {chosen[0]}): the config of the layout decides it: leave {chosen[0]} out")
+
+
 def chosen_seed(seed: int | None) -> Any:
     """Return the run's seed: the given one, else that of `lightning.pytorch.seed_everything`, else 0.
 

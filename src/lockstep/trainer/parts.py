@@ -17,8 +17,10 @@ from lightning.pytorch.callbacks import (
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.passes import overrides_method
+from lockstep.step.passes import StepHook, overrides_method
 from lockstep.strategies import Strategy
 from lockstep.text import is_url
 
@@ -48,6 +50,20 @@ def make_gradient_sum(strategy: Strategy, layout: Layout, check_messages: bool =
     plain_class, exact_class = strategy.gradient_sums(layout)
     sum_class = exact_class if layout.exact and layout.pieces > 1 else plain_class
     return sum_class(strategy.make_lightning_strategy(layout), layout.replicas, check_messages)
+
+
+def step_checks(layout: Layout, nonfinite: str, can_skip: bool = True, compiled: bool = False) -> list[StepHook]:
+    """Return the hooks that check the first step of a run, and the gradients of each step.
+
+    Args:
+        layout: the run's layout.
+        nonfinite: see `lockstep.Trainer`.
+        can_skip: whether a step may be skipped.
+        compiled: whether the network is compiled.
+    """
+    later = layout.accelerator == "gpu"
+    finite = FiniteGradientCheck(nonfinite, one_step_later=later, can_skip=can_skip, compiled=compiled)
+    return [FirstStepCheck(compiled=compiled), finite]
 
 
 def device_options(layout: Layout) -> dict[str, Any]:

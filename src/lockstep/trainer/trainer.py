@@ -3,13 +3,16 @@
 import atexit
 import os
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -33,11 +36,10 @@ from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
-from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.first_step import FirstStepCheck
+from lockstep.step.gradients import GradientSum
 from lockstep.step.lightning_quirks import last_checkpoints
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides_method
+from lockstep.step.passes import StepHook, overrides_method
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import join_names
 from lockstep.trainer.data import (
@@ -62,6 +64,7 @@ from lockstep.trainer.options import (
     chosen_strategy,
     name_of,
     one_line_errors,
+    refuse_beside_layout,
     set_up_process,
     whole_number_of,
     with_options_of_lightning,
@@ -75,7 +78,9 @@ from lockstep.trainer.parts import (
     refuse_callback,
     refuse_hooks,
     refuse_other_package,
+    step_checks,
 )
+from lockstep.trainer.run import Run
 from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
 
 UNCHANGED = ("batch_size", "samples", "drop_last", "weighted", "content")  # what a run counts its steps by
@@ -104,12 +109,22 @@ class Trainer(StepTrainer):
         checkpoint_every: optimizer steps between two writes of `last.ckpt`; None: at each epoch's end only.
         callbacks: as of Lightning.
         default_root_dir: as of Lightning. Each run has its own folder in it, see `lockstep.trainer.run_folder`.
+        hooks: hooks of each step, in place of those of `step_checks`.
+        gradients: the sum of a step's gradients, in place of the strategy's.
+        checkpoint_io: writes and reads checkpoints.
+        layout: of a config, which has checked all options and set up the process: the layout, in place of the sizes,
+            the devices and `exact`. The Trainer then adds no callbacks, and leaves checkpoints to those that it gets.
+        run: with a layout: what stands around `fit` and `test`. None: nothing.
         options: other options of Lightning's Trainer.
+
+    Attributes:
+        run: what stands around `fit` and `test` of a config's Trainer; None without a config.
 
     Raises:
         UserError: an option does not fit, in one line.
     """
 
+    batch_size: int | None
     callbacks: list[pl.Callback]
 
     @with_options_of_lightning
@@ -130,8 +145,41 @@ class Trainer(StepTrainer):
         checkpoint_every: int | None = None,
         callbacks: list[pl.Callback] | pl.Callback | None = None,
         default_root_dir: str | os.PathLike[str] | None = None,
+        hooks: Sequence[StepHook] | None = None,
+        gradients: GradientSum | None = None,
+        checkpoint_io: AtomicCheckpointIO | None = None,
+        layout: Layout | None = None,
+        run: Run | None = None,
         **options: Any,
     ) -> None:
+        self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
+        self.run = None if layout is None else run or Run()
+        if layout is not None:
+            if not isinstance(strategy, Strategy) or seed is None or checkpoint_io is None:
+                right = "strategy=one of lockstep.strategies, seed and checkpoint_io"
+                raise UserError(f"Trainer(layout=...) lacks what a config gives beside it: give {right}")
+            refuse_beside_layout(
+                accelerator=None if accelerator == "auto" else accelerator,
+                devices=devices,
+                num_nodes=num_nodes,
+                batch_size=batch_size,
+                pieces=pieces,
+                accumulate_grad_batches=accumulate_grad_batches,
+                exact=exact or None,
+                checkpoint_every=checkpoint_every,
+            )
+            self.seed, self.batch_size, self._checkpoint_io = seed, layout.batch_size, checkpoint_io
+            super().__init__(
+                gradients or make_gradient_sum(strategy, layout),  # it contains the strategy
+                step_checks(layout, nonfinite) if hooks is None else hooks,
+                seed,
+                precision=precision,
+                callbacks=callbacks,
+                plugins=[checkpoint_io],
+                default_root_dir=default_root_dir,
+                **(device_options(layout) | options),
+            )
+            return
         accelerator = name_of(accelerator)
         devices = whole_number_of(devices, accelerator)
         check_numbers(
@@ -147,7 +195,6 @@ class Trainer(StepTrainer):
         kind = chosen_strategy(strategy, bool(options.pop("sync_batchnorm", False)))
         self._strategy, self._reads_parts = kind, kind.sharded
         self.batch_size = batch_size
-        self._quotients: list[tuple[Any, Any]] = []  # what was divided by a number of devices, with the results
         hide_harmless_warnings()
         self._join()
         seed = self.seed = chosen_seed(seed)
@@ -184,19 +231,17 @@ class Trainer(StepTrainer):
             options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
-        self._checkpoint_io = AtomicCheckpointIO(ranks=self._ranks, timeout=group_timeout().total_seconds())
+        self._checkpoint_io = checkpoint_io or AtomicCheckpointIO(
+            ranks=self._ranks, timeout=group_timeout().total_seconds()
+        )
         self._fitted: pl.LightningModule | None = None
         self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
         self._data: UserData | None = None  # what the last method got
         self._steps: tuple[int, int] | None = None  # samples of the training set and of a step
-        hooks = [
-            FirstStepCheck(compiled=False),
-            FiniteGradientCheck(nonfinite, one_step_later=layout.accelerator == "gpu", can_skip=True, compiled=False),
-        ]
         with one_line_errors(ValueError, TypeError):
             super().__init__(
-                make_gradient_sum(kind, layout),
-                hooks,
+                gradients or make_gradient_sum(kind, layout),
+                step_checks(layout, nonfinite) if hooks is None else hooks,
                 seed,
                 precision=precision,
                 callbacks=[
@@ -278,6 +323,11 @@ class Trainer(StepTrainer):
             UserError: the module or the data can't be used, or the checkpoint does not fit.
         """
         check_weights_only(weights_only)
+        if self.run is not None:
+            if not self.run.skips_fit():
+                with self.run.around_fit(ckpt_path) as path:
+                    super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+            return
         self._check_module(model)
         if self._fitted is not None and self._fitted is not model:
             raise UserError("trainer.fit gets another module than before: make a lockstep.Trainer for each of them")
@@ -345,11 +395,16 @@ class Trainer(StepTrainer):
         model: pl.LightningModule | None = None,
         dataloaders: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
-        verbose: bool = True,
+        verbose: bool | None = None,
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Test a module; see `fit` and Lightning's method. Every sample counts once, on any layout."""
+        """Test a module; see `fit` and Lightning's method. Every sample counts once, on any layout.
+
+        `verbose` is the default without a config, whose run prints a line. With a config, `ckpt_path="best"` are the
+        weights that training has ended with if the run has no best checkpoint.
+        """
+        verbose = self.run is None if verbose is None else verbose
         return self._evaluate("test", model, dataloaders, datamodule, ckpt_path, weights_only, verbose=verbose)
 
     def predict(
@@ -553,6 +608,18 @@ class Trainer(StepTrainer):
                     f"{kind}.load_from_checkpoint needs them as arguments"
                 )
 
+    @contextmanager
+    def _without_fit_only(self) -> Iterator[None]:
+        """Leave out for a while what can't work in a test."""
+        before = self.callbacks, self.profiler
+        self.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
+        # WeightAveraging would load from the checkpoint the weights that are not averaged.
+        self.callbacks = [each for each in self.callbacks if not isinstance(each, WeightAveraging)]
+        try:
+            yield
+        finally:
+            self.callbacks, self.profiler = before
+
     def _evaluate(
         self,
         stage: str,
@@ -565,6 +632,15 @@ class Trainer(StepTrainer):
     ) -> Any:
         """Run `validate`, `test` or `predict`."""
         check_weights_only(weights_only)
+        if self.run is not None:
+            method = getattr(super(), stage)
+            if stage != "test":
+                return method(model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **options)
+            if ckpt_path == "best":
+                names = [str(path) for each in self.callbacks if (path := getattr(each, "best_path", None))]
+                ckpt_path = broadcast_from_rank_zero(names[0] if names else None)  # other ranks may not see the file
+            with self._without_fit_only(), self.run.around_test(ckpt_path):
+                return method(model, loaders, datamodule=datamodule, ckpt_path=ckpt_path, **options)
         if model is None and self.lightning_module is None:
             raise UserError(f"trainer.{stage} needs a module: give one")
         data = self._prepared_data(stage, loaders, None, datamodule)
