@@ -129,6 +129,7 @@ class Trainer(StepTrainer):
         UserError: an option does not fit, in one line.
     """
 
+    batch_size: int | None
     callbacks: list[pl.Callback]
     batch_size: int | None
     fast_dev_run: int | bool
