@@ -109,7 +109,8 @@ def _random_state(value: Any) -> Any:
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
-        return _sha256(value.get_state(legacy=True)[1]), value.get_state(legacy=True)[2]
+        state: Any = value.get_state()
+        return _sha256(state[1]), state[2]
     if isinstance(value, torch.Generator):
         return _sha256(value.get_state())
     return None
