@@ -81,6 +81,10 @@ class ThreadPlace(LightningEnvironment):
 class ThreadDDP(DistributedDataParallel):
     """Our strategy. One rank at a time computes a forward pass, since all of them draw from one random state."""
 
+    def seed_hooks(self, *args: Any) -> None:
+        with one_at_a_time:
+            super().seed_hooks(*args)
+
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         with one_at_a_time, super().micro_batch(micro_batch, seed):
@@ -89,6 +93,10 @@ class ThreadDDP(DistributedDataParallel):
 
 class ThreadFSDP(FullySharded):
     """Our strategy. One rank at a time computes a pass. Its blocks are gathered meanwhile, so it takes turns."""
+
+    def seed_hooks(self, *args: Any) -> None:
+        with one_at_a_time:
+            super().seed_hooks(*args)
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:

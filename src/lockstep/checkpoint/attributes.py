@@ -109,7 +109,7 @@ def _random_state(value: Any) -> Any:
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
-        state: Any = value.get_state(legacy=True)
+        state: Any = value.get_state()
         return _sha256(state[1]), state[2]
     if isinstance(value, torch.Generator):
         return _sha256(value.get_state())

@@ -42,7 +42,7 @@ from lockstep.step.lightning_quirks import (
 from lockstep.step.memory import optimizer_memory_advice
 from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
 from lockstep.step.saves import WaitingSaves
-from lockstep.step.strategy import Hooks, seed_hooks
+from lockstep.step.strategy import Hooks
 
 
 class StepTrainer(QuickStage, pl.Trainer):
@@ -184,7 +184,7 @@ class StepLoop(StepEpochLoop):
 
     def seed_hooks(self, hooks: Hooks, number: int) -> None:
         """Seed the random numbers of hooks, see `lockstep.step.strategy.seed_hooks`."""
-        seed_hooks(self.passes.seed, hooks, number, self.trainer.strategy.root_device)
+        self.trainer.strategy.seed_hooks(self.passes.seed, hooks, number)
 
     def _take_step(self, step_batch: Any) -> None:
         """Take one optimizer step, see `advance`."""

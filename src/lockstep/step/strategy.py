@@ -138,6 +138,10 @@ class PieceStrategy(Strategy):
             seed_device(seed, self.root_device)
             yield
 
+    def seed_hooks(self, seed: int, hooks: Hooks, number: int) -> None:
+        """Seed the random numbers of hooks, see the function `seed_hooks`."""
+        seed_hooks(seed, hooks, number, self.root_device)
+
     @contextmanager
     def _without_collectives(self) -> Iterator[None]:
         """Return a context in which `all_gather` is refused."""

@@ -131,7 +131,6 @@ class Trainer(StepTrainer):
 
     batch_size: int | None
     callbacks: list[pl.Callback]
-    batch_size: int | None
     fast_dev_run: int | bool
     overfit_batches: int | float
 
