@@ -32,7 +32,7 @@ def test_another_name_is_refused(name: str, right: str) -> None:
         main([name])
 
 
-def test_each_page_that_a_message_names_is_there() -> None:
+def test_messages_name_pages_that_exist() -> None:
     texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     named = {name for text in texts for name in NAMED.findall(text)}
     short = {name.rpartition("/")[2] for name in pages()}
