@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 LIBRARIES = ("lightning.", "lockstep.", "lockstep_", "pytorch_lightning.", "torchmetrics.")
 MOST = 100_000  # elements of a list or dict that is compared
+MOST_BYTES = 1 << 24  # of an array or tensor that is compared: each save reads it
 # What Lightning and torch keep in a module: flags and hooks, and what `save_hyperparameters` adds. The modes of layers
 # are restored.
 THEIRS = {*vars(pl.LightningModule()), *vars(nn.Module()), "track_running_stats"}
@@ -49,7 +50,7 @@ class Attributes:
         if isinstance(value, Tensor):
             return self._of_tensor(value)
         if isinstance(value, np.ndarray):
-            return None if value.dtype.hasobject else _sha256(value)
+            return None if value.dtype.hasobject or value.nbytes > MOST_BYTES else _sha256(value)
         if (state := _random_state(value)) is not None:
             return repr(state)
         if isinstance(value, nn.Module):  # beside the module's layers: a teacher in a list
@@ -57,7 +58,7 @@ class Attributes:
             return None if known else self._content(dict(value.state_dict()), depth + 1)
         if depth > 3:
             return None
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             items = [(repr(key), self._content(value[key], depth + 1)) for key in list(value)[:MOST]]
             return repr([item for item in items if item[1] is not None])
         if isinstance(value, set | frozenset):
@@ -69,6 +70,8 @@ class Attributes:
     def _of_tensor(self, tensor: Tensor) -> str | None:
         outside = tensor.grad_fn is not None or isinstance(tensor, DTensor) or tensor.is_meta
         if outside or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+            return None
+        if tensor.nbytes > MOST_BYTES:
             return None
         version = -1 if tensor.is_inference() else tensor._version
         before = self._of_tensors.get(id(tensor))
