@@ -74,3 +74,12 @@ def test_each_row_of_a_table_has_a_test() -> None:
     for place in ROWS.values():
         file, _, name = place.partition("::")
         assert f"def {name}(" in Path(ROOT / TRAINER / file).read_text(), place
+
+
+def test_each_test_that_the_list_of_faults_names_exists() -> None:
+    text = (ROOT / "docs/results/other-programs.md").read_text()
+    named = set(re.findall(r"Test: `(\w+/[\w/]+\.py)(?:::(\w+))?`", " ".join(text.split())))
+    assert len(named) > 100
+    for file, test in named:
+        content = (ROOT / "tests" / file).read_text()
+        assert not test or f"def {test}(" in content, f"{file}::{test}"
