@@ -93,6 +93,15 @@ def test_a_refused_run_ends_with_2_and_leaves_nothing(row: Refusal, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("processes")
+@rows("started")
+def test_what_a_first_validation_shows_is_refused_and_leaves_nothing(row: Refusal, tmp_path: Path) -> None:
+    run = Program(tmp_path / "outputs")(*row.overrides(tmp_path), ok=False)
+    assert run.returncode == 2, str(run)
+    assert row.is_message(run.stderr.splitlines()[-1].removeprefix("error: "), tmp_path), run.stderr
+    assert run.folders == []
+
+
+@pytest.mark.usefixtures("processes")
 def test_a_run_needs_torch(tmp_path: Path) -> None:
     """The control."""
     assert "torch is not here" in without_torch(tmp_path, ["data=synthetic", "data.samples=20"]).stderr

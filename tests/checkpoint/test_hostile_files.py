@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.files import replacing
 
@@ -28,7 +29,9 @@ def parts_of(content: dict[str, Any]) -> dict[str, bytes]:
 @pytest.fixture
 def plain(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
     """Return a checkpoint's path, and the parts of one that can be loaded, the control."""
-    parts = parts_of({"pytorch-lightning_version": "2", "state_dict": {"w": torch.zeros(BYTES // 4)}, "lockstep": {}})
+    parts = parts_of(
+        {"pytorch-lightning_version": "2", "state_dict": {"w": torch.zeros(BYTES // 4)}, "lockstep": {"format": FORMAT}}
+    )
     write(tmp_path / "some.ckpt", parts)
     assert checkpoint_io.load(tmp_path / "some.ckpt")["state_dict"]["w"].numel() == BYTES // 4
     return tmp_path / "some.ckpt", parts

@@ -107,7 +107,7 @@ def read_arguments(arguments: Sequence[str], program: str) -> Arguments:
     for override in overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
-        if not sweeps and is_list_of_values(override):
+        if not sweeps and not parsed.help and is_list_of_values(override):
             name, _, value = override.partition("=")
             right = f"add -m for a run with each of them, or give '{name}=[{value}]' for a list"
             raise UserError(f"{override}: has several values: {right}; decimals have a point")

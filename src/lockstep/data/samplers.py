@@ -209,6 +209,8 @@ def _changed(before: Any, now: Any) -> str:
     """Return the name of an attribute of a sampler with numbers that has changed, or of one inside it; "" if none."""
     old, new = getattr(before, "__dict__", {}), getattr(now, "__dict__", {})
     for name in old.keys() & new.keys():
+        if name.startswith("__pl_"):  # Lightning notes the arguments of samplers that are made in hooks of its own
+            continue
         one, other = old[name], new[name]
         if isinstance(one, Sampler) and isinstance(other, Sampler):
             if inner := _changed(one, other):

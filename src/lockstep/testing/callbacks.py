@@ -41,14 +41,17 @@ class Watch(Callback):
         self.first: dict[str, Tensor] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, *args: Any) -> None:
-        """Compare with the step before."""
+        """Compare the state with that of the step before."""
         first = not self.first
         if first:
             self.first = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-        for kind, now in (("generators", generators()), ("state", dict(state(pl_module)))):
-            before = getattr(self, kind)
-            self.changed[kind] |= {name for name in now if not first and now[name] != before.get(name)}
-            setattr(self, kind, now)
+        now = dict(state(pl_module))
+        self.changed["state"] |= {name for name in now if not first and now[name] != self.state.get(name)}
+        self.state, self.generators = now, generators()  # hooks of a step begin with a seed of their own
+
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Tensor) -> None:
+        """Compare with the start of the step."""
+        self.changed["generators"] |= {name for name, now in generators().items() if now != self.generators.get(name)}
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Write the record."""
