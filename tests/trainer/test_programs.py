@@ -13,7 +13,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import LearningRateMonitor, Timer
+from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
@@ -22,6 +22,7 @@ from trainer.small import BATCH, QUIET, Data, Net, fit, loader, samples, trainer
 import lockstep
 from lockstep.errors import UserError
 from lockstep.trainer.data import WatchedSize, watched
+from lockstep.trainer.parts import OneOptimizerCheck
 
 
 @pytest.fixture(autouse=True)
@@ -306,3 +307,28 @@ def test_a_collate_fn_of_the_data_set_that_its_loader_does_not_use_is_not_used(t
 def test_lightnings_callbacks_are_taken_from_lightning(tmp_path: Path) -> None:
     fit(tmp_path, callbacks=[Timer()], max_epochs=1)
     assert issubclass(LearningRateMonitor, pl.Callback)
+
+
+def test_ranks_do_not_look_for_a_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would follow the loss of its own samples. One device and dp find the same rate."""
+
+    class WithRate(Net):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    rates = []
+    layouts: list[dict[str, Any]] = [{}, {"strategy": "dp", "devices": 2}]
+    for layout in layouts:
+        torch.manual_seed(0)
+        module, finder = WithRate(), LearningRateFinder(num_training_steps=40, early_stop_threshold=None)
+        options: dict[str, Any] = {"callbacks": [finder], "enable_checkpointing": True, **layout}
+        trainer(tmp_path, pieces=2, exact=True, max_epochs=10, **options).fit(module, loader())
+        rates.append(module.lr)
+    assert rates[0] == rates[1] != 0.1
+
+    trains = trainer(tmp_path, callbacks=[LearningRateFinder(num_training_steps=12)])
+    monkeypatch.setattr(type(trains), "world_size", 2)
+    with pytest.raises(UserError, match="LearningRateFinder follows the loss of one rank's samples, so 2 ranks would"):
+        OneOptimizerCheck().setup(trains, WithRate(), "fit")

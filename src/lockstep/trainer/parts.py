@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -163,7 +164,15 @@ def refuse_callback(setting: str, callback: pl.Callback) -> None:
 
 
 class OneOptimizerCheck(pl.Callback):
-    """Refuses, before the first step, a module without an optimizer or with several."""
+    """Refuses, before the first step, a module without an optimizer or with several, and what one rank would choose."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        finders = [each for each in trainer.callbacks if isinstance(each, LearningRateFinder)]  # type: ignore[attr-defined]
+        if stage == "fit" and finders and trainer.world_size > 1:
+            raise UserError(
+                f"{type(finders[0]).__name__} follows the loss of one rank's samples, so {trainer.world_size} ranks "
+                "would find other rates: run it on one device, or with strategy=dp, and give the rate"
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
