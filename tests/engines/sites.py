@@ -19,7 +19,7 @@ JOB = (*SAVES_OFTEN, "max_epochs=6", "batch_size=36", "exact=true", "pieces=6")
 SLOW = "callbacks=[default,slow]"
 BAD = "lr=-1"
 REFUSAL = "error: lr=-1"
-SECONDS = 150.0  # that a run may take, restarts included, on a busy machine
+SECONDS = 240.0  # that a run may take, restarts included, on a busy machine; submitit asks SLURM in doubled intervals
 
 CALLBACK = """
 import time

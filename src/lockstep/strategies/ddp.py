@@ -62,7 +62,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         module: Any = self.model
         if self._sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # replaces layers and keeps their tensors
-        self._send_buffers()
+        self._send_buffers(module)
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         # Lightning builds DDP on a stream of its own, for networks that are captured in a graph with their hooks. The
@@ -84,13 +84,13 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             ddp.register_comm_hook(None, hooks[self._compression])
         self.model = ddp
 
-    def _send_buffers(self) -> None:
-        """Give all ranks the buffers of rank zero, as DDP does with parameters.
+    def _send_buffers(self, module: nn.Module) -> None:
+        """Give all ranks the buffers that a module has on rank zero, as DDP does with parameters.
 
         Raises:
             UserError: the ranks have other buffers.
         """
-        named = dict(self.lightning_module.named_buffers())
+        named = dict(module.named_buffers())
         headers = gather_objects({name: (buffer.shape, buffer.dtype) for name, buffer in named.items()})
         if different := sorted({name for rank in headers for name, _ in rank.items() ^ headers[0].items()}):
             raise UserError(

@@ -276,7 +276,7 @@ class FullySharded(DistributedDataParallel):
 
     def configure_ddp(self) -> None:
         """Shard the module."""
-        self._send_buffers()
+        self._send_buffers(self.lightning_module)
         if not self.sharded:
             self._shard(self.lightning_module)
         self._to_device()
