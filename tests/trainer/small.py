@@ -1,6 +1,8 @@
 """A small module and its data for tests of `lockstep.Trainer`."""
 
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,16 @@ class Data(pl.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         self.calls.append("teardown " + stage)
+
+
+class Killed(pl.Callback):
+    """Kills this process before its tenth step, when the checkpoints of earlier ones are written."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 9:
+            checkpoint_io: Any = trainer.strategy.checkpoint_io
+            checkpoint_io.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trainer(folder: Path, **options: Any) -> lockstep.Trainer:

@@ -5,8 +5,6 @@ once after a step, on every layout, as with Lightning's Trainer.
 """
 
 import copy
-import os
-import signal
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainer.small import QUIET, Net, loader, trainer
+from trainer.small import QUIET, Killed, Net, loader, trainer
 
 import lockstep
 
@@ -127,14 +125,6 @@ class WithDropout(Net):
 
 KINDS = [Byol, InPlace, Visible, Copied, NewParameters, AfterTheFirstEpoch, OfTheSamples, WithDropout]
 AS_WITH_LIGHTNING = KINDS[:-2]  # of the others the loss depends on the piece
-
-
-class Killed(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 9:
-            checkpoint_io: Any = trainer.strategy.checkpoint_io
-            checkpoint_io.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fitted(kind: type[pl.LightningModule], folder: Path, killed: bool = False, ckpt: Any = None, **options: Any) -> Any:

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, OnExceptionCheckpoint
-from trainer.small import BATCH, Net, loader, samples, trainer
+from trainer.small import BATCH, Killed, Net, loader, samples, trainer
 
 import lockstep
 
@@ -362,14 +362,6 @@ class Teacher(Net):
 
     def configure_callbacks(self) -> Any:
         return [ModelCheckpoint(self.folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-
-
-class Killed(pl.Callback):
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 9:
-            checkpoint_io: Any = trainer.strategy.checkpoint_io
-            checkpoint_io.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def teach(folder: Path, ckpt: Path | None = None, killed: bool = False, **options: Any) -> str:
