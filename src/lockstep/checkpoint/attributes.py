@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.checkpoint.left_out import content_of
+
 LIBRARIES = ("lightning.", "lockstep.", "lockstep_", "pytorch_lightning.", "torchmetrics.")
 MOST = 100_000  # elements of a list or dict that is compared
 MOST_BYTES = 1 << 24  # of an array or tensor that is compared: each save reads it
@@ -77,7 +79,7 @@ class Attributes:
         before = self._of_tensors.get(id(tensor))
         if before is not None and before[0] == version >= 0 and before[1] is tensor:
             return before[2]
-        content = f"{list(tensor.shape)} {tensor.dtype} {_sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8))}"
+        content = content_of(tensor)
         self._of_tensors[id(tensor)] = version, tensor, content
         return content
 

@@ -33,7 +33,7 @@ class LeftOut:
     def __init__(self, module: Any, state: Mapping[str, Any], strategy: Any) -> None:
         self._in_parts: Mapping[str, Any] = getattr(strategy, "by_name", {})
         tensors = tensors_left_out(module, state, self._in_parts)
-        self.sha256 = {name: _sha256(tensor) for name, tensor in tensors.items()}
+        self.sha256 = {name: content_of(tensor) for name, tensor in tensors.items()}
         self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
         self._changed: set[str] = set()
         self._compares = COMPARED_SAVES
@@ -55,7 +55,7 @@ class LeftOut:
         compares, self._compares = self._compares > 0, self._compares - 1
         for name, tensor in tensors.items():
             if name not in self._changed and (compares or self._versions.get(name) != _version(tensor)):
-                if self.sha256.get(name) != _sha256(tensor):
+                if self.sha256.get(name) != content_of(tensor):
                     self._changed.add(name)
                 self._versions[name] = _version(tensor)
         if not tensors:
@@ -100,7 +100,8 @@ def _has_content(tensor: Tensor) -> bool:
     return dense and not isinstance(tensor, DTensor) and tensor.numel() > 0
 
 
-def _sha256(tensor: Tensor) -> str:
+def content_of(tensor: Tensor) -> str:
+    """Return the shape, type and SHA-256 of a dense tensor of any device."""
     content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(content).hexdigest()}"
 
