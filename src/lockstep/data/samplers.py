@@ -1,6 +1,5 @@
 """Samplers of users: the order of an epoch is what a sampler gives, the same in every process and after a resume."""
 
-import random
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -8,13 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lockstep.arithmetic.order import DataOrder, hash64, order_of_uses
+from lockstep.data.seeding import seed_all
 from lockstep.errors import UserError
 
 MOST_IDS = 1 << 28  # of an epoch, of a sampler that has no length
@@ -95,9 +94,7 @@ class Draws:
         sampler, key = self._current, int(hash64(self.seed, 0x5A4D, epoch))
         self._next = epoch + 1
         with isolate_rng(include_cuda=False):
-            random.seed(key)
-            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' samplers draw from it
-            torch.random.default_generator.manual_seed(key >> 1)
+            seed_all(key)
             _set_epoch(sampler, epoch)
             length = len(sampler) if hasattr(sampler, "__len__") else None
             items = list(islice(sampler, MOST_IDS if length is None else length))

@@ -22,7 +22,7 @@ MOST = 10_000  # objects that are searched
 def seed_all(key: int) -> None:
     """Seed the global generators of Python, numpy and torch."""
     random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms draw from it
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms and samplers draw from it
     torch.random.default_generator.manual_seed(key >> 1)
 
 
