@@ -6,6 +6,7 @@ a new one continues from each of them.
 
 import os
 import shutil
+import time
 import signal
 from contextlib import suppress
 from datetime import timedelta
@@ -343,6 +344,23 @@ def test_what_an_error_saves_inside_a_step_is_no_state_to_continue_from(
     shutil.copy(file, file := tmp_path / "copy.ckpt")  # Lightning's callback removes it when a run has ended
     run(tmp_path / "plain", file, exact=False)
     assert "lacks a part of this step" in caplog.text
+
+
+class RemovesLast(pl.Callback):
+    """Removes a file in the last hook of a fit, as Lightning's OnExceptionCheckpoint does, behind a slow write."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        trainer.strategy.checkpoint_io.then(time.sleep, 0.3)
+        trainer.strategy.remove_checkpoint(self.file)
+
+
+def test_a_fit_returns_when_the_files_of_its_last_hooks_are_as_they_stay(tmp_path: Path) -> None:
+    (file := tmp_path / "old.ckpt").touch()
+    trainer(tmp_path / "run", callbacks=RemovesLast(file), max_steps=1).fit(Net(), loader())
+    assert not file.exists()
 
 
 class Teacher(Net):

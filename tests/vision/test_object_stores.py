@@ -511,7 +511,7 @@ def test_processes_share_a_cache_and_fetch_each_shard_once(web: WebServer, tmp_p
     forget(tmp_path)
     web.sent.clear()
     web.latency = 0.05
-    context = get_context("fork")
+    context = get_context("spawn")  # a fork of pytest would have the locks of its threads
     results = context.Queue()
     processes = [context.Process(target=_read_in_process, args=(part, results)) for _ in range(4)]
     for process in processes:

@@ -163,7 +163,7 @@ def _open_in_process(root: Path, results: Any) -> None:
 @pytest.mark.usefixtures("processes")
 def test_one_of_several_processes_makes_the_index(tmp_path: Path) -> None:
     root = write_shards(write_folder(tmp_path / "folder"), tmp_path / "shards", "tar")
-    context = get_context("fork")
+    context = get_context("spawn")  # a fork of pytest would have the locks of its threads
     results = context.Queue()
     processes = [context.Process(target=_open_in_process, args=(root, results)) for _ in range(4)]
     for process in processes:

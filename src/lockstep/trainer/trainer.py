@@ -354,6 +354,7 @@ class Trainer(StepTrainer):
             if not self.run.skips_fit():
                 with self.run.around_fit(ckpt_path) as path:
                     super().fit(model, train_dataloaders, val_dataloaders, datamodule, path)
+                    self._checkpoint_io.wait()  # hooks that Lightning calls last may save and remove files
             return
         self._check_module(model)
         if self._fitted is not None and self._fitted is not model:
@@ -404,6 +405,7 @@ class Trainer(StepTrainer):
         finally:
             self._preemption.release_signals()
             self._run_folder.release()
+        self._checkpoint_io.wait()
 
     def validate(
         self,
@@ -724,4 +726,6 @@ class Trainer(StepTrainer):
         path = self._checkpoint_path(stage, ckpt_path)
         method = getattr(super(), stage)
         with self._module_set_up(stage, module), one_line_errors():
-            return method(module, datamodule=data, ckpt_path=path, **options)
+            results = method(module, datamodule=data, ckpt_path=path, **options)
+        self._checkpoint_io.wait()
+        return results
