@@ -6,8 +6,8 @@ a new one continues from each of them.
 
 import os
 import shutil
-import time
 import signal
+import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
