@@ -353,7 +353,7 @@ class RemovesLast(pl.Callback):
         self.file = file
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        trainer.strategy.checkpoint_io.then(time.sleep, 0.3)
+        trainer.strategy.checkpoint_io.then(time.sleep, 0.3)  # type: ignore[attr-defined]
         trainer.strategy.remove_checkpoint(self.file)
 
 
