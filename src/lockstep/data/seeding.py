@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.launch.failures import is_user_code
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -21,8 +22,7 @@ MOST = 10_000  # objects that are searched
 
 def seed_all(key: int) -> None:
     """Seed the global generators of Python, numpy and torch."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' transforms and samplers draw from it
+    seed_python_and_numpy(key)
     torch.random.default_generator.manual_seed(key >> 1)
 
 

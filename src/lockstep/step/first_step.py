@@ -6,7 +6,6 @@ and logged values are restored.
 
 import logging
 import math
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations, pairwise
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
 from lockstep.step.module_state import SavedTensors, generator_states, peeked_iterators
@@ -134,8 +134,7 @@ class _Trial:
         losses: list[float] = []
         draws, whole = False, self.micro_batch.size <= SAMPLES
         while len(losses) < (CALLS if draws else 2):
-            random.seed(len(losses))
-            np.random.seed(len(losses))  # noqa: NPY002  users' modules draw from it
+            seed_python_and_numpy(len(losses))
             before = generator_states(self.step.module)
             try:
                 self.tensors.restore(parameters=False)  # parameters that the step itself changes are its state

@@ -1,19 +1,18 @@
 """The base class of Lockstep's Lightning strategies, and the strategy of a single device."""
 
-import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import hooks_seed
+from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.errors import StepRefused
 from lockstep.step.batch import MicroBatch
 from lockstep.step.parameters import refuse_meta
@@ -65,8 +64,7 @@ def seed_hooks(seed: int, hooks: Hooks, number: int, device: torch.device) -> No
         device: the process's device.
     """
     key = hooks_seed(seed, hooks, number)
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  users' hooks draw from it
+    seed_python_and_numpy(key)
     seed_device(key, device)
 
 
