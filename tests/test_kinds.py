@@ -65,7 +65,7 @@ def test_a_unit_that_hides_the_refusal_fails_too(fixtures: tuple[str, ...], fail
         ("step/test_loop.py", ["servers"], "run"),
         ("launch/test_slurm.py", ["processes", "engine"], "engine"),
         ("engines/test_mpi.py", [], "engine"),
-        ("lab/test_advise.py", ["processes"], "lab"),
+        ("lab/test_storm.py", ["processes"], "lab"),
     ],
 )
 def test_the_kind_follows_from_folder_and_fixtures(path: str, fixtures: list[str], kind: str) -> None:

@@ -44,7 +44,7 @@ NOT_RUN = (
     (r"sbatch|mpirun|torchrun|scripts/torchrun.sh|RANK=", "needs an engine: tests/engines/ run it"),
     (r".*hydra/launcher=submitit", "needs a cluster: tests/engines/test_submitit.py runs it"),
     (r".*experiment=|.*data=(mnist|cifar10)\b", "downloads a data set and trains for minutes"),
-    (r"python scripts/lab/(?!scaling)", "measures for minutes or hours: tests/lab/ run it"),
+    (r"python scripts/lab/", "measures for minutes or hours: tests/lab/ run it"),
     (r"lockstep (parity|search|fit-memory|dashboard|proof)", "makes many runs: tests/programs/ run it"),
     (r"(lockstep (export|verify)|python tests/|python -m pytest|qemu-)", "has tests of its own, or is one"),
     (r".*seed=0,1,2,3,4|lockstep compare .* --by", "60 runs"),
@@ -141,11 +141,6 @@ def test_what_is_not_run_is_composed(name: str, monkeypatch: pytest.MonkeyPatch)
         overrides = words[words.index(programs[-1]) + 1 :]
         if programs[-1] in ("src/train.py", "scripts/slurm.sh"):
             compose(overrides)
-        elif "--" in overrides:  # ways.py: ways to run, options, what all have in common
-            everywhere = overrides[overrides.index("--") + 1 :]
-            for way in overrides[: overrides.index("--")]:
-                if not way.startswith("-") and "=" in way:
-                    compose([*shlex.split(way), *everywhere])
 
 
 def compose(overrides: list[str]) -> None:
@@ -160,7 +155,7 @@ def compose(overrides: list[str]) -> None:
     lockstep.compose(*first)
 
 
-LAB = [command for _, command in COMMANDS if re.match(r"python scripts/lab/(?!advise|communication)", command.text)]
+LAB = [command for _, command in COMMANDS if re.match("python scripts/lab/", command.text)]
 
 
 @pytest.mark.usefixtures("processes")
@@ -174,7 +169,7 @@ def test_arguments_of_the_lab_are_parsed(tmp_path: Path) -> None:
             continue  # one without arguments
         done = forked(parse, *words_of(Command(text))[1:])
         assert done.returncode == 0, f"{text}\n{done.stderr}"
-    assert forked(parse, "scripts/lab/ways.py", "--no-such-option", "1", "a", "b").returncode == 2  # the control
+    assert forked(parse, "scripts/lab/benchmark.py", "--no-such-option").returncode == 2  # the control
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A callback that times training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
+"""A callback that times training, `callbacks.clock._target_=bench.clock.Clock`."""
 
 import json
 import time

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RANDOM, Program, forked, summary_of
+from conftest import RANDOM, Program, summary_of
 from refusals import refused_with
 from small_models import mnist_cnn
 from torch import nn
@@ -116,17 +116,6 @@ def test_a_device_holds_its_stage_alone(project: Path, tmp_path: Path) -> None:
     assert whole == 2 * 8 * (12 * 12 * 16 + 16 + 16 * 3 + 3)  # weights and momentum, float64
     assert sum(parts) == whole + 4 * 8  # each parameter is one element where it is not held
     assert min(parts) > 2 * 8 * 16 * 3
-
-
-@pytest.mark.usefixtures("processes")
-@pytest.mark.nightly
-def test_what_it_costs_is_measured() -> None:
-    task = ("data=synthetic", "data.image_size=14", "data.samples=64", "batch_size=16", "pieces=4")
-    done = forked("scripts/lab/ways.py", "strategy=ddp", "strategy=pipeline", "--steps=2", "--rounds=1", "--", *task)
-    ddp, cut = ([part.strip() for part in line.split("|")[1:-1]] for line in done.stdout.splitlines()[-2:])
-    assert (ddp[1], cut[1], ddp[5], ddp[6]) == ("`strategy=ddp`", "`strategy=pipeline`", "1.00", "")
-    assert 0 < float(cut[6].rstrip("%")) < 100
-    assert float(cut[8]) < float(ddp[8])
 
 
 # --- the cut ----------------------------------------------------------------------------------------------------------
