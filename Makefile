@@ -6,7 +6,7 @@ STAMP  := .venv/.from-lock
 UV     := $(BIN)/uv pip
 TEST   := $(BIN)/python -m pytest -n 2 --dist worksteal # two at a time; ARGS="-n 0": one after another, in this process
 QUICK  := $(TEST) -m "unit or ranks" --ignore tests/engines --ignore tests/lab # which have neither
-ROOMS  := arithmetic step strategies checkpoint config
+ROOMS  := arithmetic step lightning strategies checkpoint config
 unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python store the bytecode of the first import
 
 .DEFAULT_GOAL := help
@@ -48,7 +48,7 @@ dashboard: setup ## open TensorBoard on outputs/, for this machine only; ARGS="-
 quick: setup ## run the tests that start no process, in a minute
 	@$(QUICK) $(ARGS)
 
-coverage: setup ## run them, and print how many lines of five rooms they run
+coverage: setup ## run them, and print how many lines of six rooms they run
 	@$(QUICK) $(ROOMS:%=--cov=lockstep.%) --cov-report= $(ARGS)
 	@for room in $(ROOMS); do printf '%-12s %s%%\n' $$room \
 	    "$$($(BIN)/python -m coverage report --format=total --include="src/lockstep/$$room/*")"; done

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO
-from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
-from lockstep.step.saves import SavesSteps
+from lockstep.lightning.epochs import validation_or_epoch_end_follows
+from lockstep.lightning.saves import SavesSteps
 from lockstep.step.strategy import SingleDevice
 
 STEPS, SIZE = 6, 4

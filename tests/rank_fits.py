@@ -19,9 +19,9 @@ from torch.utils.data import Subset, TensorDataset
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.data import ImageDataModule, Spec, Splits
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import MicroBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.loop import StepTrainer
 from lockstep.step.strategy import SingleDevice, torch_devices
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.dp import DataParallel

@@ -36,7 +36,7 @@ from nightly import ROOT, commit_of
 
 PAGE = ROOT / "docs" / "results" / "mutants.md"
 FOLDER = ROOT / "mutants"
-ROOMS = ("arithmetic", "step", "checkpoint")
+ROOMS = ("arithmetic", "step", "lightning", "checkpoint")
 OUTCOMES = {0: "survived", 1: "killed", 2: "killed", 3: "killed", 4: "killed"}  # pytest's codes; else: out of time
 SLOWED = "tests/step/test_loop.py::test_a_step_calls_fewer_functions_than_lightnings_loop"  # counts calls, mutmut's too
 ARGUMENTS = ["--rootdir=.", "-q", "-n", "0", "-p", "no:randomly", "-m", "unit or ranks", f"--deselect={SLOWED}"]
@@ -183,7 +183,7 @@ def function_of(name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a function's name as Python has it: lockstep.step.loop.StepLoop.advance."""
+    """Return a function's name as Python has it: lockstep.lightning.steps.StepLoop.advance."""
     module, _, function = function_of(name).rpartition(".")
     return f"{module}.{function.removeprefix('x_').removeprefix('xǁ').replace('ǁ', '.')}"
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.launch.local import launch as launch
     from lockstep.launch.process_group import gather_objects as gather_objects
     from lockstep.launch.signals import Interrupted as Interrupted
+    from lockstep.lightning.epochs import is_last_step as is_last_step
     from lockstep.report.summary import weights_sha256 as weights_sha256
     from lockstep.step.batch import StepBatch as StepBatch
-    from lockstep.step.lightning_quirks import is_last_step as is_last_step
     from lockstep.step.metrics import Count as Count
     from lockstep.step.metrics import ExactMean as ExactMean
     from lockstep.trainer.data import DataModule as DataModule
@@ -54,7 +54,7 @@ HOMES = {
     "copy_weights": "lockstep.checkpoint.weights",
     "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
-    "is_last_step": "lockstep.step.lightning_quirks",
+    "is_last_step": "lockstep.lightning.epochs",
     "launch": "lockstep.launch.local",
     "load_weights": "lockstep.checkpoint.weights",
     "train": "lockstep.commands.api",

@@ -7,10 +7,10 @@ import mutation
 import pytest
 
 SOURCE = mutation.ROOT / "src" / "lockstep"
-NAMES = [f"lockstep.step.loop.xǁStepLoopǁadvance__mutmut_{number}" for number in range(1, 9)]
-DIFF = """# lockstep.step.loop.x_next__mutmut_1: survived
---- src/lockstep/step/loop.py
-+++ src/lockstep/step/loop.py
+NAMES = [f"lockstep.lightning.steps.xǁStepLoopǁadvance__mutmut_{number}" for number in range(1, 9)]
+DIFF = """# lockstep.lightning.steps.x_next__mutmut_1: survived
+--- src/lockstep/lightning/steps.py
++++ src/lockstep/lightning/steps.py
 @@ -1,2 +1,2 @@
  def next(one: int) -> int:
 -    return one + 1
@@ -27,10 +27,10 @@ def test_the_page_has_the_figures_of_each_room_and_what_survived() -> None:
     outcomes = dict(zip(NAMES, ["killed"] * 5 + ["out of time", "survived", "no test"], strict=True))
     text = mutation.page({"step": outcomes}, {NAMES[6]: mutation.change(DIFF)}, 45, "0123456789ab and changes")
     assert "| step | 8 | 5 | 1 | 1 | 1 | 0 | 75% |" in text
-    assert "- `lockstep.step.loop.StepLoop.advance`: `return one + 1` becomes `return one - 1`" in text
+    assert "- `lockstep.lightning.steps.StepLoop.advance`: `return one + 1` becomes `return one - 1`" in text
     assert "seed 45" in text
     assert "0123456789ab and changes" in text
-    assert text.partition("Not called")[2].count("lockstep.step.loop.StepLoop.advance") == 1
+    assert text.partition("Not called")[2].count("lockstep.lightning.steps.StepLoop.advance") == 1
 
 
 def test_a_change_that_leaves_the_program_as_it_was_does_not_count() -> None:

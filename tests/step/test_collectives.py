@@ -40,9 +40,9 @@ from lockstep.data import ImageDataModule, Spec, Splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.collectives import StateGather, check_same_shapes, gather_tensors
 from lockstep.step.gradients import GradientSum
-from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.torch_quirks import number_of_collectives

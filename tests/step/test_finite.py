@@ -20,9 +20,9 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ImageDataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.finite import FiniteGradientCheck, finite_if_all_are
 from lockstep.step.gradients import GradientSum
-from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook, StepPasses
 from lockstep.strategies import Auto
 

@@ -22,10 +22,10 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import StepRefused
+from lockstep.lightning.trainer import StepTrainer
+from lockstep.step.batch import CannotRepeat, repeated
 from lockstep.step.first_step import FirstStepCheck, grows, may_grow
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.loop import StepTrainer
-from lockstep.step.trial import CannotRepeat, repeated
 from lockstep.strategies import DP, Auto
 
 SAMPLES, BATCH = 32, 16

@@ -20,10 +20,10 @@ from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import ImageDataModule, Spec, Splits
 from lockstep.data.augment import Augment
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.buffers import COMPARED_STEPS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.loop import StepTrainer
 from lockstep.strategies import Auto
 
 COUNTED = COMPARED_STEPS + 2  # number of the step that is counted: the contents of buffers are compared no more

@@ -174,7 +174,7 @@ def test_early_stopping_by_training_ends_at_one_step(ranks: Ranks) -> None:
 
 
 def test_nothing_is_sent_in_steps_in_which_nothing_reads(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.step import lightning_quirks
+    from lockstep.lightning import logs
 
     class Logging(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -187,14 +187,14 @@ def test_nothing_is_sent_in_steps_in_which_nothing_reads(ranks: Ranks, monkeypat
             assert "train_loss_step" in self.trainer.callback_metrics
 
     steps: list[int] = []
-    reduce_step = lightning_quirks.StepLogs.reduce_step
+    reduce_step = logs.StepLogs.reduce_step
 
     def counted(self: Any, early: bool = False) -> None:
         if not early:
             steps.append(self.trainer.global_step)
         reduce_step(self, early)
 
-    monkeypatch.setattr(lightning_quirks.StepLogs, "reduce_step", counted)
+    monkeypatch.setattr(logs.StepLogs, "reduce_step", counted)
     for kind, expected in ((Logging, {6}), (Reading, {1, 2, 3, 4, 5, 6})):
         steps.clear()
         fits(ranks, kind(), 2, train=30, batch_size=6, pieces=3, max_epochs=1, limit_val_batches=0, max_steps=6)

@@ -1,6 +1,6 @@
 """The loop that makes steps of pieces, against Lightning's own: same hooks in the same order, same weights, same logs.
 
-It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
+It builds on private names of Lightning (in lockstep/lightning/); these tests fail when upstream changes them.
 """
 
 import re
@@ -24,11 +24,11 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite, UserError
+from lockstep.lightning.epochs import validation_or_epoch_end_follows
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.lightning_quirks import validation_or_epoch_end_follows
-from lockstep.step.loop import StepTrainer
 from lockstep.step.strategy import SingleDevice
 from lockstep.strategies import Auto
 

@@ -18,8 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import TensorHeader, gather_objects
+from lockstep.lightning.results import EvaluationLogs, Logged, reduced
 from lockstep.step.collectives import MetricStates, StateGather, find_metrics, gather_tensors
-from lockstep.step.evaluation_logs import EvaluationLogs, Logged, reduced
 from lockstep.step.metrics import Count, ExactMean
 
 pytestmark = pytest.mark.filterwarnings("ignore")

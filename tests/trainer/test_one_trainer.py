@@ -15,8 +15,8 @@ from lockstep.config.check import check
 from lockstep.config.rules import check_sizes
 from lockstep.errors import UserError
 from lockstep.job.build import make_trainer
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
-from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto
 from lockstep.trainer.parts import make_gradient_sum

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lockstep.callbacks.meter import Meter, find_meter
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.io import weights_in_use
-from lockstep.step.lightning_quirks import is_last_step
+from lockstep.lightning.epochs import is_last_step
 from lockstep.step.passes import numbers_of
 from lockstep.text import duration
 

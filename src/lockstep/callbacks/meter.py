@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.arithmetic.exact_total import ExactTotal
 from lockstep.data.streams import fetch_counts
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.logged_values import on_host, products
+from lockstep.lightning.logged_values import on_host, products
 from lockstep.step.memory import peak_memory
 from lockstep.step.passes import numbers_of
 

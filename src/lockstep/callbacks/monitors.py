@@ -15,7 +15,7 @@ from lockstep.config.metrics import (
     directions_of_module,
 )
 from lockstep.errors import UserError
-from lockstep.step.lightning_quirks import logged_objects
+from lockstep.lightning.logs import logged_objects
 from lockstep.step.module_state import SavedAttributes
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.launch.signals import Interrupted, ending_signals, pending_signals, record_signal, signal_handler
-from lockstep.step.saves import SavesSteps
+from lockstep.lightning.saves import SavesSteps
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # time between two all-reduces about signals

@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
+from lockstep.lightning.logs import remove_logged
 from lockstep.step.batch import evaluated_split
 from lockstep.step.buffers import module_buffers
 from lockstep.step.collectives import MetricStates
-from lockstep.step.lightning_quirks import remove_logged
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")

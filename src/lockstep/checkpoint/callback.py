@@ -18,9 +18,9 @@ from lockstep.checkpoint.left_out import LeftOut
 from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file
-from lockstep.step.lightning_quirks import AfterStart
-from lockstep.step.passes import overrides_method
-from lockstep.step.saves import SavesSteps
+from lockstep.lightning.epochs import AfterStart
+from lockstep.lightning.hooks import overrides_method
+from lockstep.lightning.saves import SavesSteps
 from lockstep.step.timing import exclude_from_timing
 from lockstep.text import join_names
 

@@ -38,8 +38,8 @@ from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker, most_loader_processes
 from lockstep.launch.process_lifetime import refuse_daemon
 from lockstep.launch.signals import set_parent_death_signal
+from lockstep.lightning.hooks import overrides_method
 from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
-from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20

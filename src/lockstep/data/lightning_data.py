@@ -13,7 +13,7 @@ from lockstep.data.datasets import Source, Spec, Weights, fetch, labels_of
 from lockstep.data.loader_sets import Collated, refuse_transfers, set_of_loader
 from lockstep.data.transforms import moments
 from lockstep.errors import UserError
-from lockstep.step.passes import overrides_method
+from lockstep.lightning.hooks import overrides_method
 
 
 def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:

@@ -20,7 +20,7 @@ from lockstep.data.datasets import Ids, Weights, checked_weights, innermost_data
 from lockstep.data.iterables import StreamSamples
 from lockstep.data.samplers import Draws, draws_itself, of_all_ranks
 from lockstep.errors import UserError
-from lockstep.step.passes import overrides_method
+from lockstep.lightning.hooks import overrides_method
 
 UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 

@@ -29,8 +29,8 @@ from lockstep.job.build import make_callbacks, make_module, make_trainer
 from lockstep.job.job import Job
 from lockstep.job.worker_setup import set_up_worker
 from lockstep.launch.process_group import decide_on_rank_zero
+from lockstep.lightning.hooks import overrides_method
 from lockstep.report.summary import RunRecord
-from lockstep.step.passes import overrides_method
 from lockstep.text import join_names
 from lockstep.trainer.trainer import Trainer
 

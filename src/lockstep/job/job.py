@@ -92,7 +92,7 @@ class Job(Run, ABC):
         """Whether the data set has a test set, and the module a `test_step`."""
         import lightning.pytorch as pl
 
-        from lockstep.step.passes import overrides_method
+        from lockstep.lightning.hooks import overrides_method
 
         return self.splits.test is not None and overrides_method(self._module, "test_step", pl.LightningModule)
 

@@ -26,9 +26,9 @@ from lockstep.job.worker_setup import set_up_worker
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
 from lockstep.launch.process_lifetime import in_new_thread
+from lockstep.lightning.hooks import overrides_method
 from lockstep.report.prediction_table import first_rows, note_on_numbers, write_masks, write_predictions
 from lockstep.report.summary import summarise, write_summary
-from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
 from lockstep.trainer.trainer import Trainer
 

@@ -36,9 +36,9 @@ from lockstep.errors import UserError
 from lockstep.job.build import make_data
 from lockstep.job.prediction import as_splits, config_and_spec, load_module, prediction_step
 from lockstep.launch import logs
+from lockstep.lightning.hooks import overrides_method
 from lockstep.programs.common.packages import check_packages
 from lockstep.step.batch import MicroBatch
-from lockstep.step.passes import overrides_method
 
 TOLERANCE = 1e-5  # largest allowed difference: absolute for outputs up to 1, relative above
 BATCH_SIZES = (1, 2, 7)  # batch sizes at which the outputs are compared

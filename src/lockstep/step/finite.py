@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import NonFinite
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.batch import MicroBatch
+from lockstep.step.batch import MicroBatch, repeated
 from lockstep.step.buffers import SavedBuffers, copy_buffers, restore_buffers
 from lockstep.step.passes import Step, StepHook
-from lockstep.step.trial import repeated, trial_passes
+from lockstep.step.trial import trial_passes
 from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.arithmetic.seeding import seed_python_and_numpy
 from lockstep.errors import StepRefused
-from lockstep.step.batch import MicroBatch
+from lockstep.step.batch import MicroBatch, repeated
 from lockstep.step.module_state import SavedTensors, generator_states, peeked_iterators
 from lockstep.step.parameters import not_in_proportion
 from lockstep.step.passes import Step, StepHook
-from lockstep.step.trial import repeated, trial_passes
+from lockstep.step.trial import trial_passes
 from lockstep.text import join_names
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

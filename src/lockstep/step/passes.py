@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.arithmetic.order import preparation_seed, training_step_seed
 from lockstep.errors import StepRefused, UserError
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.batch import CannotJoin, MicroBatch, StepBatch, StepData, data_of, joined
+from lockstep.step.batch import CannotJoin, CannotRepeat, MicroBatch, StepBatch, StepData, data_of, joined, repeated
 from lockstep.step.buffers import StepBuffers
 from lockstep.step.gradients import GradientSum
 from lockstep.step.memory import out_of_memory_advice
@@ -357,8 +357,6 @@ class Step:
         micro_batches = sorted(self.batch.micro_batches, key=lambda each: each.piece)  # dp computes them in rounds
         device_generators = generators(self.strategy.root_device)
         states = [generator.get_state() for generator in device_generators]
-        from lockstep.step.trial import repeated
-
         # Lightning's ThroughputMonitor asks in inference mode, and other hooks may need these tensors, too
         with isolate_rng(include_cuda=False), torch.inference_mode(False):
             if micro_batches:
@@ -505,8 +503,6 @@ class StepOutputs(dict[str, Any]):
 
     def _add_empty(self, before: "StepOutputs") -> None:
         """Add the names of an earlier step's results, with 0 for numbers and no rows."""
-        from lockstep.step.trial import CannotRepeat, repeated
-
         for name, value in before.items():
             if name in before.numbers:
                 super().setdefault(name, torch.zeros_like(value))
@@ -584,11 +580,6 @@ def others_of(returned: Any, size: int) -> dict[str, Any]:
         if name != "loss" and (rows or not isinstance(value, Tensor | int | float)):
             others[name] = value
     return others
-
-
-def overrides_method(owner: Any, name: str, base: type) -> bool:
-    """Check whether `owner`, or its class, overrides the method `name` of `base`."""
-    return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
 
 def outputs_of(output: Any) -> tuple[Tensor, Outputs]:

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from lockstep.errors import UserError
 from lockstep.launch.process_group import gather_objects
+from lockstep.lightning.hooks import current_hook
 from lockstep.step.batch import EvaluationShare, MicroBatch, data_of, evaluated_split
 from lockstep.step.collectives import check_same_shapes, gather_headers, set_state_gathers
-from lockstep.step.lightning_quirks import current_hook
 from lockstep.step.strategy import Action, PieceStrategy
 from lockstep.strategies.torch_quirks import FixedBucketsDDP, number_of_collectives
 from lockstep.text import join_names, plural

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data import ImageDataModule, Splits
 from lockstep.data.datasets import fetch
+from lockstep.lightning.hooks import overrides_method
 from lockstep.step.batch import MicroBatch
-from lockstep.step.passes import overrides_method
 
 DEVICE = torch.device("cuda:0")
 WAITS, ON_CPU = "waits", "on_cpu"  # kinds of faults

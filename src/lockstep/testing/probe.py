@@ -16,7 +16,7 @@ from lockstep.data import ImageDataModule, Spec, Splits
 from lockstep.data.datasets import fetch
 from lockstep.job.build import make_module
 from lockstep.job.worker_setup import set_up_worker
-from lockstep.step.passes import overrides_method
+from lockstep.lightning.hooks import overrides_method
 from lockstep.testing.fake_gpu import faults_of_steps
 
 SAMPLES = 8  # of the batch that is tried

@@ -23,9 +23,9 @@ from lockstep.data.samplers import Draws
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import gather_objects
+from lockstep.lightning.hooks import overrides_method
+from lockstep.lightning.private_names import take_identity
 from lockstep.step.batch import split_of_loader
-from lockstep.step.lightning_quirks import take_identity
-from lockstep.step.passes import overrides_method
 from lockstep.text import join_names
 from lockstep.trainer.parts import refuse_other_package
 

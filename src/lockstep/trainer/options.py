@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import devices_of_engine, external_workers
 from lockstep.launch.machine import choose_devices
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.lightning_quirks import unusual_ddp_option
+from lockstep.lightning.private_names import unusual_ddp_option
 from lockstep.strategies import DDP, DP, FSDP, Auto, Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDP, "dp": DP, "fsdp": FSDP}

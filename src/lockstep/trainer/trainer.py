@@ -37,10 +37,11 @@ from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects, ranks_writing_in
 from lockstep.launch.rendezvous import group_timeout, join_external, leave_group
+from lockstep.lightning.hooks import overrides_method, setup_was_called
+from lockstep.lightning.private_names import last_checkpoints
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.gradients import GradientSum
-from lockstep.step.lightning_quirks import last_checkpoints, setup_was_called
-from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import StepHook, overrides_method
+from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import join_names
 from lockstep.trainer.data import (

@@ -18,11 +18,11 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.data import ImageDataModule
 from lockstep.errors import NonFinite
 from lockstep.extras.late.sum import LateSteps, LateSum
+from lockstep.lightning.trainer import StepTrainer
 from lockstep.report.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.errors import UserError
+from lockstep.lightning.epochs import is_last_step
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.gradients import Gradients, GradientSum, StartedSum
-from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.passes import Step, StepHook
 from lockstep.text import plural
 

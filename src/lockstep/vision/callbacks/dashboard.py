@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from lockstep.callbacks.meter import find_meter
 from lockstep.errors import UserError
 from lockstep.launch.signals import Interrupted
+from lockstep.lightning.epochs import is_last_step
 from lockstep.report.loggers import hyper_parameters
 from lockstep.report.report_lines import peak_lr
-from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.timing import exclude_from_timing
 from lockstep.vision.callbacks.first_page import PICTURE, boards, draw, write
 

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from lockstep.data.datasets import Spec
 from lockstep.launch.process_group import gather_objects
-from lockstep.step.lightning_quirks import is_last_step
+from lockstep.lightning.epochs import is_last_step
 from lockstep.step.timing import exclude_from_timing
 from lockstep.vision.callbacks.first_page import HEIGHT, boards, figure
 

@@ -1,13 +1,4 @@
-"""Lightning's Trainer, adapted so that one training batch is one optimizer step, which consists of pieces.
-
-The loader yields a `StepBatch`: this process's part of one optimizer step. So everything that Lightning counts in
-batches (validation, logging, limits, checkpoints) counts optimizer steps.
-
-Private names of Lightning are used in this file, step/lightning_quirks.py and step/evaluation_logs.py only;
-tests/step/test_loop.py fails when they change. This file overrides `_TrainingEpochLoop.advance`, which makes a step. It
-reads the loop's `_results` and `optim_progress`, and calls its `_build_kwargs`. docs/decisions/lightning-loop.md gives
-the reasons.
-"""
+"""One optimizer step in Lightning's loop: its hooks, schedules and progress counters, with our passes between them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,98 +6,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 
 from lockstep.errors import StepRefused, UserError
 from lockstep.launch.failures import ENDS, refused_end
+from lockstep.lightning.epochs import StepEpochLoop, validation_or_epoch_end_follows
+from lockstep.lightning.hooks import call_hook, call_of_module, call_of_strategy, overrides_method
 from lockstep.step.batch import MicroBatch, data_of
-from lockstep.step.evaluation_logs import EvaluationLogs, TrainingLogs
 from lockstep.step.gradients import GradientSum
-from lockstep.step.lightning_quirks import (
-    HookFinder,
-    NoProfiler,
-    NoSignals,
-    QuickStage,
-    StepEpochLoop,
-    StepFitLoop,
-    StepLoaderSource,
-    StepLogs,
-    call_hook,
-    call_of_module,
-    call_of_strategy,
-    validation_or_epoch_end_follows,
-    watched_loop,
-    with_quick_hooks,
-)
 from lockstep.step.memory import optimizer_memory_advice
-from lockstep.step.passes import Outputs, Step, StepHook, StepPasses, overrides_method
-from lockstep.step.saves import WaitingSaves
+from lockstep.step.passes import Outputs, Step, StepHook, StepPasses
 from lockstep.step.strategy import Hooks
-
-
-class StepTrainer(QuickStage, pl.Trainer):
-    """Lightning's Trainer, whose training batches are optimizer steps.
-
-    Args:
-        gradients: the gradient sum. Its strategy becomes the Trainer's.
-        hooks: the hooks of each step.
-        seed: the run's seed.
-        options: options of Lightning's Trainer.
-
-    Attributes:
-        saves: the checkpoints that wait for the end of a step.
-        evaluated_loader: the `dataloader_idx` of the evaluation batch that runs now or has run last; None: there is one
-            loader, or its batches have ended.
-        evaluated_batch: the number of this batch in its loader.
-    """
-
-    evaluated_loader: int | None = None
-    evaluated_batch = 0
-    profiler: Profiler
-
-    def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
-        self.saves = WaitingSaves(self, self._save_now)
-        super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
-        gradients.strategy.hooks = hooks
-        gradients.strategy.precision_plugin = with_quick_hooks(gradients.strategy.precision_plugin)
-        if type(self.profiler) is PassThroughProfiler:  # the default
-            self.profiler = NoProfiler()
-        self._signal_connector = NoSignals(self)
-        self._logger_connector = StepLogs(self)
-        default_loop = self.fit_loop  # Lightning's own; only its limits are used
-        self.fit_loop = StepFitLoop(self, default_loop.min_epochs, default_loop.max_epochs)
-        limits = default_loop.min_steps, default_loop.max_steps
-        self.fit_loop.epoch_loop = StepLoop(self, gradients, hooks, seed, *limits)
-        self.limits: dict[str, Any] = {}  # while loaders are made: the user's limits of batches, by name
-        self.fit_loop.epoch_loop._results = TrainingLogs()
-        for name in ("validate_loop", "test_loop", "predict_loop"):
-            setattr(self, name, watched_loop(getattr(self, name)))
-        evaluations = self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop
-        for loop in evaluations:
-            loop._results = EvaluationLogs()
-        for each in (self.fit_loop, *evaluations, self.predict_loop):
-            each._data_source = StepLoaderSource(None, each._data_source.name)
-        self.hook_finder = HookFinder(self)
-        self._validated: Any = None  # the module that is known to have something to validate
-
-    @property
-    def enable_validation(self) -> bool:
-        """Whether the run validates. A step asks, so the methods of a module are inspected once."""
-        if not self.limit_val_batches:
-            return False
-        if self._validated is not self.lightning_module and super().enable_validation:
-            self._validated = self.lightning_module
-        return self._validated is self.lightning_module
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint; see Lightning's method. Inside a step it is saved when the step is complete."""
-        if not self.saves.add(*args, **kwargs):
-            self._save_now(*args, **kwargs)
-
-    def _save_now(self, *args: Any, **kwargs: Any) -> None:
-        with self.strategy.saving():  # type: ignore[attr-defined]
-            super().save_checkpoint(*args, **kwargs)
 
 
 class StepLoop(StepEpochLoop):

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
-from lockstep.step.lightning_quirks import current_hook
+from lockstep.lightning.hooks import current_hook
 
 
 class SavesSteps(LightningCheckpoint):  # Lightning calls checkpoint callbacks last

@@ -15,8 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from lockstep.arithmetic.exact_total import ExactTotal
-from lockstep.step.batch import StepBatch
-from lockstep.step.logged_values import (
+from lockstep.lightning.logged_values import (
     EPOCH,
     PIECE,
     STEP,
@@ -32,6 +31,7 @@ from lockstep.step.logged_values import (
     value_of_epoch,
     value_of_step,
 )
+from lockstep.step.batch import StepBatch
 
 LOG = logging.getLogger("lockstep")
 NEUTRAL = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}  # the neutral element of each reduction
