@@ -17,7 +17,7 @@ after seconds. Without the store all end, and start again with the store of anot
 device, and each machine must have the same last.ckpt.
 
 With --storm machines of one run are killed and cut off by the clock, and it reports where the time went. With --cuts
-the network between them is parted, and no two runs may write one folder. docs/devices/storm.md has both:
+the network between them is parted, and no two runs may write one folder. docs/devices/when-something-dies.md has both:
 
     python scripts/lab/chaos.py --storm --every 15,60 --strikes 16,5 --picture storm.png
     python scripts/lab/chaos.py --cuts 200

@@ -1,6 +1,6 @@
 """Set up a worker for speed: allocator, subnormal numbers, memory format, threads.
 
-docs/results/fast.md has the measurements.
+docs/results/performance.md has the measurements.
 """
 
 import ctypes

@@ -66,7 +66,7 @@ def pairs(config: Config, model: Changes) -> list[Pair]:
 def measure(
     config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run all pairs. Return their numbers, and the table of docs/trust/what-differs.md."""
+    """Run all pairs. Return their numbers, and the table of docs/trust/parity.md."""
     known: dict[str, Outcome] = {}
 
     def outcome(changes: Changes) -> Outcome:
