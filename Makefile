@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE # uv does not compile packages, so let Python s
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup lowest train sweep dashboard quick coverage test engines lab pages nightly mutants lint docs docs-serve schema project lock clean
+.PHONY: help setup lowest train sweep dashboard quick coverage test engines lab pages nightly mutants lint docs docs-serve reference schema project lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ schema: setup ## write conf/schema/, with which editors complete and check the k
 
 project: setup ## begin your own project: make project NAME=dogs DIR=../dogs
 	@$(BIN)/python -m lockstep new "$(NAME)" "$(DIR)" $(ARGS)
+
+reference: setup ## write the parts of docs/ that follow from code: keys, refusals, the Python API
+	@$(BIN)/python docs/reference.py
 
 lock: setup ## resolve pyproject.toml into requirements.lock again (LOCK="--upgrade": the newest versions)
 	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \

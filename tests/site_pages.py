@@ -48,9 +48,14 @@ def pages() -> list[str]:
     return sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
+def without_written(text: str) -> str:
+    """Return a page without the parts that `make reference` writes."""
+    return re.sub(r"<!-- written by .*?<!-- end -->", "", text, flags=re.DOTALL)
+
+
 def read(name: str) -> Page:
     """Return what a page shows."""
-    page, text = Page(name), (DOCS / name).read_text()
+    page, text = Page(name), without_written((DOCS / name).read_text())
     text = re.sub(r"^--8<--\n(.+)\n--8<--\n", lambda match: (ROOT / match[1]).read_text(), text, flags=re.MULTILINE)
     prose = ""
     for part in re.split(r"^(```\w*\n.*?^```\n)", text, flags=re.DOTALL | re.MULTILINE):

@@ -1,10 +1,17 @@
-"""Functions that mkdocs calls while it builds the site: tables of keys and of refusals, pages of extras and decisions.
+"""Write the parts of docs/ that follow from code: keys, refusals, the Python API, the list of decisions.
 
-mkdocs.yml names this file; `make docs` builds the site.
+    python docs/reference.py
+
+`make reference` runs it, and a test compares its result with the pages. A part stands between two comments:
+`<!-- written by make reference: keys of train -->` and `<!-- end -->`.
 """
 
+import inspect
 import re
-from collections.abc import Iterator
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +19,47 @@ import yaml
 
 from lockstep.programs.common.keys import KEY, rows
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 CONF = [ROOT / "conf", ROOT / "src" / "lockstep" / "conf"]  # as in lockstep.config.pages, which this need not import
 REFUSALS = ROOT / "tests" / "refusals.yaml"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
-# Sections whose pages are found in a folder, in the order of their titles.
-FOLDERS = {"Extras": "extras", "Decisions": "decisions"}
 NO_PROSE = ("# @package", "# yaml-language-server:")  # comments for Hydra and for editors
 SECTION = re.compile(r"^# --- (.*) ---$")
+PART = re.compile(r"(<!-- written by make reference: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+SECTIONS_OF_DOCSTRINGS = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):\n((?:(?: .*)?\n?)+)", re.MULTILINE)
 
 
-def on_config(config: Any) -> Any:
-    """Leave out pages of the navigation whose extra was deleted; add pages of FOLDERS that it does not list."""
-    docs = Path(config["docs_dir"])
-    config["nav"] = [entry for entry in (_existing(entry, docs) for entry in config["nav"]) if entry is not None]
-    listed = set(_pages(config["nav"]))
-    for title, entries in _sections(config["nav"]):
-        if title in FOLDERS:
-            folder = docs / FOLDERS[title]
-            names = {f"{FOLDERS[title]}/{path.name}" for path in folder.glob("*.md") if path.name != "index.md"}
-            entries += sorted(names - listed)
-    return config
+def written(text: str) -> str:
+    """Return the text of a page with its parts as they follow from the code now."""
+
+    def part(match: re.Match[str]) -> str:
+        maker, _, rest = match[2].partition(" of ")
+        content = MAKERS[maker](rest)
+        return f"{match[1]}\n{content.strip()}\n\n{match[3]}"
+
+    return PART.sub(part, text)
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Replace comments by tables, and link what a page can't link itself, as its target may be deleted.
+def main() -> None:
+    """Write all pages that have such a part, and print the names of those that change."""
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text()
+        if (new := written(text)) != text:
+            page.write_text(new)
+            print(page.relative_to(ROOT))
 
-    `<!-- keys of NAME -->` becomes the keys of train.yaml, of groups or of programs, `<!-- table of refusals -->` the
-    commands and messages of tests/refusals.yaml. The links are those to pages of extras, and the list of decisions.
-    """
-    makers = {
-        "train": lambda: _front_page("train", 2),
-        "the groups": _groups,
-        "the programs": lambda: "\n\n".join(f"## {name}\n\n{_front_page(name, 3)}" for name in PROGRAMS if _page(name)),
-    }
-    if page.file.src_uri == "extras.md":  # its table can't link by itself: an extra's page goes with the extra
-        names = "|".join(path.stem for path in Path(config["docs_dir"], "extras").glob("*.md"))
-        markdown = re.sub(rf"^\| ({names}) \|", r"| [\1](extras/\1.md) |", markdown, flags=re.MULTILINE)
-    if page.file.src_uri == "decisions/index.md":
-        pages = sorted(path for path in Path(config["docs_dir"], "decisions").glob("*.md") if path.name != "index.md")
-        titles = (path.read_text().partition("\n")[0].removeprefix("# ") for path in pages)
-        markdown += "\n" + "\n".join(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True))
-    markdown = re.sub("<!-- table of refusals -->", lambda _: _refusals(), markdown)
-    return re.sub(r"<!-- keys of ([\w ]+) -->", lambda match: makers[match[1]](), markdown)
+
+# --- keys and refusals ---
+
+
+def _keys(of: str) -> str:
+    """Return the keys of train.yaml, of the groups or of the other programs."""
+    if of == "train":
+        return _front_page("train", 2)
+    if of == "the groups":
+        return _groups()
+    return "\n\n".join(f"## {name}\n\n{_front_page(name, 3)}" for name in PROGRAMS if _page(name))
 
 
 def _page(name: str) -> Path | None:
@@ -158,33 +163,79 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|*_\[\]])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;"))
 
 
-def _existing(entry: Any, docs: Path) -> Any:
-    """Return an entry of the navigation without pages in extras/ that are not there; None where nothing is left."""
-    if isinstance(entry, str):
-        return None if entry.startswith("extras/") and not (docs / entry).exists() else entry
-    ((title, inside),) = entry.items()
-    if isinstance(inside, list):
-        left = [each for each in (_existing(each, docs) for each in inside) if each is not None]
-    else:
-        left = _existing(inside, docs)
-    return {title: left} if left else None
+# --- the Python API ---
 
 
-def _pages(nav: list[Any]) -> Iterator[str]:
-    """Yield every page of a navigation."""
-    for entry in nav:
-        if isinstance(entry, str):
-            yield entry
-        else:
-            (inside,) = entry.values()
-            yield from _pages(inside if isinstance(inside, list) else [inside])
+def _decisions(_: str) -> str:
+    """Return a list of the pages in decisions/."""
+    pages = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "index.md")
+    titles = (path.read_text().partition("\n")[0].removeprefix("# ") for path in pages)
+    return "\n".join(f"- [{title}]({path.name})" for title, path in zip(titles, pages, strict=True))
 
 
-def _sections(nav: list[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield title and entries of every section of a navigation."""
-    for entry in nav:
-        if isinstance(entry, dict):
-            ((title, inside),) = entry.items()
-            if isinstance(inside, list):
-                yield title, inside
-                yield from _sections(inside)
+def _api(of: str) -> str:
+    """Return a section for each of some names, given with their modules and separated by commas."""
+    parts = []
+    for name in of.split(", "):
+        module, _, attribute = name.rpartition(".")
+        parts.append(_described(name, attribute, getattr(import_module(module), attribute)))
+    return "\n\n".join(parts)
+
+
+def _described(name: str, short: str, value: Any) -> str:
+    """Return a section about a function or class, with the public methods that the class itself has."""
+    parts = [f"### {name}", _signature(short, value), _docstring(value)]
+    if inspect.isclass(value):
+        for own, member in vars(value).items():
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            if own.startswith("_") or not inspect.isfunction(function) or not inspect.getdoc(function):
+                continue
+            shown = f"`{own}`" if isinstance(member, property) else _signature(own, function, without_self=True)
+            parts.append(f"#### {short}.{own}\n\n{shown}\n\n{_docstring(function)}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _signature(name: str, value: Any, without_self: bool = False) -> str:
+    """Return a call with its arguments as a block of code; nothing for a class without arguments."""
+    try:
+        signature = inspect.signature(value)
+    except ValueError:
+        return ""
+    arguments = [str(each) for key, each in signature.parameters.items() if not (without_self and key == "self")]
+    arguments = [re.sub(r"<[\w.]*?(\w+)(?: at 0x\w+)?>", r"\1", each.replace("typing.", "")) for each in arguments]
+    result = signature.return_annotation
+    end = "" if result in (inspect.Signature.empty, None) or inspect.isclass(value) else f" -> {_name(result)}"
+    line = f"{name}({', '.join(arguments)}){end}"
+    if len(line) > 100:
+        line = "\n".join([f"{name}(", *(f"    {each}," for each in arguments), f"){end}"])
+    return f"```python\n{line}\n```"
+
+
+def _name(annotation: Any) -> str:
+    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
+
+
+def _docstring(value: Any) -> str:
+    """Return a docstring as Markdown; its sections become lists."""
+    text = inspect.cleandoc(value.__doc__ or "")
+
+    def section(match: re.Match[str]) -> str:
+        body = textwrap.dedent(match[2]).strip("\n")
+        if match[1] in ("Returns", "Yields"):
+            return f"*{match[1]}*: {body}\n\n"
+        items = re.split(r"\n(?=\S)", body)
+        lines = [re.sub(r"^([\w*]+): ", r"- `\1`: ", item).replace("\n    ", "\n  ") for item in items]
+        return f"*{match[1]}*:\n\n" + "\n".join(lines) + "\n\n"
+
+    return SECTIONS_OF_DOCSTRINGS.sub(section, text).strip()
+
+
+MAKERS: dict[str, Callable[[str], str]] = {
+    "keys": _keys,
+    "refusals": lambda _: _refusals(),
+    "decisions": _decisions,
+    "api": _api,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
