@@ -8,7 +8,6 @@
 
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from importlib import import_module
@@ -238,4 +237,4 @@ MAKERS: dict[str, Callable[[str], str]] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
