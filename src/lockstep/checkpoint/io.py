@@ -411,7 +411,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self._group_of_parts: Any = None  # of all ranks; made when the first parts are saved
         self.has_copies = len(ranks) > 1  # on other machines
         self._named_parts: dict[Path, set[str]] = {}  # by folder: the folders of parts that its files have named
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer: ThreadPoolExecutor | None = None  # made when there is something to write
         self._pending: list[Future[None]] = []
         self.loaded_step: int | None = None
         self.removals: list[Path] | None = None
@@ -420,9 +420,6 @@ class AtomicCheckpointIO(CheckpointIO):
         """Return what a copy of the Trainer needs: it has a thread of its own, and nothing that waits to be written."""
         self.wait()
         return {**self.__dict__, "_writer": None, "_loaded": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _writer=ThreadPoolExecutor(1, "checkpoint"))
 
     def expect(self, content: dict[str, Any]) -> None:
         """Let the next `load_checkpoint` return the content of a checkpoint that has been read already."""
@@ -472,6 +469,8 @@ class AtomicCheckpointIO(CheckpointIO):
                 before.result()
             task(*args)
 
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending.append(self._writer.submit(work))
 
     def _write_parts(
@@ -588,8 +587,10 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         if self.removals is not None:
             self.removals.append(Path(path))
-        else:
+        elif self._pending:
             self.then(self._remove, Path(path))
+        else:
+            self._remove(Path(path))
 
     def _remove(self, path: Path) -> None:
         self._note_parts(path.parent)
@@ -597,7 +598,13 @@ class AtomicCheckpointIO(CheckpointIO):
         self._remove_parts(path.parent)
 
     def teardown(self) -> None:
-        self.wait()
+        """End the thread when all files are on the disk. A later call makes another."""
+        writer, self._writer = self._writer, None
+        try:
+            self.wait()
+        finally:
+            if writer is not None:
+                writer.shutdown()
 
 
 def keep_step_checkpoint(last: Path, step: int, number: int) -> None:

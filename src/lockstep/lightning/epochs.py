@@ -259,14 +259,14 @@ class StepEpochLoop(_TrainingEpochLoop):
         self.validation_is_due, self._next_look, self._last_look = left <= 0, step + steps, (step, now)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Validate also after a run's last step, inside an epoch, so that the final weights have a result."""
+        """Validate also after the last step of a config's run, inside an epoch, so that its weights have a result."""
         if not self._should_check_val_epoch():
             return False
         trainer = self.trainer
         if trainer._val_check_time_interval is None:
-            return super()._should_check_val_fx(data_fetcher) or is_last_step(trainer)
+            return super()._should_check_val_fx(data_fetcher) or _last_validation_follows(trainer)
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        return bool(stops or self.validation_is_due or is_last_step(trainer))
+        return bool(stops or self.validation_is_due or _last_validation_follows(trainer))
 
 
 @contextmanager
@@ -287,6 +287,10 @@ def is_last_step(trainer: pl.Trainer) -> bool:
     return trainer.global_step == trainer.max_steps or (last_epoch and trainer.is_last_batch)
 
 
+def _last_validation_follows(trainer: pl.Trainer) -> bool:
+    return getattr(trainer, "validates_last_step", True) and is_last_step(trainer)
+
+
 def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
     """Check whether a validation, or the end of an epoch, follows the step just taken.
 
@@ -300,8 +304,9 @@ def validation_or_epoch_end_follows(trainer: pl.Trainer) -> bool:
     every, step = trainer.check_val_every_n_epoch, trainer.global_step
     if every is not None:  # then Lightning counts the steps of each epoch
         if (trainer.current_epoch + 1) % every:
-            return is_last_step(trainer)
+            return _last_validation_follows(trainer)
         step = trainer.fit_loop.epoch_loop.batch_idx + 1
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        return trainer.fit_loop.epoch_loop.validation_is_due or is_last_step(trainer)  # type: ignore[attr-defined]
-    return step % int(trainer.val_check_batch or 1) == 0 or is_last_step(trainer)
+        due = trainer.fit_loop.epoch_loop.validation_is_due  # type: ignore[attr-defined]
+        return due or _last_validation_follows(trainer)
+    return step % int(trainer.val_check_batch or 1) == 0 or _last_validation_follows(trainer)

@@ -63,10 +63,12 @@ class StepTrainer(QuickStage, pl.Trainer):
         evaluated_loader: the `dataloader_idx` of the evaluation batch that runs now or has run last; None: there is one
             loader, or its batches have ended.
         evaluated_batch: the number of this batch in its loader.
+        validates_last_step: whether a validation follows the last step of a run, wherever it is in its epoch.
     """
 
     evaluated_loader: int | None = None
     evaluated_batch = 0
+    validates_last_step = True
     profiler: Profiler
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:

@@ -3,6 +3,8 @@
 import difflib
 import inspect
 import os
+import re
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +38,10 @@ PRECISIONS = {
     "16": "16-mixed",
     "bf16": "bf16-mixed",
 }
+LIGHTNINGS = {name: each for name, each in inspect.signature(pl.Trainer.__init__).parameters.items() if name != "self"}
 OURS = ("batch_size", "pieces", "exact", "seed", "nonfinite", "checkpoint_every")  # that Lightning's Trainer lacks
+# Of names as `ddp_spawn`: Lockstep starts processes by itself, and a parameter without a gradient needs no option.
+DDP_OPTIONS = re.compile("(?<=^ddp)(_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?$")
 # Options of Lightning's Trainer that can't work with steps in pieces, each with its default and what to do instead.
 REFUSED_OPTIONS = {
     "plugins": (None, "Lockstep has its own: leave it out"),
@@ -127,24 +132,37 @@ def name_of(accelerator: Any) -> Any:
 def with_options_of_lightning(init: Any) -> Any:
     """Give a Trainer's `__init__` a signature with Lightning's options, which LightningCLI and editors read.
 
-    Arguments without names are those of Lightning's Trainer, in its order.
+    Arguments without names are those of Lightning's Trainer, in its order. `PL_TRAINER_DEVICES` and such variables of
+    the environment are the defaults, unless a config decides.
     """
-    lightnings = inspect.signature(pl.Trainer.__init__).parameters
-    names = [name for name in lightnings if name != "self"]
 
     @wraps(init)
     def with_names(self: Any, *args: Any, **options: Any) -> None:
-        init(self, **dict(zip(names, args, strict=False)), **options)
+        positional = dict(zip(LIGHTNINGS, args, strict=False))
+        usual = {} if "layout" in options else _options_in_environment(f"PL_{type(self).__name__.upper()}_")
+        init(self, **positional, **{name: usual[name] for name in usual if name not in positional} | options)
 
     parameters = dict(inspect.signature(init).parameters)
     del parameters["options"]
-    more = {name: each for name, each in lightnings.items() if name not in parameters and name != "model_registry"}
+    more = {name: each for name, each in LIGHTNINGS.items() if name not in parameters and name != "model_registry"}
     every = [*parameters.values(), *more.values()]
     with_names.__signature__ = inspect.Signature(every, return_annotation=None)  # type: ignore[attr-defined]
     with_names.__annotations__ = {each.name: each.annotation for each in every if each.name != "self"} | {
         "return": None
     }
     return with_names
+
+
+def _options_in_environment(prefix: str) -> dict[str, Any]:
+    """Return the options of Lightning's Trainer that variables of the environment give."""
+    options: dict[str, Any] = {}
+    for name in LIGHTNINGS:
+        if text := os.environ.get(prefix + name.upper()):
+            try:
+                options[name] = literal_eval(text)
+            except (ValueError, SyntaxError):  # it is a name
+                options[name] = text
+    return options
 
 
 def check_values(seed: Any, exact: Any, nonfinite: Any) -> None:
@@ -160,9 +178,8 @@ def check_values(seed: Any, exact: Any, nonfinite: Any) -> None:
 def checked_options(options: dict[str, Any], exact: bool | str) -> dict[str, Any]:
     """Return the options for Lightning's Trainer. Refuse those that can't work with steps in pieces."""
     options = dict(options)
-    known = inspect.signature(pl.Trainer.__init__).parameters
-    if unknown := [name for name in options if name not in known]:
-        near = difflib.get_close_matches(unknown[0], [*known, *OURS], n=1)
+    if unknown := [name for name in options if name not in LIGHTNINGS]:
+        near = difflib.get_close_matches(unknown[0], [*LIGHTNINGS, *OURS], n=1)
         raise UserError(f"Trainer({unknown[0]}=...): there is no such option{f': use {near[0]}' if near else ''}")
     # Hydra gives its own lists
     options = {
@@ -194,8 +211,8 @@ def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
         strategy = "ddp"
     if isinstance(strategy, SingleDeviceStrategy):
         strategy = "auto"
-    if isinstance(strategy, str) and strategy.startswith("ddp_find_unused_parameters_"):
-        strategy = "ddp"  # a parameter without a gradient needs no option here
+    if isinstance(strategy, str):
+        strategy = DDP_OPTIONS.sub("", strategy.lower())
     if isinstance(strategy, Strategy):
         chosen = strategy
     elif isinstance(strategy, str) and strategy in STRATEGIES:
@@ -251,6 +268,10 @@ def check_pairs(strategy: Strategy, layout: Layout, precision: Any, options: dic
     rules.refuse_conflicts(strategy, Settings(layout, str(precision)))
 
 
+class BadInput(UserError, MisconfigurationException, ValueError, TypeError):
+    """Bad input that Lightning has noticed; programs may expect any class of its errors."""
+
+
 @contextmanager
 def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Inside the `with` block, turn Lightning's errors about bad input, and those of `kinds`, into UserErrors."""
@@ -258,7 +279,9 @@ def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except bad_input as error:
-        raise UserError(" ".join(str(error).split())) from error
+        if isinstance(error, UserError):
+            raise
+        raise BadInput(" ".join(str(error).split())) from error
 
 
 def check_weights_only(weights_only: bool | None) -> None:

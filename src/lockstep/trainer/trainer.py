@@ -188,6 +188,7 @@ class Trainer(StepTrainer):
                 **(device_options(layout) | options),
             )
             return
+        self.validates_last_step = False  # as Lightning's
         accelerator = name_of(accelerator)
         devices = whole_number_of(devices, accelerator)
         check_numbers(
@@ -458,7 +459,7 @@ class Trainer(StepTrainer):
         filepath = local_path("trainer.save_checkpoint", filepath)
         super().save_checkpoint(filepath, weights_only, storage_options)
         if self.state.fn != TrainerFn.FITTING or self.state.status != TrainerStatus.RUNNING:
-            self._checkpoint_io.wait()
+            self._checkpoint_io.teardown()
 
     # --- parts ---
 
@@ -586,8 +587,8 @@ class Trainer(StepTrainer):
         if ckpt_path not in ("last", "best"):
             return None if ckpt_path is None else str(local_path(f"trainer.{stage}: ckpt_path", ckpt_path))
         if ckpt_path == "best":
-            names = [path for each in self.checkpoint_callbacks if (path := getattr(each, "best_model_path", ""))]
-            if (path := broadcast_from_rank_zero(names[0] if names else None)) is None:
+            best = getattr(self.checkpoint_callback, "best_model_path", "") or None  # as Lightning, the first one's
+            if (path := broadcast_from_rank_zero(best)) is None:
                 raise UserError(f"trainer.{stage}(ckpt_path='best'): no checkpoint has been saved: leave it out")
             return path
         last, foreign = self._find_last(stage == "fit")
@@ -721,8 +722,9 @@ class Trainer(StepTrainer):
             raise UserError(f"trainer.{stage} needs a module: give one")
         module = model or self.lightning_module
         data = self._prepared_data(stage, module, loaders, None, datamodule)
-        saved = [each for each in self.checkpoint_callbacks if getattr(each, "best_model_path", "")]
-        if model is None and ckpt_path is None and saved:  # as Lightning does
+        best = getattr(self.checkpoint_callback, "best_model_path", "")
+        if model is None and ckpt_path is None and best:  # as Lightning does
+            rank_zero_warn(f"trainer.{stage} got no module, so the best checkpoint of the fit is loaded: {best}")
             ckpt_path = "best"
         path = self._checkpoint_path(stage, ckpt_path)
         method = getattr(super(), stage)
