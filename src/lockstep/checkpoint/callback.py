@@ -12,9 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.attributes import Attributes
 from lockstep.checkpoint.io import step_of, weights_in_use
-from lockstep.checkpoint.left_out import LeftOut
+from lockstep.checkpoint.left_out import Attributes, LeftOut
 from lockstep.config.metrics import best_value, direction_of_name, resolve_mode
 from lockstep.errors import UserError
 from lockstep.files import link_file

@@ -1,21 +1,33 @@
-"""Tensors of a module that its state_dict leaves out: buffers with `persistent=False`, keys that hooks remove.
+"""What a checkpoint lacks: tensors that a module's state_dict leaves out, and Python attributes.
 
-A checkpoint has those that have changed since the run began. Of the others it has a SHA-256, since a module that is
-made again must make the same: a table of positions, or weights that it has read elsewhere.
+Such tensors are buffers with `persistent=False`, and keys that hooks remove. A checkpoint has those that have changed
+since the run began. Of the others it has a SHA-256, since a module that is made again must make the same: a table of
+positions, or weights that it has read elsewhere. No checkpoint has Python attributes of a module or of callbacks, so a
+resumed run names those that it lacks.
 """
 
 import hashlib
-from collections.abc import Mapping
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.step.buffers import module_buffers
-from lockstep.strategies.sharded_parameters import memory_of
 
 COMPARED_SAVES = 2  # saves for which the content of all is compared, since `.data` hides a change from the version
+LIBRARIES = ("lightning.", "lockstep.", "lockstep_", "pytorch_lightning.", "torchmetrics.")
+MOST = 100_000  # elements of a list or dict that is compared
+MOST_BYTES = 1 << 24  # of an array or tensor that is compared: each save reads it
+# What Lightning and torch keep in a module: flags and hooks, and what `save_hyperparameters` adds. The modes of layers
+# are restored.
+THEIRS = {*vars(pl.LightningModule()), *vars(nn.Module()), "track_running_stats"}
+PREFIXES = ("_hparams", "_log_hyperparams", "_forward_", "_backward_", "_is_hf")
 
 
 class LeftOut:
@@ -91,8 +103,8 @@ def tensors_left_out(module: Any, state: Mapping[str, Any], others: Mapping[str,
     }
     if not missing:
         return {}
-    saved = {memory_of(value) for value in state.values() if isinstance(value, Tensor) and _has_content(value)}
-    return {name: tensor for name, tensor in missing.items() if memory_of(tensor) not in saved}
+    saved = {value.data_ptr() for value in state.values() if isinstance(value, Tensor) and _has_content(value)}
+    return {name: tensor for name, tensor in missing.items() if tensor.data_ptr() not in saved}
 
 
 def _has_content(tensor: Tensor) -> bool:
@@ -108,3 +120,109 @@ def content_of(tensor: Tensor) -> str:
 
 def _version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+# --- Python attributes ---
+
+
+class Attributes:
+    """The attributes that a module and its callbacks have when a run starts, of plain data.
+
+    Args:
+        module: the module.
+        callbacks: all callbacks of the run.
+    """
+
+    def __init__(self, module: nn.Module, callbacks: Sequence[pl.Callback]) -> None:
+        self._module, self._callbacks = module, callbacks
+        self._of_tensors: dict[int, tuple[int, Tensor, str]] = {}  # by id: version, tensor, content
+        self._start = self.values()
+
+    def values(self) -> dict[str, str]:
+        """Return the content of each attribute now, by name."""
+        contents = {name: self._content(value) for name, value in _named(self._module, self._callbacks)}
+        return {name: content for name, content in contents.items() if content is not None}
+
+    def changed(self) -> dict[str, str]:
+        """Return the contents of those that are not as they were at the start."""
+        return {name: now for name, now in self.values().items() if self._start.get(name, now) != now}
+
+    def _content(self, value: Any, depth: int = 0) -> str | None:
+        """Return what distinguishes a value of plain data, or a state of random numbers; None of other things."""
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+            return repr(value)
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, np.ndarray):
+            return None if value.dtype.hasobject or value.nbytes > MOST_BYTES else _sha256(value)
+        if (state := _random_state(value)) is not None:
+            return repr(state)
+        if isinstance(value, nn.Module):  # beside the module's layers: a teacher in a list
+            known = isinstance(value, pl.LightningModule) or type(value).__module__.startswith(LIBRARIES)
+            return None if known else self._content(dict(value.state_dict()), depth + 1)
+        if depth > 3:
+            return None
+        if isinstance(value, dict):
+            items = [(repr(key), self._content(value[key], depth + 1)) for key in list(value)[:MOST]]
+            return repr([item for item in items if item[1] is not None])
+        if isinstance(value, set | frozenset):
+            return repr(sorted(map(repr, value)))
+        if isinstance(value, list | tuple | deque):
+            return repr([self._content(each, depth + 1) for each in list(value)[:MOST]])
+        return None
+
+    def _of_tensor(self, tensor: Tensor) -> str | None:
+        outside = tensor.grad_fn is not None or isinstance(tensor, DTensor) or tensor.is_meta
+        if outside or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+            return None
+        if tensor.nbytes > MOST_BYTES:
+            return None
+        version = -1 if tensor.is_inference() else tensor._version
+        before = self._of_tensors.get(id(tensor))
+        if before is not None and before[0] == version >= 0 and before[1] is tensor:
+            return before[2]
+        content = content_of(tensor)
+        self._of_tensors[id(tensor)] = version, tensor, content
+        return content
+
+
+def _named(module: nn.Module, callbacks: Sequence[pl.Callback]) -> Iterator[tuple[str, Any]]:
+    """Give the attributes of a module, its layers and its users' callbacks by name."""
+    for path, layer in module.named_modules():
+        if type(layer).__module__.startswith(LIBRARIES):
+            continue
+        owner = ".".join([type(module).__name__, *([path] if path else [])])
+        for name, value in _attributes(layer).items():
+            if name not in THEIRS and not name.startswith(PREFIXES):
+                yield f"{owner}.{name}", value
+    for callback in callbacks:
+        classes = [kind for kind in type(callback).__mro__ if kind is not pl.Callback]
+        if not any(kind.__module__.startswith(LIBRARIES) for kind in classes):
+            for name, value in _attributes(callback).items():
+                yield f"{type(callback).__name__}.{name}", value
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Return what an object has, and the numbers and texts that its users' classes begin with, such as `n = 0`."""
+    kinds = [kind for kind in reversed(type(owner).__mro__) if not kind.__module__.startswith((*LIBRARIES, "torch."))]
+    of_class = {name: value for kind in kinds for name, value in vars(kind).items() if not name.startswith("__")}
+    return {name: each for name, each in of_class.items() if isinstance(each, bool | int | float | str)} | vars(owner)
+
+
+def _random_state(value: Any) -> Any:
+    """Return the state of a generator of random numbers; None of other things."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        state: Any = value.get_state()
+        return _sha256(state[1]), state[2]
+    if isinstance(value, torch.Generator):
+        return _sha256(value.get_state())
+    return None
+
+
+def _sha256(array: Any) -> str:
+    content: Any = np.ascontiguousarray(array)
+    return hashlib.sha256(content.tobytes()).hexdigest()
