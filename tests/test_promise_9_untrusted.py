@@ -26,7 +26,7 @@ def test_a_foreign_checkpoint_does_nothing(tmp_path: Path, group: str, evil: dic
     content = {
         "state_dict": {"w": torch.zeros(1)},
         "pytorch-lightning_version": "2.6.6",
-        "lockstep": {"format": 2, "config": config, "spec": {}},
+        "lockstep": {"format": 4, "config": config, "spec": {}},
     }
     torch.save(content, tmp_path / "evil.ckpt")
     evaluate = Program(tmp_path / "outputs", "src/evaluate.py")

@@ -18,8 +18,8 @@ from plain import PATHS
 from lockstep import files as atomic
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
+from lockstep.checkpoint.record import FORMAT
 from lockstep.checkpoint.start import load_start
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
 
@@ -137,7 +137,9 @@ def test_a_folder_and_a_foreign_file_of_torch_are_refused(tmp_path: Path) -> Non
 
 def test_no_run_continues_from_what_no_run_has_saved(tmp_path: Path) -> None:
     checkpoint_io.save(plain(), tmp_path / "checkpoints" / "last.ckpt")
-    with pytest.raises(CheckpointError, match=r"last.ckpt: it lacks what a run .* saves, .*: init_from= begins a new"):
+    with pytest.raises(
+        CheckpointError, match=r"last.ckpt: no lockstep.Trainer has saved it, .*: init_from= begins a new"
+    ):
         load_start(tmp_path, None, {}, [0])
 
 

@@ -81,7 +81,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def resumed(saved: Saved) -> dict[str, Any]:
     """Return what a run continues from, as train.py reads it."""
     path, content = load_start(saved.folder, str(saved.path), {}, [0])
-    check_checkpoint_fits(str(path), content, saved.content["state_dict"], saved.config, saved.splits, STEPS)
+    now = checkpoint_record(saved.config, saved.splits)
+    check_checkpoint_fits(str(path), content, saved.content["state_dict"], saved.config, saved.splits, now, STEPS)
     resume_messages(saved.config, saved.splits, content)
     return content
 
@@ -219,8 +220,8 @@ TRACEBACKS: dict[str, list[Any]] = {  # by the test above, and ended in a traceb
     "lockstep.config.optimizer": [[], {}],
     "lockstep.config.lr": [torch.zeros(0), torch.zeros(2)],
     "lockstep.config.batch_size": [None, "x"],
-    "lockstep.samples": [None, "x"],
-    "lockstep.precision": [None],
+    "lockstep.trainer.samples": [None, "x"],
+    "lockstep.trainer.precision": [None],
     "lockstep.spec": [None, {"classes": 3}],
     "global_step": [None, "x", torch.zeros(3)],
     "continuation": [None, {"stopped": 1}],

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint.formats import FORMAT
 from lockstep.checkpoint.io import CheckpointError
+from lockstep.checkpoint.record import FORMAT
 from lockstep.files import replacing
 
 BYTES = 40  # of the tensor in the file

@@ -12,9 +12,10 @@ from rank_fits import Net, fit, layout_of, same_bits
 from thread_ranks import Ranks, place_of
 
 from lockstep.callbacks import Checkpoint
-from lockstep.checkpoint import formats, paths
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError, checked_source, step_of
+from lockstep.checkpoint.record import FORMAT
 from lockstep.checkpoint.resume import OVERRIDES, _newest_of_ranks
 from lockstep.checkpoint.start import checkpoint_to_load, load_start, restore_good_checkpoint, share_newest
 from lockstep.errors import UserError, WorkerFailed
@@ -25,12 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TARGET = {"_target_": "somewhere.Something"}
 SPEC = {"channels": 1, "image_size": 8, "classes": ["a", "b"], "mean": [0.0], "std": [1.0]}
 RECORD = {
-    "format": formats.FORMAT,
+    "format": FORMAT,
     "config": {"model": TARGET, "data": TARGET, "optimizer": TARGET, "batch_size": 4},
     "spec": SPEC,
-    "fingerprint": "1",
-    "samples": 16,
-    "precision": "32-true",
+    "trainer": {"batch_size": 4, "samples": 16, "fingerprint": "1", "precision": "32-true"},
 }
 CONTINUATION: dict[str, Any] = {"stopped": False, "length": {}, "trained": {}, "settings": {}}
 
@@ -222,7 +221,10 @@ def test_what_another_version_has_saved_is_refused_on_all_ranks(ranks: Ranks, ma
     write(machines[0], 3)
     checkpoint_io.save({"state_dict": {}, "pytorch-lightning_version": "2", "global_step": 3}, paths.last(machines[0]))
     errors = starts(ranks, machines[:2])
-    assert ["it lacks what a run of this version saves" in str(error) for error in errors] == [True] * 2
+    assert [
+        "no lockstep.Trainer has saved it, so none can continue from it: init_from= begins" in str(error)
+        for error in errors
+    ] == [True] * 2
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -112,13 +112,13 @@ def test_a_run_may_end_where_it_was_saved_and_not_before(
     monkeypatch: pytest.MonkeyPatch, limit: str, max_steps: int | None
 ) -> None:
     monkeypatch.setattr(start, "_check_same_data", lambda *arguments: None)
-    layout, chosen = SimpleNamespace(batch_size=12), {"model": {"_target_": "Net"}, "optimizer": {"_target_": "SGD"}}
-    config: Any = SimpleNamespace(layout=layout, max_steps=max_steps, max_epochs=4, record=chosen, **chosen)
+    chosen = {"model": {"_target_": "Net"}, "optimizer": {"_target_": "SGD"}}
+    config: Any = SimpleNamespace(max_steps=max_steps, max_epochs=4, record=chosen, **chosen)
 
     def check(step: int) -> None:
-        record = {"config": {"batch_size": 12, **chosen}}
+        record = {"config": chosen, "trainer": {"batch_size": 12, "samples": 24}}
         saved: dict[str, Any] = {"lockstep": record, "state_dict": {}, "global_step": step}
-        check_checkpoint_fits("last.ckpt", saved, {}, config, Mock(window=None), 8)
+        check_checkpoint_fits("last.ckpt", saved, {}, config, Mock(window=None), record, 8)
 
     check(8)
     message = f"{limit} ends the run after step 8, but last.ckpt was saved after step 9: give a larger limit"

@@ -14,7 +14,7 @@ from plain import STEPS, Loader, Plain, loaders, step_of, trainer_with
 from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.callback import ResumeState
-from lockstep.checkpoint.formats import FORMAT
+from lockstep.checkpoint.record import FORMAT
 from lockstep.errors import UserError
 
 

@@ -367,7 +367,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         assert line in str(error.value)
 
     refused("batch_size=10, but", Net(), loader(batch_size=10))
-    refused("samples=30, but", Net(), DataLoader(Subset(samples(), range(30)), BATCH, shuffle=True))
+    refused("training samples, and there are 30", Net(), DataLoader(Subset(samples(), range(30)), BATCH, shuffle=True))
     refused("has the weights of another network", Larger(), loader())
     refused("max_epochs=1", Net(), loader(), max_epochs=1)
     plain = pl.Trainer(default_root_dir=tmp_path / "plain", enable_checkpointing=False, max_epochs=1, logger=False)

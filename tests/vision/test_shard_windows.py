@@ -138,15 +138,16 @@ def test_a_run_goes_on_with_the_window_and_the_pieces_that_it_had(folder: Path, 
         state = {"layer": torch.zeros(1)}
         saved = {"lockstep": checkpoint_record(*read(*before)), "state_dict": state, "global_step": 4}
         try:
-            check_checkpoint_fits("last.ckpt", saved, state, *read(*now), 15)
+            config, splits = read(*now)
+            check_checkpoint_fits("last.ckpt", saved, state, config, splits, checkpoint_record(config, splits), 15)
         except UserError as error:
             return str(error)
         return ""
 
     pieces = (
-        "pieces=9, but with data.window=2 each piece reads its own part of the shards, and last.ckpt has 3 pieces: "
+        "with data.window=2 each piece reads its own part of the shards, and pieces=9, but last.ckpt was saved with "
     )
-    assert refused([], ["pieces=9"]).startswith(pieces + "give pieces=3; ")
+    assert refused([], ["pieces=9"]).startswith(pieces + "pieces=3: give the same; ")
     assert refused([], ["data.window=3"]).startswith(
         "data.window=3, but last.ckpt was trained with 2: give data.window=2; "
     )
@@ -155,7 +156,7 @@ def test_a_run_goes_on_with_the_window_and_the_pieces_that_it_had(folder: Path, 
     assert not refused([], ["strategy=ddp", "devices=3"])
     assert not refused(["data.window=null"], ["data.window=null", "pieces=9"])
     assert refused([], [cut_again]).startswith(
-        "data: with data.window=2 a run goes on with the same samples in the same shards, and last.ckpt was trained on "
-        "others: give the same shards; "
+        "with data.window=2 each piece reads its own part of the shards, and last.ckpt was trained on other data of "
+        "the same size: give the same; "
     )
     assert not refused(["data.window=null"], ["data.window=null", cut_again])

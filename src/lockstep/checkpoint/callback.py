@@ -331,7 +331,7 @@ class ResumeState(AfterStart):
 
     @property
     def _exact(self) -> bool:
-        return bool((self.record.get("trainer") or self.record["config"]).get("exact"))
+        return bool(self.record["trainer"]["exact"])
 
     def _restore_left_out(self, trainer: Trainer, module: LightningModule, state: Mapping[str, Any]) -> None:
         """Restore what the module's state_dict leaves out.

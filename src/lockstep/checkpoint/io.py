@@ -25,8 +25,9 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.checkpoint import foreign_files, formats, paths
+from lockstep.checkpoint import foreign_files, paths
 from lockstep.checkpoint.hyperparameters import left_out, with_plain_hyperparameters
+from lockstep.checkpoint.record import check_format
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
@@ -137,7 +138,7 @@ def load(
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path}: not a checkpoint: its state_dict must have tensors by name")
     if isinstance(record := checkpoint.get("lockstep"), dict):
-        formats.check_format(record, path)
+        check_format(record, path)
     find_parts(checkpoint, path, broadcast, checksums=tensors, everywhere=not whole)
     if tensors and whole:
         fill(checkpoint, path, broadcast)
@@ -341,33 +342,6 @@ def copied_to_cpu(state: Any) -> tuple[Any, Callable[[], None]]:
     return copy, wait
 
 
-def check_same_shapes(path: str, saved: Mapping[str, Any], weights: Mapping[str, Any], remedy: str) -> None:
-    """Check that the weights of a checkpoint have the names and the shapes of the module's.
-
-    Args:
-        path: the checkpoint's file.
-        saved: its weights, by name.
-        weights: those of the module.
-        remedy: what to do otherwise.
-
-    Raises:
-        UserError: they have not.
-    """
-    saved_shapes, shapes = ({name: _shape(each) for name, each in side.items()} for side in (saved, weights))
-    for name in sorted(saved_shapes.keys() | shapes.keys()):
-        saved_shape, shape = saved_shapes.get(name, "missing"), shapes.get(name, "missing")
-        if saved_shape != shape:
-            raise UserError(
-                f"{path} has the weights of another network ({name} is {saved_shape} there and {shape} in this model): "
-                + remedy
-            )
-
-
-def _shape(value: Any) -> Any:
-    """Return the shape of a tensor; a module's own entry in a state_dict may be none."""
-    return list(value.shape) if isinstance(value, Tensor) else "no tensor"
-
-
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer.
 
@@ -490,9 +464,7 @@ class AtomicCheckpointIO(CheckpointIO):
             if content is None:
                 return
             checkpoint, wait_for_content = content
-            record = checkpoint.get("lockstep")
-            version = {"lockstep": {**record, "format": formats.WITH_PARTS}} if isinstance(record, dict) else {}
-            saved = {**checkpoint, **version, INDEX: index}
+            saved = {**checkpoint, INDEX: index}
             refuse_without_data(saved, path)
             SavedParts(path, saved)  # it raises an error if the file could not be read
         except Exception:

@@ -3,7 +3,6 @@
 The run's folder gets the new config after the first step, because nothing is refused after that.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -15,12 +14,12 @@ from lightning.pytorch import Callback
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, check_same_shapes, step_of
+from lockstep.checkpoint.fits import DATA, check_fits, check_record
+from lockstep.checkpoint.io import CheckpointError, step_of
 from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
-from lockstep.config import rules
 from lockstep.config.check import Config
 from lockstep.config.instantiate import locate, parameters
-from lockstep.config.schema import ResumableCheckpoint
+from lockstep.config.schema import ResumableRun
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
 from lockstep.data.datasets import is_other_data, same_classes
@@ -36,7 +35,7 @@ Result = TypeVar("Result")
 LOG = logging.getLogger("lockstep")
 # Options of a data set that do not change which samples it has.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
-check_resumable = checker(ResumableCheckpoint)
+check_resumable = checker(ResumableRun)
 NEW_RUN = "init_from= begins a new run with its weights"
 
 
@@ -85,16 +84,9 @@ def load_start(
 
 
 def _load(path: Path, whole: bool) -> dict[str, Any]:
-    """Read rank zero's checkpoint, which `ResumeState` must have completed. All workers must call it."""
+    """Read rank zero's checkpoint, which a run with a config must have saved. All workers must call it."""
     content = checkpoint_io.load(path, broadcast=True, whole=whole)
-    if not {"lockstep", "continuation"} <= content.keys():
-        raise CheckpointError(f"{path}: it lacks what a run of this version saves, so none can continue: {NEW_RUN}")
-    try:
-        check_resumable("checkpoint", {name: content.get(name) for name in ("global_step", "lockstep", "continuation")})
-        json.dumps(content["lockstep"]["config"])  # plain values only: no tensor can be compared with an option
-    except (UserError, TypeError, ValueError, RecursionError) as error:
-        wrong = str(error).partition(": ")[0][:200]
-        raise CheckpointError(f"{path}: not as a run of this version saves it ({wrong}): {NEW_RUN}") from None
+    check_record(str(path), content, NEW_RUN, check_resumable)
     return content
 
 
@@ -161,11 +153,19 @@ def _reads_a_record(function: Callable[Parameters, Result]) -> Callable[Paramete
 
 @_reads_a_record
 def check_checkpoint_fits(
-    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, splits: Splits, steps: int
+    path: str,
+    checkpoint: Mapping[str, Any],
+    weights: Mapping[str, Any] | None,
+    config: Config,
+    splits: Splits,
+    now: Mapping[str, Any],
+    steps: int,
 ) -> None:
     """Check that a run can continue from a checkpoint.
 
     Args:
+        weights: see `compared_weights`.
+        now: the entry `lockstep` of this run's checkpoints.
         steps: optimizer steps of the whole run.
 
     Raises:
@@ -175,8 +175,6 @@ def check_checkpoint_fits(
     recorded = checkpoint["lockstep"]
     before = recorded["config"]
     _check_same_data(path, recorded, config, splits)
-    remedy = "give the same model=, or init_from= to begin a new run with the weights that fit"
-    check_same_shapes(path, checkpoint["state_dict"], weights, remedy)
     saved_model, model = before["model"]["_target_"], config.model["_target_"]
     if saved_model != model:
         raise UserError(
@@ -195,19 +193,12 @@ def check_checkpoint_fits(
             f"optimizer._target_={optimizer}, but {path} holds the state of {saved_optimizer}: give the same class; "
             f"{NEW_RUN}"
         )
-    saved_size, size = before["batch_size"], config.layout.batch_size
-    if saved_size != size:
-        raise UserError(
-            f"batch_size={size}, but {path} counts its steps in {saved_size} samples: give batch_size={saved_size}; "
-            f"{NEW_RUN}"
-        )
-    if splits.window is not None and recorded.get("pieces") != config.layout.pieces:
-        # each piece is at a place of its own stream
-        saved_pieces, pieces = recorded.get("pieces"), config.layout.pieces
-        what = f"pieces={pieces}, but with data.window={splits.window} each piece reads its own part of the shards"
-        raise UserError(f"{what}, and {path} has {saved_pieces} pieces: give pieces={saved_pieces}; {NEW_RUN}")
+    must_stay = {"batch_size": "", "samples": ""}
+    if splits.window is not None:  # each piece is at a place of its own stream
+        why = f"with data.window={splits.window} each piece reads its own part of the shards, and "
+        must_stay |= dict.fromkeys(("pieces", *DATA), why)
     limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
-    rules.check_length(path, checkpoint["global_step"], {limit: steps})
+    check_fits(path, checkpoint, now["trainer"], weights, {limit: steps}, must_stay, NEW_RUN)
 
 
 def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
@@ -220,8 +211,7 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         recorded: the checkpoint's entry `lockstep`.
 
     Raises:
-        UserError: the function that opens the data, the classes or the number of training samples differ, or both the
-            options and the content do.
+        UserError: the function that opens the data or the classes differ, or both the options and the content do.
     """
     before = recorded["config"]["data"]
     if before["_target_"] != config.data["_target_"]:
@@ -237,23 +227,14 @@ def _check_same_data(path: str, recorded: Mapping[str, Any], config: Config, spl
         raise UserError(f"data: {path} was trained with the classes in another order, {order}: {remedy}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
-    if changed and recorded["fingerprint"] != splits.fingerprint:
+    if changed and recorded["trainer"]["fingerprint"] != splits.fingerprint:
         name = changed[0]
         now_shown, shown = show(config.data.get(name)), show(before.get(name))
         raise UserError(
             f"data.{name}={now_shown}, but {path} was trained with {shown}: give data.{name}={shown}; {NEW_RUN}"
         )
-    samples, now = recorded["samples"], len(splits.train)
-    if samples != now:
-        raise UserError(
-            f"data: {path} counts its steps in {samples} training samples, and there are {now}: give the same data; "
-            f"{NEW_RUN}"
-        )
     if differ:
         raise UserError(f"data: {path} was trained on other classes: give the same data; {NEW_RUN}")
-    if splits.window is not None and is_other_data(recorded, splits):
-        what = f"with data.window={splits.window} a run goes on with the same samples in the same shards"
-        raise UserError(f"data: {what}, and {path} was trained on others: give the same shards; {NEW_RUN}")
 
 
 @_reads_a_record
@@ -262,16 +243,12 @@ def resume_messages(config: Config, splits: Splits, checkpoint: Mapping[str, Any
     if not checkpoint:
         return []
     recorded, messages = checkpoint["lockstep"], [f"resumes after step {checkpoint['global_step']}"]
-    before = {**recorded["config"], "precision": recorded["precision"]}
+    before = {**recorded["config"], "precision": recorded["trainer"]["precision"]}
     now = {**config.record, "precision": config.precision, "resume": before.get("resume")}
-    if before["optimizer"]["_target_"] and not now["optimizer"].get("_target_"):
-        # an older version recorded these though the module makes its own
-        before |= {key: now.get(key) for key in ("optimizer", "scheduler", "lr", "lr_scaling")}
-        before["model"] = {**before["model"], **({"lr": now["model"]["lr"]} if "lr" in now["model"] else {})}
     changed = differences(before, now)
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
-    if is_other_data(recorded, splits):
+    if is_other_data(recorded["trainer"], splits):
         messages.append("the content of the data set has changed since the checkpoint")
     return messages
 

@@ -167,14 +167,30 @@ class ConfigRecord(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))
+class TrainerRecord(TypedDict):
+    """What a run counts its steps by, and what decides their bits."""
+
+    batch_size: PositiveInt
+    samples: PositiveInt | None  # None: a stream without an end
+    fingerprint: str | None
+    precision: str
+
+
+@with_config(ConfigDict(extra="allow"))
 class TrainingRecord(TypedDict):
     """A checkpoint's record of the run that has saved it."""
 
+    trainer: TrainerRecord
+    config: dict[str, Any]
+
+
+@with_config(ConfigDict(extra="allow"))
+class RunRecord(TypedDict):
+    """A checkpoint's record of a run with a config."""
+
+    trainer: TrainerRecord
     config: ConfigRecord
     spec: SpecRecord
-    fingerprint: str | None
-    samples: PositiveInt
-    precision: str
 
 
 class LeftOutRecord(TypedDict):
@@ -202,6 +218,13 @@ class ResumableCheckpoint(TypedDict):
     global_step: Annotated[int, Field(strict=True, ge=0)]
     lockstep: TrainingRecord
     continuation: ContinuationRecord
+
+
+@with_config(ConfigDict(extra="allow"))
+class ResumableRun(ResumableCheckpoint):
+    """The same of a run with a config."""
+
+    lockstep: RunRecord  # type: ignore[misc]
 
 
 # Arguments of Lightning's Trainer that `debug.trainer` may have. It may have no others: most follow from other keys.

@@ -81,7 +81,8 @@ def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, 
         content = checkpoint_io.load(path, tensors=False).get("lockstep")
         if not isinstance(content, dict) or not {"config", "spec"} <= content.keys():
             raise CheckpointError(f"{path}: the file does not name its model: use a checkpoint that Lockstep wrote")
-        record = {name: content.get(name) for name in ("config", "spec", "fingerprint", "content")}
+        facts = content.get("trainer")
+        record = {"config": content["config"], "spec": content["spec"], **(facts if isinstance(facts, dict) else {})}
         try:
             json.dumps(record)  # other machines get the record as JSON
         except (TypeError, ValueError, RecursionError) as error:

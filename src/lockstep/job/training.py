@@ -21,6 +21,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, EvaluationSeed, Preemption, ReplicaConsistencyCheck
 from lockstep.callbacks.store_lease import store_leases
 from lockstep.checkpoint.callback import ResumeState
+from lockstep.checkpoint.fits import compared_weights
 from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.resume import CONFIG
 from lockstep.checkpoint.run_checks import ParameterNameCheck
@@ -98,11 +99,13 @@ class TrainingJob(Job):
     def build_module(self) -> pl.LightningModule:
         """Build the module with its initial weights, and check that the checkpoint fits it."""
         config, splits = self.config, self.splits
+        self._record = provenance.checkpoint_record(config, splits)
         module = make_module(config, splits)
         self._initial = load_initial_weights(config, module)
         check_batch_norms(config, splits, module)
         if self.checkpoint:
-            check_checkpoint_fits(self.checkpoint, self._loaded, module.state_dict(), config, splits, self.length.steps)
+            weights, steps = compared_weights(module), self.length.steps
+            check_checkpoint_fits(self.checkpoint, self._loaded, weights, config, splits, self._record, steps)
         return module
 
     def build_trainer(self, module: pl.LightningModule) -> Trainer:
@@ -115,11 +118,7 @@ class TrainingJob(Job):
         notes += _notes(config, splits, module, self._loaded)
         self._start_lines = StartLines(config, splits, folder, self._initial.not_loaded, notes)
         self._names = ParameterNameCheck(module)
-        self._resume_state = ResumeState(
-            provenance.checkpoint_record(config, splits),
-            settings(config, len(splits.train)),
-            self.length.steps_per_epoch,
-        )
+        self._resume_state = ResumeState(self._record, settings(config, len(splits.train)), self.length.steps_per_epoch)
         self._callbacks: list[pl.Callback] = [
             EvaluationSeed(),
             DummyBatchOnEmptyRank(),

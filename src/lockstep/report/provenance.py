@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.formats import FORMAT
+from lockstep.checkpoint.record import make_record
 from lockstep.config.check import Config
 from lockstep.config.schema import CACHE_KEYS
 from lockstep.errors import UserError
@@ -113,17 +113,9 @@ def write_provenance(config: Config, splits: "Splits", folder: Path) -> None:
 
 def checkpoint_record(config: Config, splits: "Splits") -> dict[str, Any]:
     """Return the entry `lockstep` of a run's checkpoints, without metrics, as plain data."""
-    return {
-        "format": FORMAT,
-        "config": config.record,
-        "precision": config.precision,  # resolved; the config may have auto
-        "pieces": config.layout.pieces,
-        "fingerprint": splits.fingerprint,
-        "content": splits.content,
-        "samples": len(splits.train),
-        "versions": versions(),
-        "spec": asdict(splits.spec),  # lets the model be used without the data set
-    }
+    facts = {"samples": len(splits.train), "fingerprint": splits.fingerprint, "content": splits.content}
+    others = {"config": config.record, "versions": versions(), "spec": asdict(splits.spec)}
+    return make_record(splits, config.layout, config.seed, config.precision, facts, **others)
 
 
 def _machine(config: Config) -> dict[str, Any]:

@@ -26,11 +26,12 @@ from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import ResumeState
-from lockstep.checkpoint.formats import FORMAT
-from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
+from lockstep.checkpoint.fits import COUNTED_BY, check_fits, check_record, compared_weights
+from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.checkpoint.record import make_record
 from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable, rules
-from lockstep.data.datasets import changed, content_of, fingerprint
+from lockstep.data.datasets import content_of, fingerprint
 from lockstep.data.digest import digest_of
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
@@ -87,7 +88,7 @@ from lockstep.trainer.parts import (
 from lockstep.trainer.run import Run
 from lockstep.trainer.run_folder import RunFolder, command, local_path, root_folder
 
-UNCHANGED = ("batch_size", "samples", "drop_last", "weighted", "content")  # what a run counts its steps by
+ANEW = "without ckpt_path a new run begins"
 
 
 class Trainer(StepTrainer):
@@ -370,11 +371,15 @@ class Trainer(StepTrainer):
         record = self._record(data)
         if path is not None:
             content = checkpoint_io.load(path, broadcast=True, whole=not self._reads_parts)
-            self._check_fits(path, content, model, record["trainer"])
+            check_record(path, content, ANEW)
             limits = {f"max_steps={self.max_steps}": self.max_steps} if self.max_steps >= 0 else {}
             if self.max_epochs is not None and self.max_epochs >= 0:
                 limits[f"max_epochs={self.max_epochs}"] = self.max_epochs * data.order.steps_per_epoch
-            rules.check_length(path, content["global_step"], limits)
+            exact = dict.fromkeys(record["trainer"], "exact=True, and ") if data.layout.exact else {}
+            must_stay = exact | dict.fromkeys(COUNTED_BY, "")
+            changes = check_fits(path, content, record["trainer"], compared_weights(model), limits, must_stay, ANEW)
+            if changes:
+                rank_zero_info(f"changed since the checkpoint: {', '.join(changes)}")
             self._checkpoint_io.expect(content)
             del content  # free the memory once it is restored
         names = ParameterNameCheck(model)
@@ -621,59 +626,15 @@ class Trainer(StepTrainer):
         train, layout, draws = data.splits.train, data.layout, data.splits.draws
         stream = data.sets["train"].stream
         content = content_of([train]) or (digest_of(train) if stream is None else stream.fingerprint())
-        return {
-            "format": FORMAT,
-            "command": broadcast_from_rank_zero(command()),
-            "config": {"max_epochs": self.max_epochs, "max_steps": self.max_steps},
-            "trainer": {
-                "batch_size": layout.batch_size,
-                "samples": data.order.samples_per_epoch if stream is None or stream.has_end else None,
-                "order": draws_digest(draws, 0),
-                "drop_last": data.splits.drop_last,
-                "weighted": data.splits.weights is not None,
-                "pieces": layout.pieces,
-                "exact": layout.exact,
-                "seed": self.seed,
-                "shuffle": data.splits.shuffle,
-                "precision": self.precision,
-                "fingerprint": fingerprint(train),
-                **({"content": content} if content else {}),
-            },
+        facts = {
+            "samples": data.order.samples_per_epoch if stream is None or stream.has_end else None,
+            "order": draws_digest(draws, 0),
+            "fingerprint": fingerprint(train),
+            **({"content": content} if content else {}),
         }
-
-    def _check_fits(self, path: str, content: dict[str, Any], module: pl.LightningModule, now: dict[str, Any]) -> None:
-        """Check that a fit can continue from a checkpoint: to the same bits, if it is exact."""
-        saved = content.get("lockstep", {}).get("trainer") if isinstance(content.get("lockstep"), dict) else None
-        counts = isinstance(content.get("global_step"), int)
-        if not isinstance(saved, dict) or not counts or "continuation" not in content:
-            raise CheckpointError(
-                f"{path}: no lockstep.Trainer has saved it, so none can continue from it: load its weights by "
-                "lockstep.load_weights"
-            )
-        samples = {saved.get("samples"), now["samples"]}
-        if len(samples) == 2 and None in samples:  # a stream, whose end one of the runs did not reach
-            known = max(each or 0 for each in samples)
-            if content["global_step"] * now["batch_size"] <= known:
-                saved = {**saved, "samples": now["samples"]}
-        must_stay = tuple(now) if now["exact"] else UNCHANGED
-        names = changed({name: saved.get(name) for name in now}, now)
-        for name in sorted(names, key="content".__eq__):  # other sizes are named first
-            if name == "content":
-                raise UserError(
-                    f"{path} was trained on other data of the same size: give the same, or leave ckpt_path out"
-                )
-            if name in must_stay:
-                exact = "exact=True, and " if name not in UNCHANGED else ""
-                raise UserError(
-                    f"{exact}{name}={now[name]}, but {path} was saved with {name}={saved.get(name)}: give the same, or "
-                    "leave ckpt_path out"
-                )
-        if names:
-            changes = ", ".join(f"{name}: {saved.get(name)} -> {now[name]}" for name in names)
-            rank_zero_info(f"changed since the checkpoint: {changes}")
-        if module.strict_loading and not overrides_method(module, "on_load_checkpoint", pl.LightningModule):
-            remedy = "give the module that it was saved from, or leave ckpt_path out"
-            checkpoint_io.check_same_shapes(path, content["state_dict"], module.state_dict(), remedy)
+        length = {"max_epochs": self.max_epochs, "max_steps": self.max_steps}
+        started_by = broadcast_from_rank_zero(command())
+        return make_record(data.splits, layout, self.seed, self.precision, facts, command=started_by, config=length)
 
     def _note_left_out(self, *made: Any) -> None:
         """Say which hyperparameters checkpoints lack, without which Lightning would make another module or data."""
