@@ -405,6 +405,18 @@ def project(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", params=["template", "trainer"])
+def either(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return that project, and one whose src/train.py is a program with `lockstep.Trainer` (trainer_program.py)."""
+    if request.param == "template":
+        return project
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "src").mkdir()
+    shutil.copy(ROOT / "tests" / "trainer_program.py", folder / "src" / "train.py")
+    shutil.copy(project / "src" / "mine.py", folder / "src")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def undisturbed(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return the run SAVES_OFTEN on one device, exact: runs that lose workers or machines must end with its bits."""

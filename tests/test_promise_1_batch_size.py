@@ -18,10 +18,10 @@ def steps_of(folder: Path) -> list[list[dict[str, Any]]]:
     return [list(step) for _, step in groupby(recorded_pieces(folder), key=lambda row: row["step"])]
 
 
-def test_a_step_is_batch_size_samples_in_equal_pieces_on_any_layout(project: Path, tmp_path: Path) -> None:
+def test_a_step_is_batch_size_samples_in_equal_pieces_on_any_layout(either: Path, tmp_path: Path) -> None:
     """8 pieces on 3 devices are 3, 3 and 2. The last step of the epoch has 9 samples."""
     task = (RECORDED, "pieces=8", "max_epochs=1", "strategy=ddp,dp", "devices=1,3", "-m")
-    swept = train(project, tmp_path, "LitDigits", *task)
+    swept = train(either, tmp_path, "LitDigits", *task)
     for folder, loads in zip(swept.jobs, ([8], [3, 3, 2]) * 2, strict=True):
         steps = steps_of(folder)
         sizes = [[len(piece["ids"]) for piece in step] for step in steps]
@@ -30,14 +30,12 @@ def test_a_step_is_batch_size_samples_in_equal_pieces_on_any_layout(project: Pat
             assert [piece["piece"] for piece in step] == list(range(8)), "each is computed once"
             devices = [piece["device"] for piece in step]
             assert [devices.count(device) for device in range(len(loads))] == loads
-        summary = summary_of(folder)
-        assert summary["layout"]["accumulate_grad_batches"] == loads[0]
-        assert (summary["layout"]["pieces"], summary["layout"]["batch_size"]) == (8, 24)
-        assert (summary["steps"], summary["samples_seen"]) == (4, SAMPLES)
+        assert summary_of(folder)["steps"] == 4
+        assert sum(map(sum, sizes)) == SAMPLES
 
 
-def test_pieces_follow_from_devices_and_accumulation(project: Path, tmp_path: Path) -> None:
+def test_pieces_follow_from_devices_and_accumulation(either: Path, tmp_path: Path) -> None:
     """The control: without accumulation a step is cut otherwise, and has as many samples."""
     task = (RECORDED, "pieces=null", "devices=2", "accumulate_grad_batches=2,1", "max_steps=1", "-m")
-    cut = [steps_of(folder)[0] for folder in train(project, tmp_path, "LitDigits", *task).jobs]
+    cut = [steps_of(folder)[0] for folder in train(either, tmp_path, "LitDigits", *task).jobs]
     assert [[len(piece["ids"]) for piece in step] for step in cut] == [[6] * 4, [12] * 2]

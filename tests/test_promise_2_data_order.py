@@ -25,8 +25,8 @@ def samples_of(folder: Path) -> list[list[int]]:
     return [[sample for row in rows if row["step"] == step for sample in row["ids"]] for step in steps]
 
 
-def test_every_layout_reads_the_same_order(project: Path, tmp_path: Path) -> None:
-    swept = train(project, tmp_path / "layouts", "LitDigits", RECORDED, "strategy=ddp,dp", "devices=1,4", "-m")
+def test_every_layout_reads_the_same_order(either: Path, tmp_path: Path) -> None:
+    swept = train(either, tmp_path / "layouts", "LitDigits", RECORDED, "strategy=ddp,dp", "devices=1,4", "-m")
     first, *others = [order_of(folder) for folder in swept.jobs]
     assert [order == first for order in others] == [True] * 3
     steps = samples_of(swept.jobs[0])
@@ -35,20 +35,20 @@ def test_every_layout_reads_the_same_order(project: Path, tmp_path: Path) -> Non
     assert [sorted(epoch) for epoch in epochs] == [list(range(81))] * 2, "each sample once an epoch"
     assert epochs[0] != epochs[1]
 
-    cut = train(project, tmp_path / "pieces", "LitDigits", RECORDED, "pieces=3,6", "seed=0,1", "max_epochs=1", "-m")
+    cut = train(either, tmp_path / "pieces", "LitDigits", RECORDED, "pieces=3,6", "seed=0,1", "max_epochs=1", "-m")
     three, three_of_another_seed, six, _ = cut.jobs
     assert samples_of(three) == samples_of(six) == steps[:4], "a piece is a slice of the step"
     assert order_of(three) != order_of(six), "the control: other slices"
     assert samples_of(three_of_another_seed) != steps[:4], "the control: another seed"
 
 
-def test_a_run_that_was_cut_reads_on_where_it_was_on_another_layout(project: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_cut_reads_on_where_it_was_on_another_layout(either: Path, tmp_path: Path) -> None:
     """The run is killed after six steps, of which the checkpoint holds five or six."""
-    whole = train(project, tmp_path / "whole", "LitDigits", RECORDED)
+    whole = train(either, tmp_path / "whole", "LitDigits", RECORDED)
     task = (RECORDED, "checkpoint_every=1")
-    cut = train(project, tmp_path / "cut", "Cut", *task, cut="SIGKILL", ok=False)
+    cut = train(either, tmp_path / "cut", "Cut", *task, cut="SIGKILL", ok=False)
     before = order_of(cut.folder)
-    after = order_of(go_on(project, cut, "strategy=ddp", "devices=2").folder)[len(before) :]
+    after = order_of(go_on(either, cut, "strategy=ddp", "devices=2").folder)[len(before) :]
     assert before
     assert after
     undisturbed = order_of(whole.folder)

@@ -115,11 +115,11 @@ def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tm
     assert swept.stderr.count(output) == 1, "on four ranks, which have 6 and 3 samples"
 
 
-def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(project: Path, tmp_path: Path) -> None:
+def test_random_numbers_in_an_evaluation_are_the_same_on_any_layout(either: Path, tmp_path: Path) -> None:
     task = ("data.val_fraction=0.3", "pieces=6", "exact=true", "max_steps=2", "seed=7")
-    alone, several = (train(project, tmp_path / str(len(on)), "NoisyScore", *task, *on) for on in ((), DDP))
+    alone, several = (train(either, tmp_path / str(len(on)), "NoisyScore", *task, *on) for on in ((), DDP))
     names = ("val/acc", "val/noise")
     one, other = ([run.summary["metrics"][name] for name in names] for run in (alone, several))
     assert one == pytest.approx(other, rel=1e-6)
-    control = train(project, tmp_path / "control", "NoisyScore", *task, "seed=8").summary["metrics"]
+    control = train(either, tmp_path / "control", "NoisyScore", *task, "seed=8").summary["metrics"]
     assert control["val/noise"] != pytest.approx(one[1], rel=1e-3)

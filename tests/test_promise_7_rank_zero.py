@@ -20,6 +20,7 @@ from conftest import (
     torchrun_environments,
     workers_of,
 )
+from user_runs import train
 
 SHORT = (*TINY, "max_epochs=1", "logger=none")
 LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
@@ -81,6 +82,18 @@ def test_rank_zero_speaks_alone(ddp: Run) -> None:
     assert "Warning" not in output
     for line in output.splitlines():
         assert line in (ddp.folder / "train.log").read_text()
+
+
+def test_each_run_of_either_program_is_reported_once_and_has_its_folder(either: Path, tmp_path: Path) -> None:
+    """More of where a `lockstep.Trainer` writes: tests/trainer/test_run_folder.py."""
+    files = []
+    for number in (1, 2):
+        run = train(either, tmp_path, "LitDigits", "strategy=ddp", "devices=2")
+        output = run.stdout + run.stderr
+        assert [output.count(text) for text in ("step 24 samples = 6 pieces x 4 on 2", "completed: ")] == [1, 1]
+        assert len(run.folders) == number, "no run writes into the folder of another"
+        files.append({path: path.read_bytes() for path in tmp_path.rglob("*.ckpt")})
+    assert files[0].items() < files[1].items()
 
 
 def test_two_processes_that_are_no_ranks_print_twice(run_train: Program) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Program, Run, page_file
 from refusals import Refusal, checked, read_table, refused_command, set_machine
+from user_runs import train
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 REFUSALS = read_table()
@@ -126,6 +127,28 @@ def test_what_only_the_first_step_can_refuse_leaves_nothing_either(project: Path
     assert run.returncode == 2, str(run)
     assert re.search("error: step 1: out of memory in 2 pieces of 4 samples.*\n$", run.stderr), run.stderr
     assert run.folders == []
+
+
+BOTH_REFUSE = {
+    "pieces=5": "batch_size=24 can't be cut into 5 equal pieces",
+    "batch_size=96": "batch_size=96 is more than the 81 samples",
+    "devices=8 strategy=dp": "pieces=6 is fewer than 8 devices",
+    "devices=8 strategy=ddp": "pieces=6 is fewer than 8 devices",
+    "model._target_=mine.LossOfSum": "it must be the mean over the samples",
+}
+
+
+@pytest.mark.parametrize("overrides", BOTH_REFUSE)
+def test_a_program_with_the_trainer_refuses_as_the_template_does(either: Path, tmp_path: Path, overrides: str) -> None:
+    """Each of its rules: tests/trainer/test_trainer.py. That both have the same: tests/trainer/test_one_trainer.py."""
+    run = train(either, tmp_path, "LitDigits", *overrides.split(), ok=False)
+    assert run.returncode == 2, str(run)
+    line = run.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert BOTH_REFUSE[overrides] in line
+    assert "Traceback" not in run.stderr
+    assert run.folders == []
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_flags_of_hydra_are_taken(run_train: Program) -> None:

@@ -130,6 +130,11 @@ class Curriculum(Cut):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class LossOfSum(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return len(batch[0]) * super().training_step(batch, batch_idx)
+
+
 class Rarely(LitDigits):
     """A part of it has no gradient where a piece has one sample."""
 
@@ -618,6 +623,24 @@ class Norms(LitDigits):
 
     def test_step(self, batch, batch_idx):
         self.validation_step(batch, batch_idx)
+
+
+class Random(LitDigits):
+    """Has what depends on the layout if nothing is done about it: BatchNorm, dropout, noise, AdamW."""
+
+    def extend(self):
+        self.net[2] = nn.Sequential(nn.BatchNorm1d(self.hparams.hidden), nn.ReLU(), nn.Dropout(0.3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((x + 0.1 * torch.randn_like(x), y), batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.003)
+
+
+class CutRandom(Random, Cut):
+    pass
 
 
 class WideNorms(Norms):

@@ -1,14 +1,11 @@
 """`lockstep.launch`: a function in several worker processes."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from conftest import python
-from trainer.small import Net, fit, loader, trainer
+from trainer.small import trainer
 
 import lockstep
 from lockstep.errors import UserError, WorkerFailed
@@ -57,37 +54,6 @@ def test_a_workers_error_names_its_place(capfd: pytest.CaptureFixture[str]) -> N
     with pytest.raises(WorkerFailed, match=r"^rank 1 failed: KeyError: 'lost' \(.*test_launch.py:\d+ in fails; trace"):
         lockstep.launch(fails, devices=2)
     assert "Traceback" in capfd.readouterr().err
-
-
-class Killed(pl.Callback):
-    """Kills rank zero after a step, when the checkpoint of an earlier one is written."""
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 9 and trainer.is_global_zero:
-            trainer.strategy.checkpoint_io.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def continued(folder: Path, **options: Any) -> tuple[int, str]:
-    """Fit from the last checkpoint. Return its step and the SHA-256 of the weights."""
-    pl.seed_everything(0, verbose=False)
-    began = []
-
-    class Begins(Net):
-        def on_train_start(self) -> None:
-            began.append(self.trainer.global_step)
-
-    module = Begins()
-    trainer(folder, exact=True, pieces=4, checkpoint_every=4, **options).fit(module, loader(), ckpt_path="last")
-    return began[0], lockstep.weights_sha256(module.state_dict())
-
-
-def test_a_killed_run_continues_on_another_layout_to_the_same_bits(tmp_path: Path) -> None:
-    one = fit(tmp_path / "one", exact=True, pieces=4)
-    assert lockstep.launch(lambda: fit(tmp_path / "three", exact=True, pieces=4), devices=3) == one
-    with pytest.raises(WorkerFailed, match="rank 0 was killed by SIGKILL"):
-        lockstep.launch(lambda: continued(tmp_path, callbacks=[Killed()]), devices=2)
-    assert lockstep.launch(continued, tmp_path, devices=3) == (8, one)
 
 
 ASKS = """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainer.small import QUIET, Killed, Net, loader, trainer
+from trainer.small import QUIET, Killed, Net, fit, loader, trainer
 
 import lockstep
 
@@ -410,3 +410,22 @@ def test_a_step_that_is_skipped_leaves_the_teacher_as_it_was(tmp_path: Path) -> 
     assert one == sha256(WithoutThisStep, tmp_path, nonfinite="skip")
     function = partial(sha256, NotFinite, tmp_path, nonfinite="skip")
     assert lockstep.launch(function, **PROCESSES) == one
+
+
+class Unfreezes(pl.Callback):
+    """Trains the first layer from the second epoch on, as fine-tuning does."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch >= self.epoch)
+
+
+def test_what_is_unfrozen_is_trained_on_every_layout(tmp_path: Path) -> None:
+    def fitted(epoch: int = 1, **options: Any) -> str:
+        return fit(tmp_path, exact=True, pieces=4, callbacks=[Unfreezes(epoch)], **options)
+
+    one = fitted()
+    assert fitted(strategy="dp", devices=2) == one
+    assert fitted(epoch=9) != one, "the control"

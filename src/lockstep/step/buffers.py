@@ -99,6 +99,10 @@ class Buffer:
             return True
         return self.is_parameter and self.tensor is not None and self.tensor.data_ptr() != self.pointer
 
+    def is_trained(self) -> bool:
+        """Check whether it is a parameter that has gradients now."""
+        return self.is_parameter and self.now is not None and self.now.requires_grad
+
     def has_other_content(self) -> bool:
         """Check whether the content differs from that of the step's begin."""
         now = self.now
@@ -385,6 +389,9 @@ class StepBuffers:
         self._pieces, self._changes, self._problems = 0, {}, {}
         if self._steps_to_compare:
             self._find()
+        for path in [path for path, each in self.buffers.items() if each.is_trained()]:  # unfrozen since
+            self.buffers.pop(path)
+            self.averaged.pop(path, None)
         self._compares_parameters = bool(self._steps_to_compare) or self._begins_epoch or ends_epoch
         for path, buffer in self.buffers.items():
             compares = self._compares_parameters if buffer.is_parameter else self._steps_to_compare
