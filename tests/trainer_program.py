@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.step.passes import overrides_method
 from lockstep.strategies import DDP, DP
 
 FOR_TRAINER = {
@@ -75,7 +74,7 @@ def train(folder: Path, words: list[str]) -> dict[str, Any]:
     loaders = [loader(data, splits.spec, taken, data is splits.train) for data in sets]
     trainer.fit(module, *loaders[:2], ckpt_path="last" if resume else None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    if overrides_method(module, "test_step", pl.LightningModule):
+    if kind.test_step is not pl.LightningModule.test_step:
         metrics |= trainer.test(module, loaders[2], verbose=False)[0]
     digest = lockstep.weights_sha256(module.state_dict())
     done = {"weights_sha256": digest, "steps": trainer.global_step, "metrics": metrics, "layout": layout}
