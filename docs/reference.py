@@ -20,7 +20,7 @@ from lockstep.programs.common.keys import KEY, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-CONF = [ROOT / "conf", ROOT / "src" / "lockstep" / "conf"]  # as in lockstep.config.pages, which this need not import
+CONF = [ROOT / "conf", *sorted(ROOT.glob("src/lockstep*/conf"))]
 REFUSALS = ROOT / "tests" / "refusals.yaml"
 PROGRAMS = ("evaluate", "predict", "export", "parity", "verify")
 NO_PROSE = ("# @package", "# yaml-language-server:")  # comments for Hydra and for editors

@@ -14,18 +14,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def extras(root: Path = ROOT) -> list[str]:
     """Return the names of the extras of a checkout."""
-    return sorted(path.parent.name for path in root.glob("src/lockstep/extras/*/__init__.py"))
+    folders = {path.parent.name for path in root.glob("src/lockstep_extras/*/__init__.py")}
+    return sorted(folders - {"conf", "programs"})
 
 
 def files_of(name: str, root: Path = ROOT) -> list[Path]:
     """Return the files and folders that belong to an extra. Deleting them removes it."""
-    folder = root / "src" / "lockstep" / "extras" / name
+    folder = root / "src" / "lockstep_extras" / name
     listed = folder / "BELONGS.txt"
     others = listed.read_text().split() if listed.exists() else []
     actual = [
         folder,
         root / "tests" / "extras" / name,
-        *(root / "src" / "lockstep" / "conf" / group / f"{name}.yaml" for group in ("extras", "strategy")),
+        *(root / "src" / "lockstep_extras" / "conf" / group / f"{name}.yaml" for group in ("extras", "strategy")),
         *(root / "docs" / "extras").glob(f"{name}.*"),
         *(root / path for path in others),
     ]
@@ -39,7 +40,7 @@ def named_in_the_core(root: Path = ROOT) -> list[str]:
         return []
     actual = []
     for path in sorted((root / "src" / "lockstep").rglob("*.py")):
-        if path.relative_to(root / "src" / "lockstep").parts[0] in ("extras", "programs"):
+        if path.relative_to(root / "src" / "lockstep").parts[0] == "programs":
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(rf"\b({names})\b", line, re.IGNORECASE):

@@ -37,7 +37,7 @@ CODE = 1  # a program's exit code, or minus its signal; 1: an exception that nob
 ROOT = Path(__file__).resolve().parent.parent
 # What `src/train.py` imports beside the modules of commands, which store the time of their import.
 LOCKSTEP = ("lockstep.job.training", "lockstep.job.run_folder", "lockstep.checkpoint.callback")
-PAGES = (ROOT / "src" / "lockstep" / "conf", ROOT / "conf")
+PAGES = (*(ROOT / "src").glob("lockstep*/conf"), ROOT / "conf")
 LIBRARIES = (
     "hydra._internal.hydra",
     "lightning.pytorch",
@@ -141,7 +141,7 @@ def take_lockstep() -> None:
         vars(sys.modules["lockstep"])["command_started_at"] = time.time()
         return
     for name in [*sys.modules]:
-        if name.partition(".")[0] == "lockstep":
+        if name.startswith("lockstep"):
             del sys.modules[name]
 
 

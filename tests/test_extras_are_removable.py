@@ -79,13 +79,28 @@ def test_all_else_works_without(names: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("processes")
+def test_lockstep_works_without_the_package_of_the_extras(tmp_path: Path) -> None:
+    for part in ("src", "conf"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    # This checkout may be installed, so a program would find its extras.
+    alone = f"import sys, runpy; sys.path.remove({str(ROOT / 'src')!r}) if {str(ROOT / 'src')!r} in sys.path else 0"
+    program = f"{alone}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    train = (sys.executable, "-c", program, "src/train.py", *TINY, "max_steps=2", "exact=true")
+    assert run(tmp_path, *train, "extras=[audit]", "strategy=ddp", "devices=2").returncode == 0  # the control
+    shutil.rmtree(tmp_path / "src" / "lockstep_extras")
+    assert run(tmp_path, *train).returncode == 0
+    assert "extras=audit: known: none" in run(tmp_path, *train, "extras=[audit]").stderr
+
+
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("name", [EXTRAS[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in EXTRAS[1:])])
 def test_an_import_in_the_core_is_noticed(name: str, tmp_path: Path) -> None:
     """The control."""
     root = copied(tmp_path / "project")
     with open(root / "src" / "lockstep" / "step" / "passes.py", "a") as file:
-        file.write(f"\nimport lockstep.extras.{name}  # noqa: E402, F401\n")
-    assert [line for line in named_in_the_core(root) if f"import lockstep.extras.{name}" in line]
+        file.write(f"\nimport lockstep_extras.{name}  # noqa: E402, F401\n")
+    assert [line for line in named_in_the_core(root) if f"import lockstep_extras.{name}" in line]
     assert run(root, str(PROGRAMS / "lint-imports"), "--no-cache").returncode
     remove([name], root)
     assert run(root, sys.executable, "src/train.py", *TINY, "max_steps=1").returncode

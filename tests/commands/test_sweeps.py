@@ -13,6 +13,7 @@ from conftest import LONG_RUN, TINY, Process, Program, Run, checkpoint_of, ended
 from lockstep.checkpoint.resume import resolve
 from lockstep.commands.sweeps import Progress, Slot, result_lines, slots
 from lockstep.config.arguments import read_arguments
+from lockstep.config.pages import SEARCHED
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
 
@@ -210,7 +211,7 @@ def test_a_sweep_goes_on_with_the_config_folder_of_its_command(recorded: Path) -
     record = recorded / "multirun.yaml"
     sources = "runtime: {config_sources: [{path: /a b, schema: file, provider: command-line}]}"
     record.write_text(record.read_text().replace("{overrides", f"{{{sources}, overrides", 1))
-    assert "hydra.searchpath=['file:///a b',pkg://lockstep.conf]" in arguments([f"sweep.resume={recorded}"])
+    assert f"hydra.searchpath=['file:///a b',{','.join(SEARCHED)}]" in arguments([f"sweep.resume={recorded}"])
     assert "searchpath" not in "".join(arguments([f"sweep.resume={recorded}", "--config-dir=x"]))
 
 

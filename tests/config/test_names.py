@@ -7,7 +7,7 @@ import pytest
 from conftest import composed
 
 from lockstep.config.arguments import no_option_message, read_arguments
-from lockstep.config.pages import group_file, options, with_one_search_path
+from lockstep.config.pages import SEARCHED, group_file, options, with_one_search_path
 from lockstep.config.value_checks import near_names, no_such_key_message
 from lockstep.errors import UserError
 
@@ -95,7 +95,7 @@ def test_another_first_page_is_refused(flags: list[str]) -> None:
 def test_folders_of_pages_are_searched_in_one_order() -> None:
     ours = "hydra.searchpath=['file:///conf',pkg://lockstep.conf]"
     theirs = "hydra.searchpath=['file:///a, b',pkg://lockstep.conf]"
-    expected = "hydra.searchpath=['file:///a, b','file:///conf',pkg://lockstep.conf]"
+    expected = f"hydra.searchpath=['file:///a, b','file:///conf',{','.join(SEARCHED)}]"
     assert with_one_search_path([theirs, "lr=1", ours]) == [expected, "lr=1"]
     assert with_one_search_path(["lr=1"]) == ["lr=1"]
 

@@ -17,7 +17,7 @@ from lockstep.programs import schema
 from lockstep.project import use_project_of
 
 CONF = ROOT / "conf"
-FOLDERS = (CONF, INHERITED)
+FOLDERS = (CONF, *INHERITED)
 KINDS: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
 

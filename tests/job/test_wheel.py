@@ -46,10 +46,12 @@ def test_what_is_in_it(wheel: Path) -> None:
         "lockstep/conf/base.yaml",
         "lockstep/template/src/project/models/resnet18.py",
         "lockstep/conf/hydra/default.yaml",
+        "lockstep_extras/conf/extras/audit.yaml",
         "lockstep/docs/use/module-rules.md",
         "lockstep/docs/troubleshooting.md",
     } <= {*names}
-    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {"hydra_plugins", "lockstep"}
+    packages = {name.partition("/")[0] for name in names if ".dist-info" not in name}
+    assert packages == {"hydra_plugins", "lockstep", "lockstep_extras"}
 
 
 def test_a_project_runs_with_it(wheel: Path, tmp_path: Path) -> None:

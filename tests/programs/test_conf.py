@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT, composed
 
 from lockstep.config.arguments import _purpose, help_page, read_arguments
-from lockstep.config.pages import INHERITED, also_inherited, find, folders, options
+from lockstep.config.pages import BASE, INHERITED, SEARCHED, also_inherited, find, folders, options
 from lockstep.errors import UserError
 from lockstep.programs.conf import main, names
 from lockstep.project import use_project_of
@@ -24,12 +24,12 @@ def dogs(tmp_path: Path) -> Path:
 
 
 def test_a_copy_is_used_and_the_rest_is_inherited(dogs: Path) -> None:
-    assert find("optimizer/adamw") == INHERITED / "optimizer" / "adamw.yaml"
+    assert find("optimizer/adamw") == BASE.parent / "optimizer" / "adamw.yaml"
     assert main(["optimizer/adamw.yaml", "data/transforms/none"]) == 0
     page = dogs / "optimizer" / "adamw.yaml"
-    assert page.read_text() == (INHERITED / "optimizer" / "adamw.yaml").read_text()
+    assert page.read_text() == (BASE.parent / "optimizer" / "adamw.yaml").read_text()
     assert find("optimizer/adamw") == page
-    assert find("optimizer/sgd") == INHERITED / "optimizer" / "sgd.yaml"
+    assert find("optimizer/sgd") == BASE.parent / "optimizer" / "sgd.yaml"
     assert {"adamw", "sgd"} <= {*options("optimizer")}
 
 
@@ -63,7 +63,7 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str], dogs: Path) -> None:
 
 def test_a_front_page_needs_no_key_of_a_newer_lockstep() -> None:
     """What the project's page leaves out has the default of the package's."""
-    page, base = (yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "train.yaml", INHERITED / "base.yaml"))
+    page, base = (yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "train.yaml", BASE))
     left_out = base.keys() - page.keys() - {"defaults"}
     assert {"elastic", "hang_timeout", "speed"} <= left_out
     cfg = composed()
@@ -84,13 +84,15 @@ def test_a_folder_of_the_command_line_comes_between_the_projects_pages_and_the_i
 
 
 def test_a_search_path_of_the_command_line_has_the_inherited_pages_too() -> None:
-    assert also_inherited("hydra.searchpath=[]") == "hydra.searchpath=[pkg://lockstep.conf]"
+    ours = ",".join(SEARCHED)
+    assert SEARCHED[0] == "pkg://lockstep.conf"
+    assert also_inherited("hydra.searchpath=[]") == f"hydra.searchpath=[{ours}]"
     argument = "hydra.searchpath=['file:///a[,b']"
-    assert also_inherited(argument) == "hydra.searchpath=['file:///a[,b',pkg://lockstep.conf]"
+    assert also_inherited(argument) == f"hydra.searchpath=['file:///a[,b',{ours}]"
     assert also_inherited(also_inherited(argument)) == also_inherited(argument)
     assert also_inherited("lr=0.1") == "lr=0.1"
     for other in ("pkg://lockstep.conf_of_others", "file:///pkg://lockstep.conf"):
-        assert also_inherited(f"hydra.searchpath=[{other}]") == f"hydra.searchpath=[{other},pkg://lockstep.conf]"
+        assert also_inherited(f"hydra.searchpath=[{other}]") == f"hydra.searchpath=[{other},{ours}]"
 
 
 def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:
@@ -102,7 +104,7 @@ def test_the_first_comment_of_each_page_is_whole_in_the_list_of_pages() -> None:
 
 
 def test_pages_name_nothing_that_only_the_checkout_of_lockstep_has() -> None:
-    for page in INHERITED.rglob("*.yaml"):
+    for page in (page for folder in INHERITED for page in folder.rglob("*.yaml")):
         assert not re.search(r"\bdocs/|pip install -e", page.read_text()), page
 
 

@@ -26,15 +26,15 @@ except SystemExit as end:
 
 def test_each_module_is_a_command_with_one_line() -> None:
     """A module's docstring begins with that line, and shows how the command is called."""
-    files = {path.stem for path in (ROOT / "src/lockstep/programs").glob("*.py")} - {"__init__", "main"}
-    assert set(main.commands().values()) == files
+    files = {path.stem for path in ROOT.glob("src/lockstep*/programs/*.py")} - {"__init__", "main"}
+    assert {module.rpartition(".")[2] for module in main.commands().values()} == files
     assert {"compare", "dashboard", "export", "fit-memory", "parity", "proof", "schema", "search"} <= set(
         main.commands()
     )
     lines = dict(re.findall(r"^  ([a-z-]+) +(\S.*\S)$", main.help_text(), re.MULTILINE))
     assert lines.keys() == main.commands().keys()
     for name, module in main.commands().items():
-        text = (ROOT / "src" / "lockstep" / "programs" / f"{module}.py").read_text()
+        text = (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
         assert text.startswith(f'"""{lines[name]}')
         assert f"\n    lockstep {name}" in text.split('"""')[1]
         assert "\ndef main(" in text

@@ -19,12 +19,12 @@ from torch import nn
 from lockstep import load_weights
 from lockstep.config.check import check
 from lockstep.errors import UserError
-from lockstep.extras.ledger.ledger_file import LEDGER_FILE, decisive_config
 from lockstep.job.evaluation import config_of
 from lockstep.programs.common import training
-from lockstep.programs.common.recomputing import part_of_run
 from lockstep.programs.comparison.why import Recorded
 from lockstep.project import use_project_of
+from lockstep_extras.ledger.ledger_file import LEDGER_FILE, decisive_config
+from lockstep_extras.ledger.recomputing import part_of_run
 
 TARGET = "lockstep.files.link_file"
 EVIL = {"_target_": TARGET, "source": "source", "path": "sentinel"}

@@ -277,6 +277,6 @@ def _message(error: BaseException, overrides: Sequence[str]) -> str:
         return f"{key}{error.filename}: {error.strerror}" + f" ({place})" * bool(place)
     if text.startswith("Error merging override") and error.__cause__:
         return f"{text}: {error.__cause__}"
-    if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
+    if isinstance(error, BAD_INPUT) or type(error).__module__.startswith(("lockstep", "__main__")):
         return text or type(error).__name__
     return f"{type(error).__name__}{f': {text}' * bool(text)} ({place_of(error)})"

@@ -213,10 +213,10 @@ def front_page(page: Path) -> str:
     usage, _, keys = text.partition("defaults:\n")
     usage = re.sub("^# @.*\n", "", usage, flags=re.MULTILINE)  # an instruction to Hydra
     keys = keys[keys.index("\n\n") :].strip()
-    inherited = _text(pages.INHERITED / "base.yaml") if "- base" in text else ""
+    inherited = _text(pages.BASE) if "- base" in text else ""
     chosen = text + inherited
     if page.parent.name == "program":  # it adds keys to train.yaml, of which it has all
-        chosen = _text(project().conf / "train.yaml") + _text(pages.INHERITED / "base.yaml")
+        chosen = _text(project().conf / "train.yaml") + _text(pages.BASE)
     groups = []
     for group in sorted({path.name for folder in pages.folders() for path in folder.iterdir() if path.is_dir()}):
         if group != "hydra" and f"- {group}:" in chosen:

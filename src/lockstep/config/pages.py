@@ -1,6 +1,6 @@
-"""The pages of the config: the project's in its conf/, and those that it inherits from the package lockstep.conf.
+"""The pages of the config: the project's in its conf/, and those that it inherits from lockstep and packages beside it.
 
-A page of the project comes before the package's of the same name. conf/train.yaml names the package in
+A page of the project comes before the packages' of the same name. conf/train.yaml names the packages in
 `hydra.searchpath`; for programs whose page does not, an override does.
 """
 
@@ -15,13 +15,16 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from lockstep.project import project
 
-INHERITED = Path(__file__).parents[1] / "conf"
-SEARCHED = "pkg://lockstep.conf"  # Hydra's name of it
+LIBRARY = Path(__file__).parents[2]
+PACKAGES = sorted(folder.parent.name for folder in LIBRARY.glob("lockstep*/conf"))  # lockstep is the first
+BASE = LIBRARY / "lockstep" / "conf" / "base.yaml"
+INHERITED = [LIBRARY / package / "conf" for package in PACKAGES]
+SEARCHED = [f"pkg://{package}.conf" for package in PACKAGES]  # Hydra's names of them
 
 
 def folders(added: Sequence[Path] = ()) -> list[Path]:
     """Return the folders that have pages, in the order in which Hydra looks for one: `added` has those in between."""
-    return [project().conf, *added, INHERITED]
+    return [project().conf, *added, *INHERITED]
 
 
 def find(name: str, added: Sequence[Path] = ()) -> Path | None:
@@ -87,12 +90,13 @@ def primary(program: str, more: Sequence[Path] = (), first: Sequence[str] = ()) 
         return Primary(conf, "train", [*([search_path_override(first)] if first else []), *added])
     if (conf / f"{program}.yaml").is_file():
         return Primary(conf, program, [search_path_override(first)])
-    return Primary(INHERITED / "primary", program, [search_path_override([*first, conf])])
+    page = next(folder / "primary" for folder in INHERITED if (folder / "primary" / f"{program}.yaml").is_file())
+    return Primary(page, program, [search_path_override([*first, conf])])
 
 
 def search_path_override(paths: Iterable[Path | str]) -> str:
-    """Return the override that adds folders to those in which Hydra looks for pages, before the package's."""
-    return f"hydra.searchpath=[{','.join((*(quote_path(f'file://{path}') for path in paths), SEARCHED))}]"
+    """Return the override that adds folders to those in which Hydra looks for pages, before the packages'."""
+    return f"hydra.searchpath=[{','.join((*(quote_path(f'file://{path}') for path in paths), *SEARCHED))}]"
 
 
 def with_one_search_path(overrides: Sequence[str]) -> list[str]:
@@ -111,17 +115,18 @@ def with_one_search_path(overrides: Sequence[str]) -> list[str]:
             paths += map(str, value)
     if not paths:
         return others
-    searched = [*dict.fromkeys(quote_path(path) for path in paths if path != SEARCHED), SEARCHED]
+    searched = [*dict.fromkeys(quote_path(path) for path in paths if path not in SEARCHED), *SEARCHED]
     return [f"hydra.searchpath=[{','.join(searched)}]", *others]
 
 
 def also_inherited(argument: str) -> str:
-    """Return an argument; one that replaces the folders in which Hydra looks for pages has the package's too."""
+    """Return an argument; one that replaces the folders in which Hydra looks for pages has the packages' too."""
     key, _, value = argument.partition("=[")
     if key.lstrip("+") == "hydra.searchpath" and value.endswith("]"):
         paths = value[:-1].strip(" ,")
-        if SEARCHED not in [path.strip(" '\"") for path in paths.split(",")]:
-            return f"{key}=[{','.join(filter(None, (paths, SEARCHED)))}]"
+        listed = [path.strip(" '\"") for path in paths.split(",")]
+        missing = [path for path in SEARCHED if path not in listed]
+        return f"{key}=[{','.join(filter(None, (paths, *missing)))}]" if missing else argument
     return argument
 
 

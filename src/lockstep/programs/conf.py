@@ -21,8 +21,9 @@ NOT_COPIED = ("base",)  # it stays inherited, so that a project gets the keys of
 
 def names() -> list[str]:
     """Return the names of the pages that can be copied, with their groups."""
-    files = (file.relative_to(INHERITED).with_suffix("").as_posix() for file in INHERITED.rglob("*.yaml"))
-    return sorted(name for name in files if name not in NOT_COPIED and not name.startswith(("primary/", "program/")))
+    files = [file.relative_to(folder) for folder in INHERITED for file in folder.rglob("*.yaml")]
+    pages = {file.with_suffix("").as_posix() for file in files}
+    return sorted(name for name in pages if name not in NOT_COPIED and not name.startswith(("primary/", "program/")))
 
 
 def main(words: list[str]) -> int:
@@ -52,6 +53,6 @@ def main(words: list[str]) -> int:
     for name in wanted:
         target = conf / f"{name}.yaml"
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(INHERITED / f"{name}.yaml", target)
+        shutil.copyfile(next(file for folder in INHERITED if (file := folder / f"{name}.yaml").is_file()), target)
         print(f"conf/{name}.yaml is yours now", file=sys.stderr)
     return 0

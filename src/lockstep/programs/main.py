@@ -1,7 +1,8 @@
 """The command `lockstep`: run one of the programs of this package.
 
-Each module of the package, but this one, is a command, such as `lockstep fit-memory`. Its docstring begins with the
-line that `lockstep --help` prints, and its `main` gets the command's arguments and returns the exit code.
+Each module of the package, but this one, is a command, such as `lockstep fit-memory`; so are those of a package
+`programs` beside Lockstep, as in lockstep_extras. Its docstring begins with the line that `lockstep --help` prints, and
+its `main` gets the command's arguments and returns the exit code.
 """
 
 import ast
@@ -20,18 +21,22 @@ from lockstep.errors import UserError
 from lockstep.programs.common.packages import check_packages
 from lockstep.project import VARIABLE, project
 
-FOLDER = Path(__file__).parent
+LIBRARY = Path(__file__).parents[2]
 
 
 def commands() -> dict[str, str]:
     """Return the names of all commands, with their modules' names."""
-    modules = (each.name for each in pkgutil.iter_modules([str(FOLDER)]) if not each.ispkg and each.name != "main")
-    return {name.replace("_", "-"): name for name in modules}
+    modules: dict[str, str] = {}
+    for folder in LIBRARY.glob("lockstep*/programs"):
+        package = ".".join(folder.relative_to(LIBRARY).parts)
+        names = [each.name for each in pkgutil.iter_modules([str(folder)]) if not each.ispkg and each.name != "main"]
+        modules |= {name.replace("_", "-"): f"{package}.{name}" for name in names}
+    return dict(sorted(modules.items()))
 
 
 def summary(module: str) -> str:
     """Return the first line of a module's docstring, without importing the module."""
-    docstring = ast.get_docstring(ast.parse((FOLDER / f"{module}.py").read_text())) or ""
+    docstring = ast.get_docstring(ast.parse(LIBRARY.joinpath(*module.split(".")).with_suffix(".py").read_text())) or ""
     return docstring.partition("\n")[0].rstrip(":.")
 
 
@@ -87,6 +92,6 @@ def run(name: str, arguments: list[str]) -> int:
     sys.argv[:] = [f"lockstep {name}", *arguments]
     if not {"--help", "-h"} & set(arguments):
         check_packages(*arguments)
-    module = importlib.import_module(f"{__package__}.{known[name]}")
+    module = importlib.import_module(known[name])
     code: int = module.main(arguments)
     return code

@@ -130,7 +130,7 @@ UPGRADE = (
     "A newer Lockstep: change its line in `pyproject.toml`, then `make setup`. No file of yours is changed.\n"
     "`requirements.lock` has the versions of all else."
 )
-VENDORED = "`src/lockstep/` and `src/hydra_plugins/` are a copy of Lockstep, for machines that can install nothing."
+VENDORED = "`src/lockstep*/` and `src/hydra_plugins/` are a copy of Lockstep, for machines that can install nothing."
 IGNORED = """__pycache__/
 *.egg-info/
 .venv
@@ -247,7 +247,7 @@ def write(name: str, folder: Path, pin: str | None, wheel: Path | None) -> None:
     if not pin:
         library = Path(lockstep.__file__).parent
         ignored = shutil.ignore_patterns("__pycache__", "template")
-        for package in (library, library.parent / "hydra_plugins"):
+        for package in (*library.parent.glob("lockstep*/"), library.parent / "hydra_plugins"):
             shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
         copy_manual(manual(), folder / "src" / library.name / "docs")
         required = [each for each in metadata.requires(DISTRIBUTION) or () if "extra ==" not in each]

@@ -30,7 +30,7 @@ INTERPOLATION = {"type": "string", "pattern": r"^\$\{"}  # a value such as ${mod
 
 def schemas() -> dict[str, Any]:
     """Return all schemas by the names of their files."""
-    comments = _comments({"train.yaml": (pages.INHERITED / "base.yaml").read_text()})["properties"]
+    comments = _comments({"train.yaml": pages.BASE.read_text()})["properties"]
     schemas_by_key = _for_editors(TypeAdapter(Keys).json_schema())["properties"]
     schemas_by_key["devices"]["anyOf"].append({"const": -1})  # Lightning's word for auto
     group_schemas = {}

@@ -150,7 +150,9 @@ def _search(name: str, thing: Any, metrics: dict[int, tuple[str, Any]], seen: se
         items = ((str(key), value) for key, value in islice(thing.items(), MOST_ITEMS))
     elif isinstance(thing, list | tuple | set):
         items = ((str(index), value) for index, value in enumerate(islice(thing, MOST_ITEMS)))
-    elif type(thing).__module__.partition(".")[0] not in (*LIBRARIES, "lockstep") and hasattr(thing, "__dict__"):
+    elif not type(thing).__module__.startswith("lockstep") and (
+        type(thing).__module__.partition(".")[0] not in LIBRARIES and hasattr(thing, "__dict__")
+    ):
         items = vars(thing).items()
     for key, value in items:
         if key != "_modules":

@@ -11,7 +11,7 @@ from user_runs import DDP, DP, jobs, same_bits, train
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
-from lockstep.extras.audit.choice import choose_piece, verdict
+from lockstep_extras.audit.choice import choose_piece, verdict
 
 TRAINED = 81  # samples, in four steps an epoch
 AUDIT = (

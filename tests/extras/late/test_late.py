@@ -17,7 +17,6 @@ from user_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import ImageDataModule
 from lockstep.errors import NonFinite
-from lockstep.extras.late.sum import LateSteps, LateSum
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.report.summary import weights_sha256
 from lockstep.step import gradients
@@ -25,6 +24,7 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto
+from lockstep_extras.late.sum import LateSteps, LateSum
 
 
 def late_by(steps: int) -> tuple[str, str]:

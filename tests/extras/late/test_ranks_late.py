@@ -9,8 +9,8 @@ from rank_fits import Net, fits, same_bits
 from thread_ranks import Ranks
 
 from lockstep.checkpoint.io import AtomicCheckpointIO, load
-from lockstep.extras.late.sum import LateSteps, LateSum
 from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep_extras.late.sum import LateSteps, LateSum
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("whole_run")]
 LAYOUTS = [{"world": 2}, {"world": 3}, {"world": 4}, {"world": 2, "strategy": "dp"}, {"world": 3, "strategy": "dp"}]

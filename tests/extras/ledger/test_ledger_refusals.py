@@ -9,9 +9,9 @@ from refusals import refused_with
 
 from lockstep.config import check as config
 from lockstep.errors import UserError
-from lockstep.extras.ledger.ledger_file import decisive_config
 from lockstep.launch import machine
-from lockstep.programs import verify
+from lockstep_extras.ledger.ledger_file import decisive_config
+from lockstep_extras.programs import verify
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
@@ -47,7 +47,7 @@ def test_tf32_counts_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_without_a_ledger_is_refused_before_torch_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "lockstep.programs.common.verifying", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "lockstep_extras.ledger.verifying", None)  # an import of it fails
     with pytest.raises(UserError, match=rf"^run={tmp_path}/no: there is no such folder: give the folder of a run"):
         verify.main(["steps=3", f"run={tmp_path}/no"])
     with pytest.raises(UserError, match=rf"^run={tmp_path} has no ledger\.jsonl: start a run with extras=\[ledger\]$"):

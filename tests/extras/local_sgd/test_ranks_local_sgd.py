@@ -8,7 +8,7 @@ from rank_fits import Net, fits, layout_of, same_bits
 from thread_ranks import Ranks
 
 from lockstep.callbacks.ranks import Diverged, ReplicaConsistencyCheck
-from lockstep.extras.local_sgd.average import AverageWeights, LocalGradients
+from lockstep_extras.local_sgd.average import AverageWeights, LocalGradients
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("whole_run")]
 

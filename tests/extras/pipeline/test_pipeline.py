@@ -13,8 +13,8 @@ from user_runs import go_on, jobs, must_refuse, same_bits, train
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.extras.pipeline.strategy import balanced, stage_starts
 from lockstep.step.network_parts import parts_of
+from lockstep_extras.pipeline.strategy import balanced, stage_starts
 
 # 69 samples to train on: in each epoch's last step, 5 for 8 pieces.
 TASK = (*RANDOM, "data.samples=86", "model.dropout=0.3", "batch_size=32", "pieces=8")

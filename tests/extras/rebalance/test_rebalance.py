@@ -16,8 +16,8 @@ from store_servers import WebServer
 from written_shards import write_folder, write_shards
 
 from lockstep.arithmetic.layout import Layout, resolve
-from lockstep.extras.rebalance.assignment import MovingAssignment, with_counts
-from lockstep.extras.rebalance.choice import LEAST_GAIN, MOST_GAIN, better_counts, fastest_counts, slowest_time
+from lockstep_extras.rebalance.assignment import MovingAssignment, with_counts
+from lockstep_extras.rebalance.choice import LEAST_GAIN, MOST_GAIN, better_counts, fastest_counts, slowest_time
 
 # 270 samples to train on: eight whole steps an epoch, and one of 14 samples for 8 pieces; 45 steps.
 TASK = (
@@ -160,7 +160,7 @@ def test_a_run_begins_with_the_shares_of_the_command_line(single: Run, uneven: P
 
 @pytest.mark.nightly
 def test_the_audit_follows_pieces_that_move(single: Run, uneven: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lockstep.extras.audit")
+    pytest.importorskip("lockstep_extras.audit")
     options = ("exact=true", "devices=3", BACK_AND_FORTH, "extras=[rebalance,audit]", "extras.audit.share=1")
     moved = run(uneven, tmp_path, *TASK, "strategy=ddp", *options, "extras.rebalance.every=4")
     assert len(changes(moved.folder)) >= 2

@@ -27,7 +27,7 @@ class TooEarly(pl.Callback):
     """Lets changes take effect at the next step, although loader processes have fetched it."""
 
     def setup(self, trainer, pl_module, stage):
-        from lockstep.extras.rebalance import hook
+        from lockstep_extras.rebalance import hook
 
         hook.fetched_ahead = lambda trainer: 0
 
@@ -36,7 +36,7 @@ class Apart(pl.Callback):
     """Lets changes take effect on each rank a step later than on the rank before it."""
 
     def setup(self, trainer, pl_module, stage):
-        from lockstep.extras.rebalance.assignment import MovingAssignment
+        from lockstep_extras.rebalance.assignment import MovingAssignment
 
         change, rank = MovingAssignment.change, trainer.global_rank
         MovingAssignment.change = lambda assignment, first, now, counts: change(assignment, first + rank, now, counts)

@@ -66,17 +66,17 @@ class Late(Extra):
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep.extras.late.sum import LateSum
+        from lockstep_extras.late.sum import LateSum
 
         self._sum = LateSum(gradients, self.steps)
         return self._sum
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep.extras.late.sum import LateSteps
+        from lockstep_extras.late.sum import LateSteps
 
         return [LateSteps(self._sum)]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.late.sum import ApplyRemaining
+        from lockstep_extras.late.sum import ApplyRemaining
 
         return [ApplyRemaining(self._sum)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import UserError
-from lockstep.extras.ledger import LEDGER_FILE
+from lockstep_extras.ledger import LEDGER_FILE
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> NoReturn:
 
     # These import torch, which takes longer than the check above.
     from lockstep.commands import cli
-    from lockstep.programs.common.verifying import verify
+    from lockstep_extras.ledger.verifying import verify
 
     cli.command(verify, "verify")
 

@@ -62,7 +62,7 @@ class Rebalance(Extra):
     def wrap_assignment(self, assignment: "Assignment") -> "Assignment":
         if assignment.layout.replicas == 1:
             return assignment
-        from lockstep.extras.rebalance.assignment import MovingAssignment
+        from lockstep_extras.rebalance.assignment import MovingAssignment
 
         self._assignment = MovingAssignment(assignment.layout)
         return self._assignment
@@ -70,7 +70,7 @@ class Rebalance(Extra):
     def step_hooks(self, parts: RunParts) -> "Sequence[StepHook]":
         if self._assignment is None:
             return []
-        from lockstep.extras.rebalance.hook import RebalanceHook
+        from lockstep_extras.rebalance.hook import RebalanceHook
 
         self._hook = RebalanceHook(self.every, self._assignment, parts.rank)
         return [self._hook]

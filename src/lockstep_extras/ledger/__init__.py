@@ -45,12 +45,12 @@ class Ledger(Extra):
     def checkpoint_observers(self, parts: RunParts) -> Sequence[CheckpointObserver]:
         if parts.rank:
             return ()
-        from lockstep.extras.ledger.ledger_file import LedgerFile
+        from lockstep_extras.ledger.ledger_file import LedgerFile
 
         self._lines = LedgerFile(parts.folder, parts.config, parts.splits, parts.resumed, parts.module.state_dict())
         return [self._lines]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.ledger.ledger_file import RepairLedger
+        from lockstep_extras.ledger.ledger_file import RepairLedger
 
         return [RepairLedger(self._lines)] if self._lines is not None else []

@@ -26,9 +26,9 @@ from lockstep.config.schema import CACHE_KEYS
 from lockstep.data import Splits
 from lockstep.data.datasets import changed
 from lockstep.errors import UserError
-from lockstep.extras.ledger import LEDGER_FILE
 from lockstep.report.provenance import code_sha256, git_info, versions
 from lockstep.report.summary import weights_sha256
+from lockstep_extras.ledger import LEDGER_FILE
 
 LOG = logging.getLogger("lockstep")
 ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII

@@ -17,7 +17,11 @@ from lockstep.checkpoint.start import differences
 from lockstep.config.value_checks import PositiveInt, as_text, checker, show
 from lockstep.data.datasets import changed, differ
 from lockstep.errors import UserError
-from lockstep.extras.ledger.ledger_file import (
+from lockstep.job.optimizers import as_built
+from lockstep.programs.common.training import check_one_machine
+from lockstep.report.provenance import code_sha256, git_info, versions
+from lockstep.text import join_names
+from lockstep_extras.ledger.ledger_file import (
     LEDGER_FILE,
     config_sha256,
     hashes,
@@ -26,11 +30,7 @@ from lockstep.extras.ledger.ledger_file import (
     read,
     samples_sha256,
 )
-from lockstep.job.optimizers import as_built
-from lockstep.programs.common.recomputing import Part, first_difference, part_of_run, recompute
-from lockstep.programs.common.training import check_one_machine
-from lockstep.report.provenance import code_sha256, git_info, versions
-from lockstep.text import join_names
+from lockstep_extras.ledger.recomputing import Part, first_difference, part_of_run, recompute
 
 # Each line of a ledger belongs to a checkpoint and covers the steps `since` + 1 to `step`. A line has `about` if a part
 # of the run begins there (see `parts_of_lines`). `read_chain` adds `text`, the line as it is in the file.

@@ -37,6 +37,6 @@ class Pipeline(Strategy):
             )
 
     def make_lightning_strategy(self, layout: "Layout") -> "PieceStrategy":
-        from lockstep.extras.pipeline.strategy import StagedStrategy
+        from lockstep_extras.pipeline.strategy import StagedStrategy
 
         return StagedStrategy(self.split or ())

@@ -17,7 +17,10 @@ from lockstep.config.pages import group_file
 from lockstep.config.portable import choose_kernels
 from lockstep.data import Splits
 from lockstep.errors import UserError
-from lockstep.extras.ledger.ledger_file import (
+from lockstep.launch.signals import Interrupted
+from lockstep.programs.common.training import open_without_test, train_from
+from lockstep.text import is_url
+from lockstep_extras.ledger.ledger_file import (
     LEDGER_FILE,
     NOT_DECISIVE,
     STATE,
@@ -27,9 +30,6 @@ from lockstep.extras.ledger.ledger_file import (
     parse_line,
     read,
 )
-from lockstep.launch.signals import Interrupted
-from lockstep.programs.common.training import open_without_test, train_from
-from lockstep.text import is_url
 
 # Options of a strategy that affect the bits of the weights. They come from the ledger, the others from this command.
 DECISIVE_STRATEGY_OPTIONS = ("sync_batchnorm", "compression")
@@ -143,7 +143,7 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
     Raises:
         Interrupted: the run was interrupted before its last step.
     """
-    save = {"_target_": "lockstep.programs.common.recomputing.SaveAtSteps", "steps": list(steps)}
+    save = {"_target_": "lockstep_extras.ledger.recomputing.SaveAtSteps", "steps": list(steps)}
     config = replace(part.config, callbacks={**part.config.callbacks, "save_at_steps": save})
     try:
         train_from(start, config, part.splits, folder)

@@ -18,7 +18,6 @@ from torchmetrics import Metric
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import WorkerFailed
-from lockstep.extras.audit.choice import Choice, choose_piece, verdict
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
@@ -27,6 +26,7 @@ from lockstep.step.gradients import Gradients, trained_parameters
 from lockstep.step.passes import Step, StepHook
 from lockstep.step.strategy import proxy
 from lockstep.text import join_names, plural
+from lockstep_extras.audit.choice import Choice, choose_piece, verdict
 
 LOG = logging.getLogger("lockstep")
 PATTERN = 1 << 16  # numbers in a test message

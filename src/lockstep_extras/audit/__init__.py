@@ -52,13 +52,13 @@ class Audit(Extra):
             yield "audit: the only device checks itself, so a permanent fault is not detected"
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep.extras.audit.hook import AuditHook
+        from lockstep_extras.audit.hook import AuditHook
 
         self._hook = AuditHook(self.share, parts.config.seed, parts.config.layout)
         return [self._hook]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.audit.hook import LogAuditCount
+        from lockstep_extras.audit.hook import LogAuditCount
 
         return [LogAuditCount(self._hook)]
 

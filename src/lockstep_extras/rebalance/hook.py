@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.extras.rebalance.assignment import MovingAssignment
-from lockstep.extras.rebalance.choice import better_counts, slowest_time
 from lockstep.step.batch import MicroBatch
 from lockstep.step.passes import Step, StepHook
+from lockstep_extras.rebalance.assignment import MovingAssignment
+from lockstep_extras.rebalance.choice import better_counts, slowest_time
 
 LOG = logging.getLogger("lockstep")
 MOST_RANKS = 8  # a line of the log lists the pieces of at most so many ranks

@@ -59,11 +59,11 @@ class LocalSgd(Extra):
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep.extras.local_sgd.average import LocalGradients
+        from lockstep_extras.local_sgd.average import LocalGradients
 
         return LocalGradients(gradients.strategy)
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep.extras.local_sgd.average import AverageWeights
+        from lockstep_extras.local_sgd.average import AverageWeights
 
         return [AverageWeights(self.every)]

@@ -1,0 +1,1 @@
+"""The pages of the extras: `hydra.searchpath: [pkg://lockstep_extras.conf]`."""

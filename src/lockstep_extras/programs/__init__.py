@@ -1,0 +1,1 @@
+"""Commands of the extras, found as those in `lockstep.programs`."""
