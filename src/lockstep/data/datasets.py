@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,6 @@ class ArrayDataset:
     Attributes:
         images: uint8 tensor [N, C, H, W].
         labels: int64 tensor [N], float32 tensor [N, k] or uint8 tensor [N, H, W].
-        resident: whether both were copied to a GPU. Batches are gathered there, with the same bits, and only the
-            numbers of samples are sent.
         uses_random_numbers: False: a sample is always the same; see `fetch`.
 
     Raises:
@@ -44,7 +41,7 @@ class ArrayDataset:
     """
 
     uses_random_numbers = False
-    resident = False
+    resident = False  # True: images and labels are copies on a GPU, where batches are gathered, with the same bits
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
@@ -68,12 +65,6 @@ class ArrayDataset:
             index = index.pin_memory().to(self.images.device, non_blocking=True)
         # `index_select` copies whole images. `self.images[index]` copies byte by byte and takes five times as long.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
-
-    def copied_to(self, device: torch.device) -> "ArrayDataset":
-        """Return the data set with its images and labels on a device."""
-        other = copy(self)
-        other.images, other.labels, other.resident = self.images.to(device), self.labels.to(device), True
-        return other
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the images and labels, in hex."""

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -437,8 +438,14 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     if choice == "auto" and size > free / 2:
         LOG.info("%s: they stay on the host (speed.resident=true copies them, if they fit)", sizes)
         return splits
-    resident: dict[int, Any] = {key: dataset.copied_to(device) for key, dataset in in_memory.items()}
+    resident: dict[int, Any] = {key: _on_device(dataset, device) for key, dataset in in_memory.items()}
     return replace(splits, **{name: _moved(part, resident) for name, part in parts.items()})
+
+
+def _on_device(dataset: ArrayDataset, device: torch.device) -> ArrayDataset:
+    other = copy(dataset)
+    other.images, other.labels, other.resident = dataset.images.to(device), dataset.labels.to(device), True
+    return other
 
 
 def _moved(dataset: Any, resident: dict[int, Any]) -> Any:
