@@ -77,6 +77,18 @@ class Counts(LitDigits):
         return super().training_step(batch, batch_idx) / self.count
 
 
+class CountsInHooks(LitDigits):
+    """One that counts outside of `training_step`."""
+
+    count = 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.count += 1
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / self.count
+
+
 class ByRank(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 + self.global_rank)
@@ -95,6 +107,65 @@ class NumpyDraws(LitDigits):
 class CustomGenerator(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * np.random.default_rng().random()
+
+
+class SystemDraws(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * random.SystemRandom().random()
+
+
+class Iterates(LitDigits):
+    def extend(self):
+        self.others = iter(range(10**6))
+
+    def training_step(self, batch, batch_idx):
+        next(self.others)
+        return super().training_step(batch, batch_idx)
+
+
+class Masked(LitDigits):
+    """A mean over the samples that have a label."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y.where(y > 0, -100))
+
+
+class WrongWeight(Masked):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "weight": len(batch[1])}
+
+
+class Contrasts(LitDigits):
+    def training_step(self, batch, batch_idx):
+        z = F.normalize(self(batch[0]), dim=1)
+        return F.cross_entropy(z @ z.T / 0.2, torch.arange(len(z), device=z.device))
+
+
+class Rescales(LitDigits):
+    """One that sets a trained weight in each call."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[1].weight.div_(self.net[1].weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class CountsSamples(LitDigits):
+    def extend(self):
+        self.register_buffer("samples", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        self.samples += len(batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+class Clamps(LitDigits):
+    """One that clips in the backward pass."""
+
+    def extend(self):
+        self.net[1].register_full_backward_hook(lambda layer, inputs, outputs: None)
+        self.net[2].register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0].clamp(-1e-3, 1e-3),))
 
 
 class OtherWeights(LitDigits):
@@ -168,6 +239,27 @@ class Collects(LitDigits):
     def on_test_epoch_end(self):
         self.log("test/wrong", float(self.wrong))
 
+
+# What the judge says about each of these modules, whoever asks it: a run, `lockstep parity` or `ModuleTests`.
+JUDGED = {
+    "Sound": "",
+    "Sum": "training_step returns a loss that grows with the number of samples .*, as reduction='mean' gives it, not a",
+    "Masked": "training_step returns a mean over something else than samples .*: return {'loss': loss, 'weight'",
+    "WrongWeight": "by the weight that training_step returns: the weight must be the denominator of the loss",
+    "Neighbours": "in evaluation, the output of forward for a sample depends on the other samples of its batch",
+    "BatchStatistics": r"in evaluation, the output of net.0 \(BatchNorm2d\) for .*running statistics \(track_running",
+    "Contrasts": "the loss of a sample depends on the other samples of its piece .*: give pieces=1, on one device",
+    "Counts": r"another loss .* it depends on a state that it changes itself \(count\), .*self.global_step, or",
+    "ByRank": "another loss for the same samples on another rank, .*: let it follow from the samples, .* global_rank",
+    "PythonDraws": r"another loss .* since it draws random numbers .* \(Python's random\): draw from torch's default",
+    "NumpyDraws": r"another loss .* since it draws random numbers .* \(numpy's np.random\): draw from torch's default",
+    "CustomGenerator": r"another loss .* no part of the module, .* without a seed \(numpy's default_rng\(\), .*: draw",
+    "SystemDraws": r"another loss .* no part of the module, .*, random.SystemRandom\(\)\), the clock, .*: draw",
+    "Iterates": r"values from an iterator that the module keeps \(others\), .*, or choose them by the number",
+    "Rescales": r"training_step changes parameters itself \(net.1.weight\), .*: change them .* in on_train_batch_end",
+    "CountsSamples": r"the buffer samples of the module \(CountsSamples\) depends on the samples of a piece, .*per",
+    "Clamps": "the gradient of net.1.weight.* is not in proportion to the loss, .* on_before_optimizer_step",
+}
 
 # --- data sets --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from lockstep.config.metrics import (
 )
 from lockstep.errors import UserError
 from lockstep.lightning.logs import logged_objects
-from lockstep.step.module_state import SavedAttributes
+from lockstep.step.trial import SavedAttributes
 
 
 class MonitorCheck(pl.Callback):

@@ -15,8 +15,8 @@ from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objec
 from lockstep.lightning.evaluations import watched_loop
 from lockstep.lightning.hooks import call_of_module
 from lockstep.step.batch import data_of
-from lockstep.step.module_state import SavedTensors
 from lockstep.step.strategy import Hooks
+from lockstep.step.trial import SavedTensors
 
 SECONDS_BETWEEN_LOOKS = 1.0  # of several ranks at rank zero's clock, if a time is the interval between validations
 

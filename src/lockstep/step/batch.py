@@ -205,6 +205,44 @@ def _rows(value: Any, size: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == size
 
 
+class CannotRepeat(Exception):
+    """A batch has a part of which the samples are unknown."""
+
+
+def repeated(batch: Any, size: int, rows: range, times: int = 1) -> Any:
+    """Return some samples of a batch, repeated.
+
+    Args:
+        batch: tensors with one row per sample, lists of other things with one for each sample, and containers of them.
+            Numbers, strings and tensors of one element stay as they are.
+        size: samples of the batch.
+        rows: the positions of the samples that are repeated.
+        times: how often they stand in the result.
+
+    Raises:
+        CannotRepeat: something has no part for each sample.
+    """
+    if isinstance(batch, Tensor):
+        if batch.ndim and len(batch) == size:
+            part = batch[rows.start : rows.stop] if rows.step == 1 else batch[list(rows)]
+            return torch.cat([part] * times)
+        if batch.numel() == 1:
+            return batch
+        raise CannotRepeat(f"a tensor of shape {list(batch.shape)} is not one row for each of {size} samples")
+    if isinstance(batch, Mapping):
+        changed = {key: repeated(value, size, rows, times) for key, value in batch.items()}
+        return changed if type(batch) is dict else type(batch)(changed)  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        by_sample = len(batch) == size and all(not isinstance(each, Tensor | Mapping | list | tuple) for each in batch)
+        if by_sample and size > 1:
+            return type(batch)([batch[row] for row in rows] * times)
+        changed_parts = [repeated(value, size, rows, times) for value in batch]
+        return type(batch)(*changed_parts) if hasattr(batch, "_fields") else type(batch)(changed_parts)
+    if batch is None or isinstance(batch, bool | int | float | str | bytes):
+        return batch
+    raise CannotRepeat(f"the samples of a {type(batch).__name__} are unknown")
+
+
 class EvaluationShare(NamedTuple):
     """The part of an evaluation set that one process evaluates. Both numbers are 0 if there are too few samples."""
 
@@ -213,7 +251,7 @@ class EvaluationShare(NamedTuple):
 
 
 class StepData(Protocol):
-    """What a step needs of its data. `lockstep.data.StepData` implements it, in a room above this one.
+    """What a step needs of its data module; `lockstep.data.StepDataModule` implements it.
 
     Attributes:
         layout: the run's layout.
@@ -277,41 +315,3 @@ def data_of(trainer: Any) -> StepData:
     """Return a trainer's data module."""
     data: StepData = trainer.datamodule
     return data
-
-
-class CannotRepeat(Exception):
-    """A batch has a part of which the samples are unknown."""
-
-
-def repeated(batch: Any, size: int, rows: range, times: int = 1) -> Any:
-    """Return some samples of a batch, repeated.
-
-    Args:
-        batch: tensors with one row per sample, lists of other things with one for each sample, and containers of them.
-            Numbers, strings and tensors of one element stay as they are.
-        size: samples of the batch.
-        rows: the positions of the samples that are repeated.
-        times: how often they stand in the result.
-
-    Raises:
-        CannotRepeat: something has no part for each sample.
-    """
-    if isinstance(batch, Tensor):
-        if batch.ndim and len(batch) == size:
-            part = batch[rows.start : rows.stop] if rows.step == 1 else batch[list(rows)]
-            return torch.cat([part] * times)
-        if batch.numel() == 1:
-            return batch
-        raise CannotRepeat(f"a tensor of shape {list(batch.shape)} is not one row for each of {size} samples")
-    if isinstance(batch, Mapping):
-        changed = {key: repeated(value, size, rows, times) for key, value in batch.items()}
-        return changed if type(batch) is dict else type(batch)(changed)  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple):
-        by_sample = len(batch) == size and all(not isinstance(each, Tensor | Mapping | list | tuple) for each in batch)
-        if by_sample and size > 1:
-            return type(batch)([batch[row] for row in rows] * times)
-        changed_parts = [repeated(value, size, rows, times) for value in batch]
-        return type(batch)(*changed_parts) if hasattr(batch, "_fields") else type(batch)(changed_parts)
-    if batch is None or isinstance(batch, bool | int | float | str | bytes):
-        return batch
-    raise CannotRepeat(f"the samples of a {type(batch).__name__} are unknown")

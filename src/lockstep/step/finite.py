@@ -265,7 +265,7 @@ def samples_with_wrong_loss(step: Step, micro_batch: MicroBatch, compiled: bool)
     modes = [(layer, layer.training) for layer in module.modules()]
     usable = all(bool(buffer.isfinite().all()) for buffer in module.buffers())
     try:
-        with trial_passes(step, compiled), torch.no_grad():
+        with trial_passes(module, step.trainer, compiled), torch.no_grad():
             module.train(not usable)
             batch = step.prepared(micro_batch)
             for row, sample in enumerate(micro_batch.ids):

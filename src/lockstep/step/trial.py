@@ -1,47 +1,72 @@
-"""Passes of a piece beside those of a step, which leave no trace."""
+"""Passes of a piece beside those of a step, which leave no trace: what they change is saved before, restored after."""
 
+import random
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from copy import copy
+from enum import Enum
+from itertools import chain
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from lockstep.launch.failures import is_user_code
 from lockstep.step.buffers import copy_buffers, restore_buffers
-from lockstep.step.module_state import SavedAttributes, SavedTensors
-from lockstep.step.passes import Step
 from lockstep.step.strategy import generators
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), np.ndarray)
+LARGE = 100_000  # elements of an object's attribute that is not saved
+FOREIGN = (type, ModuleType, FunctionType, Enum, nn.Module, Tensor, Dataset, DataLoader, pl.Callback, pl.Trainer)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+class Saved(NamedTuple):
+    """What a module had before trial passes."""
+
+    tensors: "SavedTensors"
+    attributes: "SavedAttributes"
 
 
 @contextmanager
-def trial_passes(step: Step, compiled: bool = False) -> Iterator[SavedTensors]:
-    """Return the context of passes that leave no trace. It gives the weights and buffers before them."""
-    tensors = SavedTensors(step.module)
-    with ExitStack() as stack:
-        stack.enter_context(without_traces(step.trainer))
-        if compiled:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+def trial_passes(module: nn.Module, trainer: Any = None, compiled: bool = False) -> Iterator[Saved]:
+    """Return the context of passes that leave no trace. It gives what the module has before them.
+
+    Args:
+        module: the module.
+        trainer: the trainer that trains it; None: none does.
+        compiled: whether torch has compiled the networks. They run uncompiled.
+    """
+    tensors = SavedTensors(module)
+    with without_traces(module, trainer) as attributes:
         try:
-            yield tensors
+            with torch.compiler.set_stance("force_eager") if compiled else ExitStack():
+                yield Saved(tensors, attributes)
         finally:
             tensors.restore()
 
 
 @contextmanager
-def without_traces(trainer: Any) -> Iterator[None]:
+def without_traces(module: nn.Module, trainer: Any = None) -> Iterator["SavedAttributes"]:
     """Return the context of passes that change parameters and gradients only: no buffer, attribute, random generator.
 
     Nor do they log.
     """
-    module, device_generators = trainer.lightning_module, generators(trainer.strategy.root_device)
+    device_generators = generators(trainer.strategy.root_device if trainer else torch.device("cpu"))
     states = [generator.get_state() for generator in device_generators]
-    attributes, buffers = SavedAttributes(module), copy_buffers(module)
-    with isolate_rng(include_cuda=False), _without_breakpoints(), trainer.without_logging():
+    attributes = SavedAttributes(module)
+    with isolate_rng(include_cuda=False), _without_breakpoints(), trainer.without_logging() if trainer else ExitStack():
         try:
-            yield
+            yield attributes
         finally:
-            restore_buffers(buffers)
             attributes.restore()
             for generator, state in zip(device_generators, states, strict=True):
                 generator.set_state(state)
@@ -55,3 +80,295 @@ def _without_breakpoints() -> Iterator[None]:
         yield
     finally:
         sys.breakpointhook = hook
+
+
+class SavedAttributes:
+    """The plain Python attributes and the buffers of a module's layers, with copies of their content.
+
+    So are the plain attributes of objects of a user's own classes that a layer has, such as an average or a schedule.
+    Large ones of these objects, such as the images of a data set, are neither saved nor restored.
+
+    Until `restore`, a `Peeked` stands in the place of an iterator that a layer or such an object has, also in a list or
+    dict. Then it gives the values again that passes have taken.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._iterators = [(place, key, place[key]) for place, key in _iterator_places(module, Iterator)]
+        for place, key, iterator in self._iterators:
+            place[key] = Peeked(iterator)
+        self._buffers = copy_buffers(module)
+        self._layers = [(layer, _copied_all(_plain_attributes(layer))) for layer in module.modules()]
+        objects = _users_objects(value for layer in module.modules() for value in vars(layer).values())
+        self._objects = [(each, _copied_all(_small(each))) for each in objects]
+
+    def changed(self) -> list[str]:
+        """Return the names of the attributes, but of random generators, that have another content now."""
+        now = [(list(_plain_attributes(layer)), before) for layer, before in self._layers]
+        now += [(_small(each), before) for each, before in self._objects]
+        return [
+            name
+            for attributes, before in now
+            for name, value in attributes
+            if not isinstance(value, GENERATORS)
+            and (name not in before or _comparable(value) != _comparable(before[name][1]))
+        ]
+
+    def rewind(self) -> None:
+        """Restore the attributes and buffers to the same objects with the same content, but no iterators."""
+        restore_buffers(self._buffers)
+        for layer, attributes in self._layers:
+            _restore(layer, attributes, [name for name, _ in _plain_attributes(layer)])
+        for each, attributes in self._objects:
+            _restore(each, attributes, [name for name, _ in _small(each)])
+
+    def restore(self) -> None:
+        """Restore the attributes, buffers and iterators. Call it once."""
+        self.rewind()
+        for place, key, iterator in self._iterators:
+            peeked = place[key]
+            if isinstance(peeked, Peeked) and peeked.iterator is iterator:  # else user code has set another one
+                place[key] = chain(peeked.taken, iterator) if peeked.taken else iterator
+
+
+class Peeked:
+    """An iterator that records the values that are taken from another one.
+
+    Args:
+        iterator: the other one. Its attributes are attributes of this one, too.
+
+    Attributes:
+        iterator: the argument.
+        taken: the values.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.taken: list[Any] = []
+
+    def __iter__(self) -> "Peeked":
+        return self
+
+    def __next__(self) -> Any:
+        self.taken.append(next(self.iterator))
+        return self.taken[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "iterator":
+            raise AttributeError(name)
+        return getattr(self.iterator, name)
+
+
+def peeked_iterators(module: nn.Module) -> list[str]:
+    """Return the names of the attributes, or keys, whose iterators passes have advanced since `SavedAttributes`."""
+    return [str(key) for place, key in _iterator_places(module, Peeked) if place[key].taken]
+
+
+def _iterator_places(module: nn.Module, kind: Any) -> list[tuple[Any, Any]]:
+    """Return the dicts and lists that have an iterator of a class, each with its key or index."""
+    holders: list[Any] = [vars(layer) for layer in module.modules()]
+    holders += [vars(each) for each in _users_objects(value for layer in holders for value in layer.values())]
+    containers = [value for holder in holders for value in holder.values() if type(value) in (dict, list)]
+    return [
+        (holder, key)
+        for holder in (*holders, *(each for each in containers if len(each) <= LARGE))
+        for key, value in (holder.items() if isinstance(holder, dict) else enumerate(holder))
+        if isinstance(value, kind) and not isinstance(value, FOREIGN)
+    ]
+
+
+class SavedTensors:
+    """The buffers and parameters of a module, with copies of their content.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = copy_buffers(module)
+        self._parameters = [(p, p.detach().clone()) for p in module.parameters()]
+        self._places = [
+            (layer._parameters, name, parameter)
+            for layer in module.modules()
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and not parameter.requires_grad
+        ]
+
+    def restore(self, parameters: bool = True) -> None:
+        """Restore the tensors to the same objects with the same content. It may be called several times.
+
+        Args:
+            parameters: whether to restore the parameters with a gradient, too.
+        """
+        for place, name, parameter in self._places:  # a pass may have set another one
+            if place.get(name) is not parameter:
+                place[name] = parameter
+        with torch.no_grad():
+            for parameter, content in self._parameters:
+                if parameters or not parameter.requires_grad:
+                    parameter.copy_(content)
+        restore_buffers(self._buffers)
+
+    def scale_parameters(self) -> None:
+        """Multiply each parameter by another factor near 1."""
+        with torch.no_grad():
+            for number, (parameter, _) in enumerate(self._parameters):
+                if parameter.is_floating_point():
+                    parameter.mul_(_factor(number))
+
+    def move_parameters(self) -> None:
+        """Add small random numbers to the parameters, the same in each call."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter, _ in self._parameters:
+                if parameter.is_floating_point():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+
+    def other_than_scaled(self) -> list[nn.Parameter]:
+        """Return the parameters whose content is not that of `scale_parameters`."""
+        return [
+            parameter
+            for number, (parameter, content) in enumerate(self._parameters)
+            if parameter.is_floating_point()
+            and not torch.equal(parameter.detach().nan_to_num(), (content * _factor(number)).nan_to_num())
+        ]
+
+
+def _factor(number: int) -> float:
+    return 1 + (1 + number % 64) / 512
+
+
+def generator_states(module: nn.Module) -> dict[str, Any]:
+    """Return the states of Python's and numpy's global random generators, and of those that a module has made."""
+    made = {name: value for layer in module.modules() for name, value in vars(layer).items()}
+    named = {name: value for name, value in made.items() if isinstance(value, GENERATORS)}
+    states = {name: _comparable(_copied(value)) for name, value in named.items()}
+    return {"Python's random": random.getstate(), "numpy's np.random": _comparable(np.random.get_state()), **states}  # noqa: NPY002
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value, or the state of a generator, comparable by `==`."""
+    if isinstance(value, dict):
+        return {key: _comparable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [_comparable(part) for part in value]
+    return value.tolist() if isinstance(value, np.ndarray | Tensor) else value
+
+
+def _plain_attributes(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(layer).items():
+        if name not in MODULE_ATTRIBUTES and (_is_plain(value) or isinstance(value, GENERATORS)):
+            yield name, value
+
+
+def _copied_all(attributes: Iterable[tuple[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return attributes by name, each with a copy of its content."""
+    return {name: (value, _copied(value)) for name, value in attributes}
+
+
+def _users_objects(values: Iterable[Any]) -> list[Any]:
+    """Return the objects of a user's own classes among some values, in their containers, and in such objects."""
+    objects: list[Any] = []
+    seen: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, dict | list | tuple | set | deque):
+            seen[id(value)] = value
+            if len(value) <= LARGE:
+                waiting += value.values() if isinstance(value, dict) else value
+        elif _is_users(value):
+            seen[id(value)] = value
+            objects.append(value)
+            waiting += vars(value).values()
+    return objects
+
+
+def _is_users(value: Any) -> bool:
+    """Check whether a value is an object with attributes, of a class of the user or a plain namespace."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    if not hasattr(value, "__dict__") or isinstance(value, FOREIGN):
+        return False
+    home = type(value).__module__
+    file = getattr(sys.modules.get(home), "__file__", None)
+    return is_user_code(file) if file else home == "__main__"
+
+
+def _small(holder: Any) -> list[tuple[str, Any]]:
+    """Return the plain attributes of an object that are not large."""
+    plain = [(name, value) for name, value in vars(holder).items() if _size(value) <= LARGE and _is_plain(value)]
+    generators = [(name, value) for name, value in vars(holder).items() if isinstance(value, GENERATORS)]
+    return [*plain, *generators]
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    return int(value.size) if isinstance(value, np.ndarray) else len(value) if isinstance(value, Sized) else 1
+
+
+def _restore(layer: Any, attributes: Mapping[str, tuple[Any, Any]], now: Iterable[str]) -> None:
+    """Restore an object's attributes to the same objects with the same content; `now` are the names it has now."""
+    for name in [name for name in now if name not in attributes]:
+        vars(layer).pop(name)
+    for name, (value, saved) in attributes.items():
+        if isinstance(value, Tensor):
+            if value.shape != saved.shape or not torch.equal(value, saved):
+                with torch.no_grad():
+                    _set_content(value, saved)
+        elif isinstance(value, list):
+            value[:] = saved
+        elif isinstance(value, np.ndarray):
+            value[...] = saved
+        elif isinstance(value, deque):
+            value.clear()
+            value.extend(saved)
+        elif isinstance(value, dict | set):
+            value.clear()
+            value.update(saved)
+        elif isinstance(value, random.Random):
+            value.setstate(saved)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = saved
+        elif isinstance(value, np.random.RandomState | torch.Generator):
+            value.set_state(saved)
+        vars(layer)[name] = value
+
+
+def _set_content(tensor: Tensor, content: Tensor) -> None:
+    if tensor.shape != content.shape:
+        tensor.resize_(content.shape)
+    tensor.copy_(content)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN_TYPES) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        duplicate = copy(value)
+        duplicate.update({name: _copied(part) for name, part in value.items()})
+        return duplicate
+    if isinstance(value, list | deque):
+        return [_copied(part) for part in value]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return dict(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState | torch.Generator):
+        return value.get_state()
+    return copy(value)

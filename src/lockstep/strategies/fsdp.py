@@ -670,7 +670,7 @@ class FullySharded(DistributedDataParallel):
             parameter.grad = None
         self.counts = False
         try:
-            with without_traces(trainer), torch.enable_grad():
+            with without_traces(self.lightning_module, trainer), torch.enable_grad():
                 micro_batch = self._any_micro_batch(step)
                 with self.micro_batch(micro_batch, 0):
                     loss, _ = outputs_of(passes.forward(step.prepared(micro_batch), micro_batch))

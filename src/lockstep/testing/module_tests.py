@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from lockstep.testing.fake_gpu import ON_CPU, WAITS
-from lockstep.testing.probe import CLOSE, EXPORTED
+from lockstep.testing.probe import EXPORTED
 from lockstep.testing.runs import SAVED, STEPS, Runs
 from lockstep.testing.server import server
 from lockstep.text import join_names, plural
@@ -53,7 +53,7 @@ class ModuleTests:
         if names := [name for name, value in runs.weights("exact_one").items() if not value.isfinite().all()]:
             listed = join_names(names)
             fail(f"after {STEPS} steps these are not finite: {listed}: use a smaller lr, or a loss without log(0)")
-        if not runs.watched()["trains"]:
+        if not runs.result("probe")["trains"]:
             fail(
                 f"{plural(STEPS, 'step')} changed no weight: training_step must return a loss that follows from the "
                 "weights, and configure_optimizers must give the optimizer self.parameters()"
@@ -69,41 +69,22 @@ class ModuleTests:
             )
 
     def test_training_step_returns_a_mean(self, runs: Runs) -> None:
-        """Check that a batch that has each sample twice has the same loss; in evaluation mode, without dropout."""
-        ratio = runs.result("probe").get("mean")
-        if ratio is None:
-            pytest.skip("the loss is random or zero, or can't be computed outside a run")
-        if abs(ratio - 1) > CLOSE:
-            fail(
-                f"with each sample twice, training_step returns {ratio:.4g} times the loss: it must return the mean "
-                "over the samples (reduction='mean'), since a step is cut into pieces of unequal sizes"
-            )
+        """Check that the loss is the mean over samples, or by the weight that `training_step` returns beside it."""
+        keeps(runs, "mean")
 
     def test_a_sample_does_not_depend_on_its_batch(self, runs: Runs) -> None:
-        """Check that `forward` gives a sample the same output alone as in a batch, in evaluation mode."""
-        probed = runs.result("probe")
-        if probed["skipped"]:
-            pytest.skip(probed["skipped"])
-        if layer := probed["mixing_layer"]:
-            fail(
-                f"in evaluation, the output of {layer} for a sample depends on the other samples of its batch: compute "
-                "over the dimensions from 1 on, never over dimension 0; a normalisation over the batch needs running "
-                "statistics (track_running_stats=True)"
-            )
+        """Check that neither the loss of a sample nor its output in evaluation depends on the other samples."""
+        keeps(runs, "samples")
+
+    def test_pieces_share_what_they_change(self, runs: Runs) -> None:
+        """Check that a pass changes only what pieces on other devices change alike."""
+        keeps(runs, "pieces")
 
     def test_a_repetition_has_the_same_bits(self, runs: Runs) -> None:
-        """Check that a second run with the same seed ends with the same bits, and draws from torch's generator only."""
-        if names := runs.watched()["generators"]:
-            fail(
-                f"training draws from {join_names(names)}: draw from torch instead (torch.rand, torch.randint, "
-                "torch.randperm), whose default generator is seeded for every piece"
-            )
+        """Check that a piece has the same loss when it is computed again, and a second run the same bits."""
+        keeps(runs, "again")
         if differing(runs, "exact_one", "again"):
-            fail(
-                "a second run with the same seed has other weights: draw from torch's default generator (torch.rand), "
-                "and not from one without a seed (numpy's default_rng(), random.SystemRandom()) or the clock"
-                + state_hint(runs)
-            )
+            fail(f"a second run with the same seed has other weights: {RULES}")
 
     @pytest.mark.parametrize("layout", ["ddp", "dp"])
     def test_a_layout_has_the_same_weights(self, runs: Runs, layout: str) -> None:
@@ -113,7 +94,7 @@ class ModuleTests:
         if names := [name for name, far in apart.items() if not far <= self.tolerance]:
             fail(
                 f"with {runs.layout(f'float64_{layout}')} the weights differ from those of one device by up "
-                f"to {max(apart.values()):.1e} of their size: {join_names(names)}{layout_hint(runs)}"
+                f"to {max(apart.values()):.1e} of their size: {join_names(names)}{hint(runs)}"
             )
 
     @pytest.mark.parametrize("layout", ["ddp", "dp"])
@@ -122,7 +103,7 @@ class ModuleTests:
         if names := differing(runs, "exact_one", f"exact_{layout}"):
             fail(
                 f"with {runs.layout(f'exact_{layout}')} these have other bits than on one device: "
-                f"{join_names(names)}{layout_hint(runs)}"
+                f"{join_names(names)}{hint(runs)}"
             )
 
     def test_a_killed_run_continues_to_the_same_bits(self, runs: Runs) -> None:
@@ -131,7 +112,7 @@ class ModuleTests:
             fail(
                 f"killed after step {SAVED + 1} and continued from the checkpoint of step {SAVED}, the run has other "
                 f"weights: {join_names(names)}: what a later step needs must follow from self.global_step, be a "
-                f"parameter, or be saved in on_save_checkpoint and restored in on_load_checkpoint{state_hint(runs)}"
+                f"parameter, or be saved in on_save_checkpoint and restored in on_load_checkpoint{hint(runs)}"
             )
 
     def test_evaluation_counts_each_sample_once(self, runs: Runs) -> None:
@@ -231,22 +212,15 @@ def measured(metrics: Mapping[str, Any], part: str) -> dict[str, float]:
     }
 
 
-def state_hint(runs: Runs) -> str:
-    """Return a line about what changes from step to step beside the parameters; "" if nothing does."""
-    names = runs.watched()["state"]
-    return f"\nchanges from step to step, and is no parameter: {join_names(names)}" if names else ""
+def keeps(runs: Runs, rule: str) -> None:
+    """Fail the test with what the judge has found of a rule."""
+    if texts := [each.text for each in runs.findings() if each.rule == rule]:
+        fail("\n".join(texts))
 
 
-def layout_hint(runs: Runs) -> str:
-    """Return what to change where layouts differ."""
-    watched, reasons = runs.watched(), []
-    if watched["generators"]:
-        reasons.append(f"training draws from {join_names(watched['generators'])}: draw from torch instead (torch.rand)")
-    if watched["state"]:
-        reasons.append(
-            f"each device has its own {join_names(watched['state'])}, which changes from step to step: compute it from "
-            "self.global_step, or turn it into a parameter"
-        )
-    if not reasons and differing(runs, "exact_one", "again"):
-        reasons.append("a second run on one device differs too: see test_a_repetition_has_the_same_bits")
-    return "\n" + "\n".join(reasons or [RULES])
+def hint(runs: Runs) -> str:
+    """Return lines about why runs differ: what the judge has found, and what changes and is in no checkpoint."""
+    lines = [each.text for each in runs.findings() if each.rule != "samples"]
+    if names := runs.attributes():
+        lines.append(f"changes from step to step, and is no parameter: {join_names(names)}")
+    return "\n" + "\n".join(lines or [RULES])

@@ -1,6 +1,5 @@
-"""Calls of a module outside a run: its initial weights, its forward pass, its loss, its export."""
+"""Calls of a module outside a run: its initial weights, its forward pass, its export."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import not_plain
 from lockstep.config.check import Config
-from lockstep.data import Spec, Splits, StepData
+from lockstep.data import ImageDataModule, Spec, Splits
 from lockstep.data.datasets import fetch
 from lockstep.job.build import make_module
 from lockstep.job.worker_setup import set_up_worker
@@ -45,22 +44,23 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         folder: a folder for logs.
 
     Returns:
-        `initial`: names of initial weights that differ between two modules of one seed; `hyperparameters`: names and
-        types of those that are no plain data; `mean`: the loss of a batch twice over that of the batch; `mixing_layer`:
-        the result of `find_mixing_layer`; `transfer`: whether `on_after_batch_transfer` changes images in evaluation;
-        `export`: the error of an export; `gpu`: the kind of fault by line, of `faults_of_steps`, or a text: why it is
-        unknown. `skipped` is a text, if forward takes no images.
+        `initial`: names of initial weights that differ between two modules of one seed; `trains`: whether the
+        checkpoint has other weights; `hyperparameters`: names and types of those that are no plain data; `transfer`:
+        whether `on_after_batch_transfer` changes images in evaluation; `export`: the error of an export; `gpu`: the
+        kind of fault by line, of `faults_of_steps`, or a text: why it is unknown. `skipped` is a text, if forward takes
+        no images.
     """
     set_up_worker(config, folder)
     module, other = make_module(config, splits), make_module(config, splits)
-    states = module.state_dict(), other.state_dict()
+    states, trained = (module.state_dict(), other.state_dict()), dict(outside_a_run(config, splits).named_parameters())
     results: dict[str, Any] = {
         "initial": [name for name, value in states[0].items() if not torch.equal(value, states[1][name])],
+        "trains": any(not torch.equal(value, states[0][name]) for name, value in trained.items()),
         "hyperparameters": {name: type(module.hparams[name]).__qualname__ for name in not_plain(module.hparams)},
         "skipped": None,
     }
     try:
-        data = StepData(splits, config.layout, config.seed)
+        data = ImageDataModule(splits, config.layout, config.seed)
         results["gpu"] = faults_of_steps(make_module(config, splits), data, splits).faults
     except Exception as error:  # the runs show whether the module works
         results["gpu"] = first_line(error)
@@ -68,7 +68,6 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if batch is None:
         return {**results, "skipped": "a batch of this data set is not (images, labels)"}
     x, y = batch
-    results["mean"] = loss_ratio(outside_a_run(config, splits), x, y)
     try:
         after = outside_a_run(config, splits).on_after_batch_transfer((x.clone(), y.clone()), 0)[0]
         results["transfer"] = not torch.equal(after, x)
@@ -79,10 +78,6 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             **results,
             "skipped": "the module has no forward: define it, since predict.py and `lockstep export` call it",
         }
-    try:
-        results["mixing_layer"] = find_mixing_layer(outside_a_run(config, splits), x)
-    except Exception as error:
-        return {**results, "skipped": f"forward(images) failed: {first_line(error)}"}
     results["export"] = export_error(outside_a_run(config, splits), x)
     return results
 
@@ -112,65 +107,6 @@ def normalised(images: Tensor, spec: Spec) -> Tensor:
     """Return uint8 images [n, C, H, W] as normalised float64."""
     mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (spec.mean, spec.std))
     return (images.double() / 255 - mean) / std
-
-
-def loss_ratio(module: pl.LightningModule, x: Tensor, y: Tensor) -> float | None:
-    """Return the loss of a batch followed by itself, divided by the loss of the batch: 1 for a mean, 2 for a sum.
-
-    Returns:
-        The ratio; None if the loss is zero, random, or can't be computed outside a run.
-    """
-    try:
-        one, again = loss_of(module, x, y, 0), loss_of(module, x, y, 1)
-        twice = loss_of(module, torch.cat([x, x]), torch.cat([y, y]), 0)
-    except Exception:  # the runs show whether it works
-        return None
-    by_rounding = abs(one - again) <= CLOSE * max(abs(one), abs(again))
-    return twice / one if one and by_rounding else None
-
-
-def loss_of(module: pl.LightningModule, x: Tensor, y: Tensor, seed: int) -> float:
-    """Return the loss of a batch in evaluation mode, with torch's generator seeded."""
-    torch.manual_seed(seed)
-    number = (0,) if len(inspect.signature(module.training_step).parameters) > 1 else ()
-    output: Any = module.training_step((x.clone(), y.clone()), *number)
-    return float(output["loss"] if isinstance(output, dict) else output)
-
-
-def find_mixing_layer(module: pl.LightningModule, x: Tensor) -> str | None:
-    """Return the first layer whose output for a sample depends on the other samples of its batch; None without one.
-
-    Each sample is computed in the batch and alone. The layer is named with its type, `net.1 (BatchNorm2d)`, or is
-    `forward` if only the module's own output depends on them.
-    """
-    together = outputs(module, x)
-    for at in range(len(x)):
-        for (name, whole), (_, alone) in zip(together, outputs(module, x[at : at + 1]), strict=False):
-            if whole.shape[:1] != x.shape[:1] or alone.shape != (1, *whole.shape[1:]):
-                continue
-            if not torch.allclose(whole[at].double(), alone[0].double(), rtol=CLOSE, atol=CLOSE):
-                return name
-    return None
-
-
-def outputs(module: pl.LightningModule, x: Tensor) -> list[tuple[str, Tensor]]:
-    """Return name and output of each part of the module, in the order in which they are computed."""
-    seen: list[tuple[str, Tensor]] = []
-
-    def see(name: str) -> Any:
-        def hook(part: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                seen.append((f"{name} ({type(part).__name__})", output.detach().clone()))
-
-        return hook
-
-    handles = [part.register_forward_hook(see(name)) for name, part in module.named_modules() if name]
-    try:
-        result = module(x.clone())
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [*seen, ("forward", result)] if isinstance(result, Tensor) else seen
 
 
 def export_error(module: pl.LightningModule, x: Tensor) -> str | None:

@@ -1,6 +1,8 @@
 """The runs of a `ModuleTests` class. Each is made when a test first needs it."""
 
 import json
+import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -9,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -19,10 +22,11 @@ from lockstep.config.check import check
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.guards.check import Finding
+from lockstep.guards.first_step import read_findings
 from lockstep.job.evaluation import evaluate
 from lockstep.job.training import fit_and_test
 from lockstep.launch.parent import launch
-from lockstep.testing.callbacks import WATCHED
 from lockstep.testing.probe import probe
 from lockstep.testing.server import Server
 
@@ -52,14 +56,13 @@ SHORT: dict[str, Any] = {
 }
 USUAL = {"batch_size": 16, "pieces": 4}  # if the overrides have none
 SILENT = ("meter", "console", "dashboard", "pictures")  # callbacks that only show a run
-WITHOUT_TRIAL = {"_target_": "lockstep.testing.callbacks.WithoutTrial"}
-WATCH = {"_target_": "lockstep.testing.callbacks.Watch"}
-KILL = {"_target_": "lockstep.testing.callbacks.Kill", "after": SAVED + 1}
+FINDINGS = {"_target_": "lockstep.guards.first_step.CollectFindings"}
+KILL = {"_target_": "lockstep.testing.runs.Kill", "after": SAVED + 1}
 EVALUATION: dict[str, Any] = {"pieces": None, "_work": evaluate, "_after": "exact_one"}
 # A run's changes to the config; `_work`, `_after` and `_in` are not keys: the function that a worker calls, the run
 # that must come before (its checkpoint is evaluated), and the run whose folder it has.
 RUNS: dict[str, dict[str, Any]] = {
-    "exact_one": {**ONE, **EXACT, "callbacks": {"watch": WATCH}},
+    "exact_one": {**ONE, **EXACT},
     "exact_ddp": {**DDP, **EXACT},
     "exact_dp": {**DP, **EXACT},
     "again": {**ONE, **EXACT},
@@ -73,6 +76,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "tested_ddp": {**DDP, **FLOAT64, "batch_size": 2 * GROUP, **EVALUATION},
     "probe": {**ONE, **FLOAT64, "_work": probe, "_after": "exact_one"},
 }
+
+
+class Kill(Callback):
+    """Kills the process with SIGKILL after a step, once the checkpoints before it are on the disk.
+
+    Args:
+        after: the step, counted from 1.
+    """
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Kill this process after the step."""
+        if trainer.global_step == self.after:
+            trainer.strategy.checkpoint_io.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Runs:
@@ -105,6 +125,11 @@ class Runs:
         if "SIGKILL" not in error:
             pytest.fail(f"the run to be killed has failed before: {error or 'it completed'}", pytrace=False)
 
+    def _checkpoint(self, name: str) -> dict[str, Any]:
+        """Return a run's last checkpoint."""
+        self.result(name)
+        return checkpoint_io.load(paths.last(self.folder / RUNS[name].get("_in", name)))
+
     def _outcome(self, name: str) -> tuple[Any, str]:
         if name not in self.outcomes:
             arguments = {"overrides": self.overrides, "folder": str(self.folder), "name": name}
@@ -121,16 +146,17 @@ class Runs:
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """Return the floating-point tensors of a run's last checkpoint by name."""
-        self.result(name)
-        path = paths.last(self.folder / RUNS[name].get("_in", name))
-        state = checkpoint_io.load(path)["state_dict"]
+        state = self._checkpoint(name)["state_dict"]
         return {key: value for key, value in state.items() if value.is_floating_point()}
 
-    def watched(self) -> dict[str, Any]:
-        """Return what `Watch` has recorded."""
+    def attributes(self) -> list[str]:
+        """Return the names of Python attributes that have changed, which no checkpoint has."""
+        return sorted(self._checkpoint("exact_one")["continuation"].get("attributes", {}))
+
+    def findings(self) -> Sequence[Finding]:
+        """Return what the judge finds before the first step with exact=true."""
         self.result("exact_one")
-        record: dict[str, Any] = json.loads((self.folder / "exact_one" / WATCHED).read_text())
-        return record
+        return read_findings(self.folder / "exact_one")
 
 
 def check_overrides(overrides: Sequence[str]) -> list[str]:
@@ -156,7 +182,7 @@ def make_run(overrides: list[str], folder: str, name: str) -> Any:
     splits = opened(tuple(overrides), int(raw["batch_size"]))
     shown = {key: options for key, options in raw["callbacks"].items() if work is fit_and_test and key not in SILENT}
     if work is fit_and_test:
-        shown["without_trial"] = WITHOUT_TRIAL
+        shown["findings"] = FINDINGS
     raw = {**raw, **changes, "callbacks": {**shown, **changes.get("callbacks", {})}}
     config = check(raw, trains=work is not evaluate, overridden=chosen - USUAL.keys() - SHORT.keys() - changes.keys())
     if after:

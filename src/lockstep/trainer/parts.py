@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import (
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
+from lockstep.guards.first_step import FirstStepCheck
 from lockstep.launch.environment import environment
 from lockstep.lightning.hooks import overrides_method
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.first_step import FirstStepCheck
 from lockstep.step.gradients import GradientSum
 from lockstep.step.passes import StepHook
 from lockstep.strategies import Strategy

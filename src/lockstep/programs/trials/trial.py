@@ -25,6 +25,8 @@ from lockstep.config.check import Config, check
 from lockstep.config.pages import group_file
 from lockstep.data import Splits
 from lockstep.errors import UserError, WorkerFailed
+from lockstep.guards.check import Finding
+from lockstep.guards.first_step import read_findings
 from lockstep.launch.environment import export
 from lockstep.launch.parent import launch
 from lockstep.launch.rendezvous import LOOPBACK, bind_socket, leave_group
@@ -51,6 +53,7 @@ class Trial:
         first_layout: changes to the config for a first start, which is killed inside an epoch. The trial resumes from
             its last checkpoint.
         by_engine: start the workers as an engine such as torchrun does; they read their rank from the environment.
+        judged: collect what the first step's check finds in the module, and do not refuse it.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Trial:
     whole: bool = False
     first_layout: Mapping[str, Any] | None = None
     by_engine: bool = False
+    judged: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Outcome:
         gradients: the gradients of the last step, before clipping, by name.
         rounding: the elements of each weight whose gradient was only rounding at some step, bool, by name.
         rounding_probes: the same of `probes`, bool [probes].
+        findings: what the first step's check has found in the module, if the trial is judged.
     """
 
     config: Config
@@ -91,6 +96,7 @@ class Outcome:
     gradients: Tensors
     rounding: Tensors
     rounding_probes: NDArray[Any]
+    findings: Sequence[Finding] = ()
 
 
 def shorten(splits: Splits, batch_size: int, pieces: int, tail: int | None) -> Splits:
@@ -142,10 +148,11 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
         for key in arrays:
             section, _, name = key.partition("/")
             record[section][name] = arrays[key]
+    findings = read_findings(folder) if trial.judged else ()
     shutil.rmtree(folder)
     about: dict[str, Any] = record.pop("about")
     about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
-    return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **record)
+    return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **record, findings=findings)
 
 
 def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None) -> Config:
@@ -159,6 +166,8 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in HARMLESS}
     if trial.first_layout is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
+    if trial.judged:
+        callbacks["findings"] = {"_target_": "lockstep.guards.first_step.CollectFindings"}
     changed = {**raw, **common, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}}
     overridden = overridden_keys() if HydraConfig.initialized() else []  # what the user has set counts as in train.py
     return check(changed, overridden=[key for key in overridden if key.partition(".")[0] not in {*common, *changes}])

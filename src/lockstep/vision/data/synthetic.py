@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.datasets import ArrayDataset
-from lockstep.data.splits import Source, Spec
+from lockstep.data.datasets import ArrayDataset, Source, Spec
 
 
 def synthetic(
