@@ -1,8 +1,5 @@
 """Test a checkpoint on any layout:  python src/evaluate.py checkpoint=<file or run folder> devices=2"""
 
-if __name__ == "__main__":
-    import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
-
 from lockstep import Job, command
 
 

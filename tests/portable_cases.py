@@ -44,15 +44,14 @@ def passes(make: Make, *shape: int, last: bool = True) -> Iterator[Tensor | None
 
 
 def nets() -> Iterator[Case]:
-    from lockstep.vision.models import FastCNN, ResNet9, Torchvision
-    from project.models import MnistCNN, ResNet18
+    from lockstep.vision.models import FastCNN, ResNet9, SmallCNN, SmallResNet18, Torchvision
 
     digits: dict[str, Any] = {"channels": 1, "image_size": 28, "num_classes": 10}
     photos: dict[str, Any] = {"channels": 3, "image_size": 32, "num_classes": 10}
-    yield "mnist_cnn", partial(passes, partial(MnistCNN, **digits), 8, 1, 28, 28)
+    yield "small_cnn", partial(passes, partial(SmallCNN, **digits), 8, 1, 28, 28)
     yield "fast_cnn", partial(passes, partial(FastCNN, **digits), 8, 1, 28, 28)
     yield "resnet9", partial(passes, partial(ResNet9, **photos), 2, 3, 16, 16)
-    yield "resnet18", partial(passes, partial(ResNet18, **photos), 2, 3, 16, 16)
+    yield "small_resnet18", partial(passes, partial(SmallResNet18, **photos), 2, 3, 16, 16)
     for arch in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "regnet_y_400mf"):
         yield arch, partial(passes, partial(Torchvision, arch=arch, **photos), 2, 3, 64, 64)
 

@@ -54,11 +54,11 @@ CLASSIFIER = (
     *("model.freeze=[]", "model.label_smoothing=0.0", "model.class_weights=null"),
     "model.decay_norms_and_biases=false",
 )
-MNIST_CNN = ("model=mnist_cnn", "model.dropout=0.3", *CLASSIFIER)
+SMALL_CNN = ("model=small_cnn", "model.dropout=0.3", *CLASSIFIER)
 FAST_CNN = ("model=fast_cnn", "model.width=[16,32,64,128]", *CLASSIFIER, "model.label_smoothing=0.1")
 RESNET9 = ("model=resnet9", "model.width=[4,8,8,16]", *CLASSIFIER, "data.image_size=16")
 RESNET18 = (
-    *("model=resnet18", "model.stem=small", "model.norm=batch", "model.pretrained=false", *CLASSIFIER),
+    *("model=small_resnet18", "model.norm=batch", *CLASSIFIER),
     *("data.image_size=12", "data.samples=54", "max_epochs=1"),
 )
 SGD = (
@@ -85,10 +85,10 @@ DDP_2, DDP_3, DP_2, PIPELINE_2 = (
     ("strategy=dp", "devices=2"),
     ("strategy=pipeline", "devices=2"),
 )
-PLAIN = (*COMMON, *SYNTHETIC, *MNIST_CNN, *SGD, *ONECYCLE)  # 144 samples to train on: six whole steps an epoch
+PLAIN = (*COMMON, *SYNTHETIC, *SMALL_CNN, *SGD, *ONECYCLE)  # 144 samples to train on: six whole steps an epoch
 TAIL = "data.samples=86"  # 77 to train on: the last step of an epoch has 5
 # All that is random or keeps a state. Eight pieces of three; of five in the last step, so that some have none.
-EXACT = (*COMMON, *SYNTHETIC, CROP, *MNIST_CNN, *ADAMW, *CLIP, *ONECYCLE, TAIL, "pieces=8", "exact=true")
+EXACT = (*COMMON, *SYNTHETIC, CROP, *SMALL_CNN, *ADAMW, *CLIP, *ONECYCLE, TAIL, "pieces=8", "exact=true")
 SAVES_OFTEN = (*EXACT, "max_epochs=40", "checkpoint_every=3")
 # A user's own LightningModule that makes its optimizer itself.
 USER = (*COMMON, *SYNTHETIC, TAIL, "precision=64-true", "pieces=6", "~model")
@@ -106,7 +106,7 @@ class Run:
 
 RUNS = [
     # models and layouts, to rounding
-    Run("mnist_cnn", (*PLAIN, "logger=tensorboard")),
+    Run("small_cnn", (*PLAIN, "logger=tensorboard")),
     Run("resnet9_ddp_2", (*PLAIN, *RESNET9, *DDP_2)),
     Run("resnet18", (*PLAIN, *RESNET18)),
     Run("fast_cnn_digits", (*COMMON, *DIGITS, "data.augment={crop:1,flip:false,fill:zero}", *FAST_CNN, *SGD, *ONECYCLE,

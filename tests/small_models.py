@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from lockstep.vision.models import FastCNN, ResNet9
+from lockstep.vision.models import FastCNN, ResNet9, SmallCNN, SmallResNet18
 from lockstep.vision.schedules import cosine
-from project.models import MnistCNN, ResNet18
 
 
 def task(**changes: Any) -> dict[str, Any]:
@@ -25,8 +24,8 @@ def by_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"scheduler": cosine(optimizer, total_steps=8), "interval": "step"}
 
 
-def mnist_cnn(**changes: Any) -> Any:
-    return MnistCNN(**task(**changes))
+def small_cnn(**changes: Any) -> Any:
+    return SmallCNN(**task(**changes))
 
 
 def resnet9(**changes: Any) -> Any:
@@ -37,5 +36,5 @@ def fast_cnn(**changes: Any) -> Any:
     return FastCNN(**task(**{"image_size": 19, **changes}))
 
 
-def resnet18(**changes: Any) -> Any:
-    return ResNet18(**task(**changes))
+def small_resnet18(**changes: Any) -> Any:
+    return SmallResNet18(**task(**changes))

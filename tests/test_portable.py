@@ -18,7 +18,8 @@ here = pytest.mark.skipif(bool(LACKING), reason=f"this processor has no {', '.jo
 OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)  # a newer one must fail: record the weights again
 recorded = pytest.mark.skipif(OLDER, reason=f"the weights were recorded with torch 2.15, this is {torch.__version__}")
 GOLDEN = ("experiment=golden", "logger=none")
-SHA256 = yaml.safe_load((ROOT / "conf/experiment/golden.yaml").read_text())["callbacks"]["golden"]["sha256"]
+PAGE = ROOT / "src" / "lockstep" / "conf" / "experiment" / "golden.yaml"
+SHA256 = yaml.safe_load(PAGE.read_text())["callbacks"]["golden"]["sha256"]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1")
 
 

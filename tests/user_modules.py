@@ -23,8 +23,7 @@ from torchmetrics import MaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from lockstep.vision.models import ImageClassifier
-from project.models import MnistCNN
+from lockstep.vision.models import ImageClassifier, SmallCNN
 
 SIZE, CLASSES = 12, 3
 
@@ -522,7 +521,7 @@ class MovedData(TemplatedData):
 # --- of the project's classifier --------------------------------------------------------------------------------------
 
 
-class CustomOptimizer(MnistCNN):
+class CustomOptimizer(SmallCNN):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -535,21 +534,21 @@ class Helped(CustomOptimizer):
         return self.optimizer(params=self.parameters())
 
 
-class OutOfMemory(MnistCNN):
+class OutOfMemory(SmallCNN):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == 1:
             torch.empty(1 << 60, dtype=torch.uint8)
         return super().training_step(batch, batch_idx)
 
 
-class Hungry(MnistCNN):
+class Hungry(SmallCNN):
     def training_step(self, batch, batch_idx):
         if len(batch[0]) > 3:
             raise torch.OutOfMemoryError("pieces of 3 samples fit")
         return super().training_step(batch, batch_idx)
 
 
-class WrongShapes(MnistCNN):
+class WrongShapes(SmallCNN):
     def training_step(self, batch, batch_idx):
         raise RuntimeError("shapes cannot be multiplied")
 

@@ -77,7 +77,7 @@ PHOTOS = "data=synthetic data.channels=3 data.image_size=32"
 NETWORKS = ("resnet18", "resnet9", "fast_cnn")
 # Runs whose weights another card of the same kind must end with; docs/results/gpu.md has the commands and the digests.
 HASHES = {
-    "mnist_cnn": "model=mnist_cnn data=synthetic accelerator=gpu exact=true pieces=8 max_steps=50",
+    "small_cnn": "model=small_cnn data=synthetic accelerator=gpu exact=true pieces=8 max_steps=50",
     "resnet18": f"model=resnet18 {PHOTOS} accelerator=gpu exact=true pieces=8 max_steps=20",
     "resnet18, bf16-mixed": f"model=resnet18 {PHOTOS} accelerator=gpu exact=true pieces=8 max_steps=20 "
     "precision=bf16-mixed",
@@ -222,7 +222,7 @@ def trials(day: Day) -> Iterator[Trial]:
     steps = (*probe, "--part=steps", "--minutes=2")
     yield Trial("steps", "gpu_probe.py --part=steps", [[steps]], 160, expected="see the table of steps")
     for name, options in HASHES.items():
-        if short and name != "mnist_cnn":
+        if short and name != "small_cnn":
             continue
         command = ("src/train.py", *options.split(), f"outputs={OUTPUTS}", *([on, "max_steps=4"] if cpu else []))
         yield Trial("hashes", name, [[command]], expected=f"python src/train.py {options}")
@@ -263,7 +263,7 @@ def trials(day: Day) -> Iterator[Trial]:
         yield Trial("mnist", f"{name}, seed {seed}", [[command]], 120, watched=True, **limits)
 
     photos = ("src/train.py", "experiment=photos", on, f"data_dir={day.data_dir}/cifar10_images", f"outputs={OUTPUTS}")
-    few = (*FEW_STEPS, "model=mnist_cnn") if short else ("max_epochs=3",)
+    few = (*FEW_STEPS, "model=small_cnn") if short else ("max_epochs=3",)
     of_photos: Row = {"needs": "cifar10_images", "watched": True}
     yield Trial("cifar", "from JPEG, few epochs", [[(*photos, *few)]], 120, expected="10 to 25 s", **of_photos)
     if not short:
@@ -277,7 +277,7 @@ def trials(day: Day) -> Iterator[Trial]:
         "max_epochs=5",
     )
     if short:
-        size = ("data.samples=200", "batch_size=32", "max_epochs=1", "model=mnist_cnn")
+        size = ("data.samples=200", "batch_size=32", "max_epochs=1", "model=small_cnn")
     command = ("src/train.py", "model=resnet18", "data=synthetic", on, f"outputs={OUTPUTS}", "threads=1", *size)
     yield Trial("utilisation", "resnet18, float32", [[command]], 120, watched=True, expected="at least 80%")
     if not short:

@@ -50,7 +50,7 @@ from lockstep.step.compile import compile_networks
 
 WAITS = ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"]
 WAITS += ["cuStreamSynchronize", "cuCtxSynchronize"]
-IMAGES = {"mnist_cnn": (1, 28), "fast_cnn": (1, 28), "resnet18": (3, 32), "vit_b_16": (3, 64)}  # channels and size
+IMAGES = {"small_cnn": (1, 28), "fast_cnn": (1, 28), "resnet18": (3, 32), "vit_b_16": (3, 64)}  # channels and size
 SAMPLES = 30_000
 SAMPLES_OF = {"vit_b_16": 8_000}  # fewer, since its images are larger
 ORDERS = 64  # steps before a loop takes the same batches again
@@ -93,13 +93,13 @@ FEW = ("plain loop", "loop, every lever", "ours", "loop, CUDA graph")
 
 # What was expected of an H100 before any run: the shortest and the longest step, in microseconds.
 PREDICTIONS: dict[tuple[str, int, str, str], tuple[float, float]] = {
-    ("mnist_cnn", 128, "TF32", "plain loop"): (300, 700),
-    ("mnist_cnn", 128, "TF32", "loop, every lever"): (250, 500),
-    ("mnist_cnn", 128, "TF32", "loop, CUDA graph"): (60, 160),
-    ("mnist_cnn", 128, "TF32", TRAINER): (450, 900),
-    ("mnist_cnn", 128, "TF32", "ours"): (450, 1000),
-    ("mnist_cnn", 128, "TF32", "ours, 4 pieces, exact"): (3000, 8000),
-    ("mnist_cnn", 1024, "TF32", "ours"): (450, 1200),
+    ("small_cnn", 128, "TF32", "plain loop"): (300, 700),
+    ("small_cnn", 128, "TF32", "loop, every lever"): (250, 500),
+    ("small_cnn", 128, "TF32", "loop, CUDA graph"): (60, 160),
+    ("small_cnn", 128, "TF32", TRAINER): (450, 900),
+    ("small_cnn", 128, "TF32", "ours"): (450, 1000),
+    ("small_cnn", 128, "TF32", "ours, 4 pieces, exact"): (3000, 8000),
+    ("small_cnn", 1024, "TF32", "ours"): (450, 1200),
     ("resnet18", 128, "TF32", "plain loop"): (4000, 8000),
     ("resnet18", 128, "TF32", "loop, every lever"): (3000, 6000),
     ("resnet18", 128, "TF32", "loop, CUDA graph"): (2500, 5000),
@@ -112,7 +112,7 @@ PREDICTIONS: dict[tuple[str, int, str, str], tuple[float, float]] = {
     ("resnet18", 1024, "TF32", "ours"): (22000, 40000),
     ("resnet18", 1024, "bf16", "ours"): (11000, 22000),
     ("resnet18", 128, "bf16", "ours, compiled"): (2500, 6000),
-    ("mnist_cnn", 128, "TF32", "ours, compiled, CUDA graphs"): (350, 800),
+    ("small_cnn", 128, "TF32", "ours, compiled, CUDA graphs"): (350, 800),
     ("resnet18", 128, "bf16", "ours, compiled, CUDA graphs"): (1500, 4000),
     ("fast_cnn", 128, "TF32", "ours"): (700, 1800),
     ("fast_cnn", 128, "TF32", "loop, CUDA graph"): (150, 500),
@@ -361,15 +361,15 @@ def cases(part: str, short: bool) -> list[Case]:
     """
     if part == "price":
         kinds = [("resnet18", "float32"), ("resnet18", "bf16"), ("vit_b_16", "bf16"), ("vit_b_16", "float32")]
-        kinds, batch = ([("mnist_cnn", "float32")], 8) if short else (kinds, 128)
+        kinds, batch = ([("small_cnn", "float32")], 8) if short else (kinds, 128)
         return [Case(model, batch, precision, side) for model, precision in kinds for side in PRICE]
     if part == "steps":
-        sizes = [("mnist_cnn", 8)] if short else [("mnist_cnn", 64), ("resnet18", 1024), ("resnet18", 64)]
-        sizes += [] if short else [("mnist_cnn", 1024)]
+        sizes = [("small_cnn", 8)] if short else [("small_cnn", 64), ("resnet18", 1024), ("resnet18", 64)]
+        sizes += [] if short else [("small_cnn", 1024)]
         return [Case(model, batch, "TF32", side) for model, batch in sizes for side in STEPS]
-    models, batches = ["mnist_cnn", "resnet18", "fast_cnn"], [128, 1024, 512]
+    models, batches = ["small_cnn", "resnet18", "fast_cnn"], [128, 1024, 512]
     if short:
-        models, batches = ["mnist_cnn"], [8]
+        models, batches = ["small_cnn"], [8]
     big = batches[1:]
     if part == "exact":
         sizes = [(model, batch) for batch in batches[:2] for model in models]
@@ -380,7 +380,7 @@ def cases(part: str, short: bool) -> list[Case]:
     ]
     cases += [Case(model, batch, precision, side) for batch in big for precision in PRECISIONS
               for model in models[1:] for side in FEW]  # fmt: skip
-    cases += [Case("mnist_cnn", batch, "TF32", side) for batch in big for side in FEW]
+    cases += [Case("small_cnn", batch, "TF32", side) for batch in big for side in FEW]
     cases += [Case(model, batches[0], "TF32", side) for model in models for side in OPTIONS]
     return cases + [Case(model, batches[0], precision, side) for precision in ("TF32", "bf16") for model in models
                     for side in COMPILED]  # fmt: skip

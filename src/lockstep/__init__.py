@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.commands.api import Composed as Composed
     from lockstep.commands.api import compose as compose
     from lockstep.commands.api import train as train
-    from lockstep.commands.project_programs import command as command
+    from lockstep.commands.command import command as command
     from lockstep.data.datasets import ArrayDataset as ArrayDataset
     from lockstep.data.datasets import Source as Source
     from lockstep.data.datasets import Spec as Spec
@@ -49,7 +49,7 @@ HOMES = {
     "Trainer": "lockstep.trainer.trainer",
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.errors",
-    "command": "lockstep.commands.project_programs",
+    "command": "lockstep.commands.command",
     "compose": "lockstep.commands.api",
     "copy_weights": "lockstep.checkpoint.weights",
     "gather_objects": "lockstep.launch.process_group",

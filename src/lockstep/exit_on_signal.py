@@ -1,4 +1,4 @@
-"""Exit with one line when a signal arrives during the imports. A program imports this module first.
+"""Exit with one line when a signal arrives during the imports.
 
 The imports take a second or more. Without these handlers, Python would print a traceback on Ctrl-C. A signal that is
 ignored when the program starts stays ignored: SIGHUP under nohup, SIGINT in background jobs of a shell.
@@ -10,7 +10,15 @@ from types import FrameType
 
 from lockstep import standard_streams
 
-standard_streams.protect()  # every program has streams from here on
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def install() -> None:
+    """Install the handlers, and make the standard streams safe. A command calls this before its imports."""
+    standard_streams.protect()
+    for number in NUMBERS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, exit_now)
 
 
 def exit_now(signum: int, frame: FrameType | None) -> None:
@@ -26,9 +34,3 @@ def restore() -> None:
     for number in NUMBERS:
         if signal.getsignal(number) is exit_now:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-for number in NUMBERS:
-    if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-        signal.signal(number, exit_now)

@@ -86,6 +86,6 @@ def test_a_function_of_another_name_is_no_program(capsys: pytest.CaptureFixture[
         raise AssertionError
 
     with pytest.raises(SystemExit) as end:
-        project_programs.command(run, __file__)
+        project_programs.run(run, __file__)
     line = "the function's name says what the program does, and is run: it must be one of train, evaluate, predict"
     assert (end.value.code, capsys.readouterr().err) == (2, f"error: lockstep.command: {line}\n")

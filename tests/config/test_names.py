@@ -47,7 +47,7 @@ def test_a_strategy_of_others_is_not_supported(name: str) -> None:
 
 def test_a_net_that_has_no_file_may_be_one_of_the_libraries() -> None:
     message = no_option_message("model", "resnet")
-    assert "did you mean resnet18 or resnet9?" in message
+    assert "did you mean resnet18 or resnet9 or small_resnet18?" in message
     assert message.endswith("others are in model=timm or model=torchvision with model.arch=<net>")
     assert "arch" not in no_option_message("optimizer", "adamw8bit")
     assert "did you mean adamw?" in no_option_message("optimizer", "adamw8bit")
@@ -110,7 +110,7 @@ def test_a_page_is_merged_with_pages_of_the_same_group_only() -> None:
     page = group_file("experiment", "mnist_cnn")  # its `defaults` choose files of other groups
     assert "defaults" not in page
     assert {"batch_size", "lr"} <= page.keys()
-    assert group_file("model", "mnist_cnn")["label_smoothing"] == 0.0, "of _classifier"
+    assert group_file("model", "resnet18")["label_smoothing"] == 0.0, "of _classifier"
 
 
 @pytest.mark.parametrize(

@@ -157,4 +157,4 @@ def test_help_is_without_the_line_for_editors() -> None:
         page = help_page(read_arguments(arguments, "train"))
         assert "yaml-language-server" not in page
         assert len(page.splitlines()) > 10
-    assert help_page(read_arguments([], "train")).startswith("The settings of a run")
+    assert help_page(read_arguments([], "train")).startswith("What this project trains by default")

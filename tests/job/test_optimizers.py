@@ -13,7 +13,7 @@ from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from kernels import Kernels
 from lightning.pytorch.plugins.precision.amp import _optimizer_handles_unscaling
-from small_models import resnet18
+from small_models import small_resnet18
 from torch import nn
 
 from lockstep.config.arguments import experiment_keys
@@ -81,7 +81,7 @@ def test_only_what_torch_can_fuse_is_fused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("decays", [False, True])
 def test_biases_and_norms_decay_on_request(decays: bool) -> None:
     made = offered("optimizer=adamw", "optimizer.weight_decay=0.02")["optimizer"]
-    model = resnet18(optimizer=made, decay_norms_and_biases=decays)
+    model = small_resnet18(optimizer=made, decay_norms_and_biases=decays)
     groups = model.configure_optimizers()["optimizer"].param_groups
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}

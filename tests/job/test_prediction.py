@@ -17,7 +17,6 @@ from conftest import Program, Run, composed
 from PIL import Image, ImageOps
 
 import evaluate
-import predict
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.commands import project_programs
 from lockstep.data import Spec
@@ -156,7 +155,8 @@ def test_images_are_predicted_with_the_pixels_of_the_training(tmp_path: Path) ->
     spec = Spec(3, SIZE, ("a", "b"))
     for background, value in (("white", 255), ([0, 0, 0], 0)):
         config: Any = SimpleNamespace(data={"background": background, "bits": 12})
-        files = prediction.open_files(str(tmp_path), config, spec, predict.open_images)
+        reader = {"_target_": "lockstep.vision.data.ImageFiles"}
+        files = prediction.open_files(str(tmp_path), reader, config, spec)
         assert [files[index][0].unique().tolist() for index in range(2)] == [[value], [255]]
 
 

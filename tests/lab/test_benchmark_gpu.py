@@ -57,7 +57,7 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     ]
     assert all(line.ours > 0 and line.other > 0 for line in lines)
 
-    task, wrong = tmp_path / "mnist_cnn.task.pt", tmp_path / "wrong.pt"
+    task, wrong = tmp_path / "small_cnn.task.pt", tmp_path / "wrong.pt"
     report: dict[str, Any] = torch.load(task)
     torch.save(report | {"order": report["order"][::-1]}, wrong)
     sides = {
@@ -198,7 +198,7 @@ def test_both_calls_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert text.endswith(f"{gpu_day.END}\nafter\n")
     assert "## Measured on NVIDIA X" in text
     assert "of ours, 8 pieces" in text
-    assert "| `python src/train.py model=mnist_cnn" in text
+    assert "| `python src/train.py model=small_cnn" in text
     assert "nothing yet" not in text
 
 
@@ -219,7 +219,7 @@ def test_predictions_are_for_cases_of_the_probe() -> None:
 
 def test_a_side_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_probe, "loop", lambda *_: 1 / 0)
-    case = gpu_probe.Case("mnist_cnn", 8, "bf16", "plain loop")
+    case = gpu_probe.Case("small_cnn", 8, "bf16", "plain loop")
     row = gpu_probe.measured(case, torch.device("cpu"), gpu_probe.Clock(torch.device("cpu"), 1, 1, 1))
     assert row["error"] == "ZeroDivisionError: division by zero"
 

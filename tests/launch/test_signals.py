@@ -92,7 +92,7 @@ exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__", "__file_
 @pytest.mark.parametrize(
     ("module", "signum"),
     [
-        ("lockstep.commands", signal.SIGINT),
+        ("lockstep.commands.project_programs", signal.SIGINT),
         ("hydra", signal.SIGINT),
         ("hydra", signal.SIGTERM),
         ("hydra", signal.SIGHUP),

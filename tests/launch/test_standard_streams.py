@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_all_programs_are_in_the_list() -> None:
         text = file.read_text()
         if '\nif __name__ == "__main__":' in text:
             first = text.partition('\nif __name__ == "__main__":\n')[2]
-            assert "exit_on_signal" in first.splitlines()[0] or "standard_streams" in first.splitlines()[0], file
+            assert re.search(r"^    (command\(|from lockstep import standard_streams)", first), file
 
 
 @pytest.mark.usefixtures("processes")

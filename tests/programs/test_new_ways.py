@@ -98,8 +98,8 @@ def installed(python: Path, folder: Path, *what: str | Path) -> Path:
     return folder
 
 
-def made(environment: Path, python: Path, *options: str) -> Path:
-    """Return a new project whose two commands have run."""
+def made(environment: Path, python: Path, *options: str, home: str = ".venv") -> Path:
+    """Return a new project whose two commands have run, with the Lockstep in the folder `home`."""
     project = environment.parent / "dogs"
     run(environment / "bin" / "lockstep", "new", "dogs", *options, cwd=environment.parent)
     make = ("make", f"PYTHON={python}")
@@ -109,8 +109,8 @@ def made(environment: Path, python: Path, *options: str) -> Path:
     assert " passed" in run(*make, "test", "ARGS=-q -k TestDigits", cwd=project)
     assert run("git", "status", "--short", cwd=project) == ""
     assert mark_of(project / ".venv") == "1"
-    home = run(project / ".venv" / "bin" / "python", "-c", "import lockstep; print(lockstep.__file__)", cwd=project)
-    assert home.startswith(str(project / ".venv")), "the control: it has a Lockstep of its own"
+    place = run(project / ".venv" / "bin" / "python", "-c", "import lockstep; print(lockstep.__file__)", cwd=project)
+    assert place.startswith(str(project / home)), "the control: it has a Lockstep of its own"
     return project
 
 
@@ -125,31 +125,37 @@ def replace(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-@pytest.mark.parametrize("editable", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_folder(editable: bool, python: Path, checkout: Path, tmp_path: Path) -> None:
-    environment = installed(python, tmp_path / "env", *["--editable"] * editable, checkout)
-    project = made(environment, python)
+def test_an_editable_checkout(python: Path, checkout: Path, tmp_path: Path) -> None:
+    project = made(installed(python, tmp_path / "env", "--editable", checkout), python)
     assert checkout.as_uri() in (project / "pyproject.toml").read_text()
     mark(checkout, 2)
     (project / "pyproject.toml").touch()
     assert set_up(project, python) == "2"
-    if not editable:
-        checkout.rename(tmp_path / "gone")
-        refused = run(environment / "bin" / "lockstep", "new", "cats", cwd=tmp_path, code=2)
-        gone = f"{checkout}, which is gone: give --require=PIN or --vendor"
-        assert refused == f"error: this Lockstep was installed from {gone}\n"
-        made_anew = run(environment / "bin" / "lockstep", "new", "cats", "--vendor", cwd=tmp_path)
-        assert "it requires" not in made_anew
 
 
-def test_a_wheel(python: Path, checkout: Path, tmp_path: Path) -> None:
-    file = wheel(checkout, tmp_path / "one")
-    project = made(installed(python, tmp_path / "env", file), python)
-    assert (project / "wheels" / file.name).read_bytes() == file.read_bytes()
-    file.unlink()  # the project does not need it any more
-    mark(checkout, 2)
-    shutil.copy(wheel(checkout, tmp_path / "two"), project / "wheels")
+@pytest.mark.parametrize(
+    "way", ["wheel", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("folder", "repository"))]
+)
+def test_what_other_machines_do_not_have(way: str, python: Path, checkout: Path, tmp_path: Path) -> None:
+    """The project keeps a wheel, and needs nothing of that place any more."""
+    if way == "wheel":
+        environment = installed(python, tmp_path / "env", wheel(checkout, tmp_path / "one"))
+    elif way == "folder":
+        environment = installed(python, tmp_path / "env", checkout)
+    else:
+        environment = installed(python, tmp_path / "env", f"git+{checkout.as_uri()}@{commit(checkout)}")
+    elsewhere = checkout.rename(tmp_path / "gone")
+    project = made(environment, python)
+    (file,) = (project / "wheels").iterdir()
+    mark(elsewhere, 2)
+    shutil.copy(wheel(elsewhere, tmp_path / "two"), file)
     assert set_up(project, python) == "2", "another wheel of the same version"
+
+
+@pytest.mark.nightly
+def test_a_copy_in_the_project(python: Path, checkout: Path, tmp_path: Path) -> None:
+    project = made(installed(python, tmp_path / "env", checkout), python, "--vendor", home="src")
+    assert "lockstep" not in (project / "pyproject.toml").read_text().partition("dependencies")[2].partition("]")[0]
 
 
 @pytest.mark.nightly

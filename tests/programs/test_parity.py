@@ -134,7 +134,13 @@ def test_a_feature_without_effect_is_reported(tmp_path: Path, capsys: pytest.Cap
         judge_features({"ema": rows}, tmp_path, {})
     assert "1 device: NOT SEEN" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"features=emu: did you mean ema\?"):
-        chosen(["emu"], {"ema": ["callbacks=ema"]})
+        chosen(["emu"], {"ema": ["callbacks=ema"]}, {})
+
+
+def test_rows_of_options_that_the_model_lacks_are_left_out() -> None:
+    rows = {"frozen": ["model.freeze=[a]"], "ema": ["callbacks=ema"], "own": ["model=mine", "model.arch=b"]}
+    assert list(chosen(True, rows, {"dropout": 0.0})) == ["ema", "own"]
+    assert list(chosen(True, rows, {"freeze": []})) == ["frozen", "ema", "own"]
 
 
 def test_the_verdict_names_the_rows_that_differ() -> None:

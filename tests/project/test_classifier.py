@@ -10,14 +10,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from plain import QUIET
-from small_models import mnist_cnn, task
+from small_models import small_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.callback import ResumeState
 from lockstep.errors import UserError
+from lockstep.vision.models import SmallCNN
 from lockstep.vision.schedules import cosine
-from project.models import MnistCNN
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -43,7 +43,7 @@ def trainer(folder: Path, **changes: Any) -> Trainer:
 
 
 def test_evaluation_in_a_trainer(tmp_path: Path) -> None:
-    model = mnist_cnn(label_smoothing=0.2, num_classes=11)
+    model = small_cnn(label_smoothing=0.2, num_classes=11)
     data = batches(4, classes=11)
     logged = trainer(tmp_path).test(model, loader(data), verbose=False)[0]
     again = trainer(tmp_path).test(model, loader(data[::-1]), verbose=False)[0]
@@ -102,14 +102,14 @@ def test_a_resumed_run_follows_its_differing_settings(tmp_path: Path, scheduler:
         run.fit(model, loader(batches(3)), loader(batches(1)), weights_only=True, **options)
         return run
 
-    cut = fit(mnist_cnn(), same, 2)
+    cut = fit(small_cnn(), same, 2)
     cut.save_checkpoint(path := tmp_path / "cut.ckpt")
     (state,) = torch.load(path, weights_only=True)["optimizer_states"]
     for lr, momentum, expected in ((0.1, 0.9, state["param_groups"][0]["lr"]), (0.4, 0.5, 0.4 * fraction)):
         optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum)
         options = {} if lr == 0.1 else {"scheduler": scheduler}
         first = First()
-        fit(mnist_cnn(optimizer=optimizer, **options), same if lr == 0.1 else new, 3, ckpt_path=path, callbacks=[first])
+        fit(small_cnn(optimizer=optimizer, **options), same if lr == 0.1 else new, 3, ckpt_path=path, callbacks=[first])
         assert first.group["lr"] == pytest.approx(expected, rel=1e-12)
         assert first.group["momentum"] == momentum
         saved = [one["momentum_buffer"] for one in state["state"].values()]
@@ -119,14 +119,14 @@ def test_a_resumed_run_follows_its_differing_settings(tmp_path: Path, scheduler:
 # --- class weights ----------------------------------------------------------------------------------------------------
 
 
-class CustomLoss(MnistCNN):
+class CustomLoss(SmallCNN):
     """Which knows nothing of weights."""
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         return nn.functional.multi_margin_loss(logits, y, reduction="none")
 
 
-def weighted(weights: Any, y: Tensor, kind: type[MnistCNN] = MnistCNN, balanced: bool = False, **options: Any) -> Any:
+def weighted(weights: Any, y: Tensor, kind: type[SmallCNN] = SmallCNN, balanced: bool = False, **options: Any) -> Any:
     """Return a classifier in a step whose samples have the labels `y`."""
     model = kind(**task(class_weights=weights, num_classes=3, **options))
     splits = SimpleNamespace(balanced=balanced)
@@ -141,7 +141,7 @@ def weighted(weights: Any, y: Tensor, kind: type[MnistCNN] = MnistCNN, balanced:
 @pytest.mark.parametrize("loss", ["torch's", "smoothed", "own"])
 def test_class_weights_of_a_step_in_pieces_are_those_of_the_whole_step(weights: Any, loss: str) -> None:
     x, y = torch.randn(12, 1, 12, 12), torch.tensor([0, 0, 0, 0, 0, 1, 0, 2, 2, 0, 0, 1])
-    model = weighted(weights, y, CustomLoss if loss == "own" else MnistCNN, label_smoothing=0.1 * (loss == "smoothed"))
+    model = weighted(weights, y, CustomLoss if loss == "own" else SmallCNN, label_smoothing=0.1 * (loss == "smoothed"))
     factors = torch.tensor([12 / (3 * n) for n in (8, 2, 2)] if weights == "balanced" else weights)
 
     def expected(x: Tensor, y: Tensor) -> Tensor:
@@ -187,4 +187,4 @@ def test_weighted_classes_take_no_mixed_labels_and_no_balanced_order() -> None:
 @pytest.mark.parametrize("weights", ["weighted", [1, 2], [1, 2, 0], [1, 2, math.inf], 3])
 def test_class_weights_that_are_none(weights: Any) -> None:
     with pytest.raises(ValueError, match=r"^class_weights=.*: must be balanced, or 3 numbers above 0"):
-        mnist_cnn(class_weights=weights, num_classes=3)
+        small_cnn(class_weights=weights, num_classes=3)

@@ -15,7 +15,12 @@ DATA = ("data=synthetic", "data.samples=100", "data.num_classes=3")
 
 @pytest.mark.usefixtures("processes")
 class TestMnistCNN(ModuleTests):
-    overrides = ["model=mnist_cnn", "model.dropout=0.3", "model.class_weights=[1,2,5]", *DATA, "data.image_size=12"]
+    overrides = ["model=mnist_cnn", "model.dropout=0.3", *DATA, "data.image_size=12"]
+
+
+@pytest.mark.usefixtures("processes")
+class TestSmallCNN(ModuleTests):
+    overrides = ["model=small_cnn", "model.dropout=0.3", "model.class_weights=[1,2,5]", *DATA, "data.image_size=12"]
 
 
 @pytest.mark.usefixtures("processes")
@@ -32,7 +37,13 @@ class TestResNet9(ModuleTests):
 @pytest.mark.usefixtures("processes")
 @pytest.mark.nightly
 class TestResNet18(ModuleTests):
-    overrides = ["model=resnet18", "model.norm=group", *DATA, "data.image_size=9", "model.label_smoothing=0.1"]
+    overrides = ["model=resnet18", *DATA, "data.image_size=12"]
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.nightly
+class TestSmallResNet18(ModuleTests):
+    overrides = ["model=small_resnet18", "model.norm=group", *DATA, "data.image_size=9", "model.label_smoothing=0.1"]
 
 
 @pytest.mark.usefixtures("processes")

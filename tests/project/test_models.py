@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import composed
-from small_models import fast_cnn, mnist_cnn, resnet9, resnet18
+from small_models import fast_cnn, resnet9, small_cnn, small_resnet18, task
 from torch import nn
 
 import project.models
 from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.job.build import make_module
-from lockstep.vision.models import ImageClassifier
+from lockstep.vision.models import ImageClassifier, SmallResNet18, Torchvision, published
 
 
 @pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 19, 2), (4, 35, 3)])
-@pytest.mark.parametrize("build", [mnist_cnn, partial(fast_cnn, width=[2, 3, 4, 5])])
+@pytest.mark.parametrize("build", [small_cnn, partial(fast_cnn, width=[2, 3, 4, 5])])
 def test_a_net_derives_its_sizes(build: Any, channels: int, image_size: int, num_classes: int) -> None:
     model = build(channels=channels, image_size=image_size, num_classes=num_classes)
     assert model(model.example_input_array).shape == (2, num_classes)
@@ -28,17 +28,16 @@ def test_a_net_derives_its_sizes(build: Any, channels: int, image_size: int, num
 
 
 @pytest.mark.parametrize(
-    ("options", "kernel", "pools"),
+    ("build", "options", "kernel", "pools"),
     [
-        ({"image_size": 32}, 3, False),
-        ({"image_size": 65}, 7, True),
-        ({"image_size": 33, "stem": "imagenet"}, 7, True),
-        ({"image_size": 65, "stem": "small", "channels": 3}, 3, False),
-        ({"image_size": 8, "norm": "group"}, 3, False),
+        (project.models.ResNet18, {"image_size": 32}, 3, False),
+        (project.models.ResNet18, {"image_size": 65, "channels": 3}, 7, True),
+        (SmallResNet18, {"image_size": 65, "channels": 3}, 3, False),
+        (SmallResNet18, {"image_size": 8, "norm": "group"}, 3, False),
     ],
 )
-def test_resnet18_takes_any_image(options: dict[str, Any], kernel: int, pools: bool) -> None:
-    model = resnet18(**options)
+def test_resnet18_takes_any_image(build: Any, options: dict[str, Any], kernel: int, pools: bool) -> None:
+    model = build(**task(**options))
     assert model.net.conv1.kernel_size == (kernel, kernel)
     assert isinstance(model.net.maxpool, nn.MaxPool2d) == pools
     shape = model.example_input_array.shape[1:]
@@ -48,9 +47,9 @@ def test_resnet18_takes_any_image(options: dict[str, Any], kernel: int, pools: b
 def test_dropout_is_off_unless_requested() -> None:
     x = torch.randn(4, 1, 12, 12)
     state = torch.get_rng_state()
-    off = mnist_cnn()
+    off = small_cnn()
     torch.set_rng_state(state)
-    on = mnist_cnn(dropout=0.5)
+    on = small_cnn(dropout=0.5)
     before = torch.get_rng_state()
     assert torch.equal(off(x), off(x))
     assert torch.equal(torch.get_rng_state(), before), "without dropout nothing may draw random numbers"
@@ -61,23 +60,18 @@ def test_dropout_is_off_unless_requested() -> None:
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (mnist_cnn, {"image_size": 9}, "at least 10 x 10"),
-        (mnist_cnn, {"dropout": 1.0}, "^dropout=1.0: "),
-        (mnist_cnn, {"label_smoothing": -0.1}, "^label_smoothing=-0.1: "),
-        (mnist_cnn, {"num_classes": 1}, "num_classes=1: .*must be at least 2"),
+        (small_cnn, {"image_size": 9}, "at least 10 x 10"),
+        (small_cnn, {"dropout": 1.0}, "^dropout=1.0: "),
+        (small_cnn, {"label_smoothing": -0.1}, "^label_smoothing=-0.1: "),
+        (small_cnn, {"num_classes": 1}, "num_classes=1: .*must be at least 2"),
         (fast_cnn, {"image_size": 18}, "at least 19 x 19"),
         (fast_cnn, {"width": [8, 8, 8]}, r"^width=\[8, 8, 8\]: must be four"),
         (resnet9, {"image_size": 7}, "at least 8 x 8"),
         (resnet9, {"width": [8, 8]}, r"^width=\[8, 8\]: must be four"),
         (fast_cnn, {"width": 32}, "^width=32: must be four"),
         (fast_cnn, {"width": [8, 8, 8, 0]}, "at least 1"),
-        (resnet18, {"stem": "tiny"}, "auto, small, imagenet"),
-        (resnet18, {"norm": "layer"}, "batch, group"),
-        (resnet18, {"pretrained": "maybe"}, "true or false"),
-        (resnet18, {"image_size": 8}, "at least 9 x 9"),
-        (resnet18, {"image_size": 32, "stem": "imagenet"}, "stem=small"),
-        (resnet18, {"pretrained": True}, "channels=3"),
-        (resnet18, {"pretrained": True, "channels": 3, "norm": "group"}, "norm=batch"),
+        (small_resnet18, {"norm": "layer"}, "batch, group"),
+        (small_resnet18, {"image_size": 8}, "at least 9 x 9"),
     ],
 )
 def test_what_does_not_fit_is_refused(build: Any, options: dict[str, Any], message: str) -> None:
@@ -93,17 +87,18 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
     place = tmp_path / "checkpoints" / Path(torchvision.models.ResNet18_Weights.DEFAULT.url).name
     place.parent.mkdir()
     place.write_bytes(b"half a file")
+    resnet18 = partial(Torchvision, arch="resnet18", channels=3, image_size=40, num_classes=3)
     with pytest.raises(ValueError, match="pretrained=true") as caught:
-        resnet18(channels=3, pretrained=True)
+        resnet18(pretrained=True)
     assert str(place) in str(caught.value)
     assert "\n" not in str(caught.value)
 
     weights = {key: torch.full_like(value, 2) for key, value in torchvision.models.resnet18().state_dict().items()}
     torch.save(weights, place)
-    net = resnet18(channels=3, pretrained=True).net
+    net: Any = resnet18(pretrained=True).net
     assert (net.layer1[0].conv1.weight == 2).all()
     assert net.fc.weight.shape == (3, 512)
-    assert not (net.conv1.weight == 2).any(), "the small stem has no pretrained weights"
+    assert not (net.fc.weight == 2).any(), "the last layer has none for these classes"
 
 
 @pytest.mark.usefixtures("whole_run")
@@ -115,15 +110,15 @@ def test_pretrained_weights_are_not_requested_where_a_checkpoint_brings_them(mon
         calls.append("downloaded")
         return {}
 
-    monkeypatch.setattr("project.models.resnet18.downloaded", downloaded)
-    options = ("data=synthetic", "data.samples=20", "data.channels=3", "model=resnet18", "model.pretrained=true")
-    config = check(composed(*options))
+    monkeypatch.setattr(published, "downloaded", downloaded)
+    data = ("data=synthetic", "data.samples=20", "data.channels=3", "data.image_size=40")
+    config = check(composed(*data, "model=torchvision", "model.arch=resnet18", "model.pretrained=true"))
     splits = open_data(config.data, config.data_dir)
     for brings in (replace(config, checkpoint="best.ckpt"), replace(config, resume="last.ckpt")):
         make_module(brings, splits)
         assert calls == []
     make_module(config, splits)  # the control
-    monkeypatch.setattr(project.models.ResNet18, "strict_loading", False)
+    monkeypatch.setattr(Torchvision, "strict_loading", False)
     make_module(replace(config, resume="last.ckpt"), splits)  # whose checkpoint may lack weights
     assert calls == ["downloaded"] * 2
 

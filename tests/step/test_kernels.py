@@ -83,7 +83,7 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
     return count
 
 
-class WithBuffer(small_models.MnistCNN):
+class WithBuffer(small_models.SmallCNN):
     """Has a buffer that follows the images, and another that never changes."""
 
     centre: Tensor
@@ -102,21 +102,21 @@ class WithBuffer(small_models.MnistCNN):
 
 
 NETS: dict[str, Callable[[], Any]] = {
-    "mnist_cnn": small_models.mnist_cnn,
-    "resnet18": small_models.resnet18,
+    "small_cnn": small_models.small_cnn,
+    "small_resnet18": small_models.small_resnet18,
     "with_buffer": lambda: WithBuffer(**small_models.task()),
 }
 # net, exact, pieces; at most so many kernels and host reads. Of the reads of each piece under exact, only those of the
 # last one leave the GPU without work (tests/arithmetic/test_exact_sum.py).
 LIMITS = [
-    ("mnist_cnn", False, 1, 76, 1),
-    ("mnist_cnn", False, 4, 267, 1),
-    ("mnist_cnn", True, 1, 94, 3),
-    ("mnist_cnn", True, 4, 289, 6),
-    ("resnet18", False, 1, 376, 1),
-    ("resnet18", False, 4, 1154, 1),
-    ("resnet18", True, 1, 410, 3),
-    ("resnet18", True, 4, 1138, 11),
+    ("small_cnn", False, 1, 76, 1),
+    ("small_cnn", False, 4, 267, 1),
+    ("small_cnn", True, 1, 94, 3),
+    ("small_cnn", True, 4, 289, 6),
+    ("small_resnet18", False, 1, 376, 1),
+    ("small_resnet18", False, 4, 1154, 1),
+    ("small_resnet18", True, 1, 410, 3),
+    ("small_resnet18", True, 4, 1138, 11),
     ("with_buffer", False, 4, 362, 2),
     ("with_buffer", True, 4, 405, 12),
 ]
@@ -132,7 +132,7 @@ def test_a_step_takes_no_more_kernels_and_host_reads(
     assert actual.reads <= reads, actual.lines
 
 
-class Reads(small_models.MnistCNN):
+class Reads(small_models.SmallCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         output["loss"].item()
@@ -140,16 +140,16 @@ class Reads(small_models.MnistCNN):
 
 
 def test_a_planted_read_is_detected(count: Callable[..., Counts]) -> None:
-    assert count(Reads(**small_models.task()), False, 4).reads == count(small_models.mnist_cnn(), False, 4).reads + 4
+    assert count(Reads(**small_models.task()), False, 4).reads == count(small_models.small_cnn(), False, 4).reads + 4
 
 
 def test_one_more_kernel_for_each_parameter_is_detected(count: Callable[..., Counts]) -> None:
-    class Clamps(small_models.MnistCNN):
+    class Clamps(small_models.SmallCNN):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             for parameter in self.parameters():
                 assert parameter.grad is not None
                 parameter.grad.clamp_(-9, 9)
 
     module: nn.Module = Clamps(**small_models.task())
-    more = count(module, False, 1).kernels - count(small_models.mnist_cnn(), False, 1).kernels
+    more = count(module, False, 1).kernels - count(small_models.small_cnn(), False, 1).kernels
     assert more == len(list(module.parameters()))

@@ -19,17 +19,17 @@ from lockstep.data.build import open_data
 from lockstep.job.build import make_module
 from lockstep.testing.fake_gpu import DEVICE, ON_CPU, WAITS, fake_gpu, faults_of_steps, move
 from lockstep.vision.class_weights import ClassWeights
-from project.models import MnistCNN
+from lockstep.vision.models import SmallCNN
 
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
 DATA = ("data=synthetic", "data.samples=100", "data.num_classes=12", "data.image_size=12")
 AUGMENTED = "data.augment={crop:2,flip:true,fill:reflect}"
 NETS = {
-    "mnist_cnn": ("model=mnist_cnn", *DATA, AUGMENTED, "model.dropout=0.3"),
+    "small_cnn": ("model=small_cnn", *DATA, AUGMENTED, "model.dropout=0.3"),
     "fast_cnn": ("model=fast_cnn", *DATA, "data.image_size=20", "model.width=[4,4,8,8]", "model.label_smoothing=0.1"),
     "resnet9": ("model=resnet9", *DATA, "model.width=[4,4,8,8]", "data.mix=mixup"),
     "cutmix": ("model=resnet9", *DATA, "model.width=[4,4,8,8]", "data.mix=cutmix"),
-    "resnet18": ("model=resnet18", *DATA, "model.norm=group"),
+    "small_resnet18": ("model=small_resnet18", *DATA, "model.norm=group"),
     "torchvision": ("model=torchvision", "model.arch=mobilenet_v3_small", *DATA, "data.image_size=33"),
     **{name: (*ROWS[name], "data.samples=110", AUGMENTED) for name in ("multi_label", "regression", "segmentation")},
 }
@@ -64,7 +64,7 @@ def test_class_weights_are_not_waited_for() -> None:
 # --- controls ---------------------------------------------------------------------------------------------------------
 
 
-class Planted(MnistCNN):
+class Planted(SmallCNN):
     def __init__(self, fault: str) -> None:
         super().__init__(channels=1, image_size=12, num_classes=12)
         self.fault, self.constant = fault, torch.ones(12)
@@ -110,7 +110,7 @@ LINES, FIRST = inspect.getsourcelines(Planted)
 )
 def test_a_planted_fault_is_detected_with_its_line(fault: str, kind: str, line: str) -> None:
     number = next(FIRST + at for at, text in enumerate(LINES) if line in text)
-    assert faults(*NETS["mnist_cnn"], module=Planted(fault)) == {f"tests/testing/test_fake_gpu.py:{number}": kind}
+    assert faults(*NETS["small_cnn"], module=Planted(fault)) == {f"tests/testing/test_fake_gpu.py:{number}": kind}
 
 
 def test_what_stays_on_the_cpu_and_numbers_of_no_dimension_are_no_fault() -> None:

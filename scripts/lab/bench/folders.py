@@ -14,7 +14,7 @@ TRAINED, PREDICTED, PIXELS, SIZE, CLASSES = 12_000, 3_000, 160, 32, ("dark", "li
 PROCESSES, BATCH = 2, 128
 GOAL = 1.3  # times the loop's images per second, at least
 TOLERANCE, ACCURACY = 1e-4, 0.02  # largest allowed differences of probabilities and of test accuracy
-TASK = ["data=image_folder", f"data.image_size={SIZE}", "data.val_fraction=0", "data.augment=null", "model=mnist_cnn"]
+TASK = ["data=image_folder", f"data.image_size={SIZE}", "data.val_fraction=0", "data.augment=null", "model=small_cnn"]
 TASK += ["scheduler=constant", "max_epochs=1", "logger=none", "callbacks.checkpoint.monitor=null"]
 ALONE = ["threads=1", f"num_workers={PROCESSES}", f"batch_size={BATCH}"]
 

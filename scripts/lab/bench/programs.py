@@ -19,7 +19,7 @@ from lockstep.report.summary import summary_of
 BARE = "importing torch, torchvision, lightning"
 START_GOAL = 1.15  # relative to the bare imports
 LATER_GOAL = 1.5  # extra seconds of ddp, and seconds of a sweep's further job
-MEMORY_CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
+MEMORY_CASES = {"small_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
 RECIPES = {"mnist_fast": (0.99, 20.0), "mnist_best": (0.995, 7.0)}  # test accuracy; goal: times as fast as the opponent
 OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99
 MEMORY_GOAL = 1.1  # largest ratio of a worker's peak to the bare loop's

@@ -38,17 +38,17 @@ class Case:
     clock: str = "perf_counter"  # see opponents/turns.py
 
 
-SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
+SMALL_CASE = Case("small_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
 LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, 2, (5e-2, 0.5))
 Pair = tuple[str, str, str, float | None]  # label, a side, the other, goal
-STEP_GOALS = {"mnist_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
+STEP_GOALS = {"small_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
 
 PIECES = 8
 PIECES_CASES = (
     replace(SMALL_CASE, batch=256, steps=20, games=3),
     replace(LARGE_CASE, batch=128, data=COLOURED | {"samples": 5000}, steps=3, skip=1, rounds=3),
 )
-CUT_GOALS = {"mnist_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # 8 pieces against one; exact against plain sums
+CUT_GOALS = {"small_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # 8 pieces against one; exact against plain sums
 
 SCALING_CASES = (
     (replace(SMALL_CASE, batch=256, steps=20, games=1, rounds=8), 1.04),
@@ -255,7 +255,7 @@ def scaling(folder: Path) -> list[Row]:
 def arguments(case: Case, folder: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
     """Return the arguments of train.py for `steps` steps of a case, with `more`."""
     epochs = 1 + steps * case.batch // int(0.9 * case.data["samples"])
-    linear = ("model=mnist_cnn", "model._target_=linear_net.LinearNet", "~model.dropout")
+    linear = ("model=small_cnn", "model._target_=linear_net.LinearNet", "~model.dropout")
     model = linear if case.model == "linear" else (f"model={case.model}",)
     overrides = [*model, "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
     overrides += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]

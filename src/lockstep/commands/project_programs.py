@@ -23,23 +23,14 @@ if TYPE_CHECKING:
 Function = Callable[["Job"], Any]
 
 
-def command(function: Function, file: str, **options: Any) -> NoReturn:
-    """Run a program of a project as a command, and exit.
-
-    It reads the arguments, composes and checks the config, opens the data, and starts the workers that the layout
-    needs. Each of them calls `function(job)`.
-
-    Args:
-        function: `train`, `evaluate` or `predict`. Its name says what the program does.
-        file: the program's own file, `__file__`.
-        options: see `predict`.
-    """
+def run(function: Function, file: str) -> NoReturn:
+    """Run a program of a project, and exit; see `lockstep.command`."""
     name = getattr(function, "__name__", "")
     if name not in PROGRAMS:
         wrong = f"the function's name says what the program does, and is {name or 'missing'}"
         print(f"error: lockstep.command: {wrong}: it must be one of {', '.join(PROGRAMS)}", file=sys.stderr)
         sys.exit(cli.REFUSED)
-    cli.command(partial(PROGRAMS[name], function, **options), name, file)
+    cli.command(partial(PROGRAMS[name], function), name, file)
 
 
 def train(function: Function | None, raw: dict[str, Any], folder: Path) -> Any:
@@ -77,19 +68,14 @@ def evaluate(function: Function, raw: dict[str, Any], folder: Path) -> Any:
     return run_in_workers(partial(evaluation.evaluate, function=function), config, splits, folder)
 
 
-def predict(function: Function, raw: dict[str, Any], folder: Path, open_images: Callable[..., Any]) -> Any:
-    """Find the checkpoint and the images, and predict them. Return the summary.
-
-    Args:
-        open_images: returns the data set of the images from the value of `images=`, their size and channels, and those
-            of the options `background` and `bits` that the data of the training had.
-    """
+def predict(function: Function, raw: dict[str, Any], folder: Path) -> Any:
+    """Find the checkpoint and the images, and predict them. Return the summary."""
     from lockstep.job import prediction
 
-    images, top_k = raw.pop("images"), raw.pop("top_k")
+    images, reader, top_k = raw.pop("images"), raw.pop("reader"), raw.pop("top_k")
     config, spec = prediction.config_and_spec(raw)
     prediction.check_top_k(top_k, spec)
-    splits = prediction.as_splits(spec, prediction.open_files(images, config, spec, open_images))
+    splits = prediction.as_splits(spec, prediction.open_files(images, reader, config, spec))
     return run_in_workers(partial(prediction.predict, top_k=top_k, function=function), config, splits, folder)
 
 

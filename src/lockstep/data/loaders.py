@@ -339,7 +339,7 @@ def chunks_of_rank(
 
     Without a `batch_size` of the evaluation, a chunk has the size of a piece. In a training run, a chunk smaller than
     128 samples is then enlarged to 128, or to two pieces if that is less, since small chunks waste time. Evaluating two
-    pieces takes 0.5 (resnet18) to 1.05 times (mnist_cnn) the peak memory of training one. A small set is cut into
+    pieces takes 0.5 (resnet18) to 1.05 times (small_cnn) the peak memory of training one. A small set is cut into
     smaller chunks, about `pieces` of them, to give every process work.
 
     Args:

@@ -1,6 +1,6 @@
 """What the functions in `src/train.py`, `src/evaluate.py` and `src/predict.py` get: one run, in one of its workers.
 
-This module imports neither torch nor Lightning, so that a program that names `Job` starts quickly.
+This module imports next to nothing, so that a program that names `Job` starts quickly.
 """
 
 from abc import ABC, abstractmethod
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.check import Config
 from lockstep.errors import UserError
 from lockstep.project import project
 from lockstep.trainer.run import Run
@@ -16,6 +15,7 @@ from lockstep.trainer.run import Run
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lockstep.config.check import Config
     from lockstep.data import ImageDataModule, Splits
     from lockstep.trainer.trainer import Trainer
 
@@ -36,7 +36,7 @@ class Job(Run, ABC):
 
     name = "train"  # of the program and its function
 
-    def __init__(self, config: Config, splits: "Splits", folder: Path, checkpoint: str | None) -> None:
+    def __init__(self, config: "Config", splits: "Splits", folder: Path, checkpoint: str | None) -> None:
         self.config, self.splits, self.folder, self.checkpoint = config, splits, folder, checkpoint
         self._module: pl.LightningModule | None = None
         self._trainer: Trainer | None = None

@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.callbacks import EvaluationSeed
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.config.check import Config
+from lockstep.config.instantiate import locate
 from lockstep.config.value_checks import whole_number
 from lockstep.data import Spec, Splits
 from lockstep.data.transforms import as_evaluated
@@ -60,15 +61,18 @@ def check_top_k(top_k: Any, spec: Spec) -> None:
 
 
 @in_new_thread  # user code may start threads, and this process must be able to fork
-def open_files(images: Any, config: Config, spec: Spec, open_images: Callable[..., Any]) -> Any:
+def open_files(images: Any, reader: dict[str, Any], config: Config, spec: Spec) -> Any:
     """Open the images to be predicted, with the transforms of evaluation.
 
     Args:
         images: the value of `images=`.
-        open_images: see `lockstep.commands.project_programs.predict`.
+        reader: the data set that reads them, by its `_target_`. It gets their size and channels, and the options
+            `background` and `bits` that the data of the training had.
     """
     reading = {key: config.data[key] for key in ("background", "bits") if key in config.data}
-    files = open_images(images, spec.image_size, spec.channels, **reading)
+    options = {key: value for key, value in (reader | reading).items() if key != "_target_"}
+    make = locate("reader._target_", str(reader.get("_target_")))
+    files = make(images, spec.image_size, spec.channels, **options)
     if about := getattr(files, "about", ""):
         LOG.info("images: %s", about)
     return as_evaluated(files, config.data, spec)

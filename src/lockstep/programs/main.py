@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-import lockstep.exit_on_signal  # noqa: F401  from here on Ctrl-C prints one line
+from lockstep import exit_on_signal
 from lockstep.errors import UserError
 from lockstep.programs.common.packages import check_packages
 from lockstep.project import VARIABLE, project
@@ -52,6 +52,7 @@ def help_text() -> str:
 
 def main() -> NoReturn:
     """Run the command that the arguments name, and exit with its exit code."""
+    exit_on_signal.install()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(help_text())

@@ -15,9 +15,9 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -95,11 +95,6 @@ LOCK = """# The versions where `lockstep new` ran, with Python {python}: results
 """
 TESTS = '''"""Tests of your modules and data sets: see lockstep.testing. Add a class for each."""
 
-if __name__ == "__main__":
-    from lockstep import standard_streams
-
-    standard_streams.protect()
-
 from lockstep.testing import DataTests, ModuleTests
 
 
@@ -155,14 +150,14 @@ def check_name(name: str) -> None:
         raise UserError(f"{name}: a module of this name exists already: choose another name")
 
 
-def requirement() -> tuple[str, Path | None]:
-    """Return what a project must require to get this very Lockstep, and the file of it that the project must keep.
+def requirement() -> tuple[str, bool]:
+    """Return what a project must require to get this very Lockstep, and whether the project must keep a wheel of it.
 
     Raises:
-        UserError: it was installed from a file or folder that is gone.
+        UserError: it is not installed.
     """
     if (source := template()) != PACKAGE / "template":  # it runs from a checkout, installed or not
-        return f"{DISTRIBUTION} @ {source.as_uri()}", None
+        return f"{DISTRIBUTION} @ {source.as_uri()}", False
     try:
         installed = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:  # of `--vendor`
@@ -170,19 +165,32 @@ def requirement() -> tuple[str, Path | None]:
     major, minor, *_ = installed.version.split(".")
     text = installed.read_text("direct_url.json")  # PEP 610: pip writes it if it got a URL, a file or a folder
     if not text:
-        return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}", None
+        return f"{DISTRIBUTION}>={installed.version},<{major}.{int(minor) + 1}", False
     origin = json.loads(text)
     url, of_git = origin["url"], origin.get("vcs_info")
+    if url.startswith("file:"):  # a folder, a wheel or a repository of this machine, which no other machine has
+        return f"{DISTRIBUTION}=={installed.version}", True
     if of_git:
-        return f"{DISTRIBUTION} @ {of_git['vcs']}+{url}@{of_git['commit_id']}", None
-    if not url.startswith("file:"):
-        return f"{DISTRIBUTION} @ {url}", None
-    place = Path(unquote(urlsplit(url).path))
-    if not place.exists():
-        raise UserError(f"this Lockstep was installed from {place}, which is gone: give --require=PIN or --vendor")
-    if place.is_file():
-        return f"{DISTRIBUTION}=={installed.version}", place
-    return f"{DISTRIBUTION} @ {url}", None
+        return f"{DISTRIBUTION} @ {of_git['vcs']}+{url}@{of_git['commit_id']}", False
+    return f"{DISTRIBUTION} @ {url}", False
+
+
+def write_wheel(folder: Path) -> None:
+    """Write a wheel of the installed Lockstep into a folder, from its files.
+
+    It has what pip has installed, but the scripts and what pip has added, and the same bytes each time.
+    """
+    installed = metadata.distribution(DISTRIBUTION)
+    files = {path.as_posix(): Path(str(path.locate())) for path in installed.files or ()}
+    added = ("direct_url.json", "INSTALLER", "REQUESTED", "RECORD", ".pyc")
+    parts = {name: file.read_bytes() for name, file in files.items() if name[:2] != ".." and not name.endswith(added)}
+    record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+    parts[record] = "".join(f"{name},,\n" for name in [*parts, record]).encode()
+    folder.mkdir()
+    name = f"{DISTRIBUTION.replace('-', '_')}-{installed.version}-py3-none-any.whl"
+    with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+        for part, content in sorted(parts.items()):
+            archive.writestr(zipfile.ZipInfo(part), content, zipfile.ZIP_DEFLATED)
 
 
 def check_pin(pin: str) -> None:
@@ -192,7 +200,7 @@ def check_pin(pin: str) -> None:
         UserError: it can't, or it is no requirement of Lockstep.
     """
     if "git+file:" in pin:
-        right = f'clone it, and give --require "{DISTRIBUTION} @ file:///<the clone>", or give --vendor'
+        right = f'clone it, and give --require "{DISTRIBUTION} @ file:///<the clone>"'
         raise UserError(f"{pin}: pip before 24.1 can't install this requirement: {right}")
     try:
         name = Requirement(pin).name
@@ -226,14 +234,14 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def write(name: str, folder: Path, pin: str | None, wheel: Path | None) -> None:
+def write(name: str, folder: Path, pin: str | None, keeps_wheel: bool) -> None:
     """Write the files of a project into an empty folder.
 
     Args:
         name: the name of its package.
         folder: the project's folder.
         pin: the requirement of Lockstep; None: Lockstep is copied into src/, and not required.
-        wheel: a file of Lockstep that satisfies `pin`, which the project keeps; None: there is none.
+        keeps_wheel: whether the project keeps a wheel of the installed Lockstep, which satisfies `pin`.
     """
     copy_template(template(), folder)
     (folder / "src" / "project").rename(folder / "src" / name)
@@ -241,9 +249,8 @@ def write(name: str, folder: Path, pin: str | None, wheel: Path | None) -> None:
         text = re.sub(r"\b((?:from|import) )project\b", rf"\g<1>{name}", path.read_text())
         path.write_text(re.sub(r"\bproject\.(?=(?:models|data)\b)", f"{name}.", text))
     required, packages = [pin] if pin else [], [f"{name}*"]
-    if wheel:
-        (folder / "wheels").mkdir()
-        shutil.copy(wheel, folder / "wheels")
+    if keeps_wheel:
+        write_wheel(folder / "wheels")
     if not pin:
         library = Path(lockstep.__file__).parent
         ignored = shutil.ignore_patterns("__pycache__", "template")
@@ -302,17 +309,20 @@ def main(words: list[str]) -> int:
     check_name(options.name)
     if shutil.which("git") is None:
         raise UserError("git is not installed: a project is a git repository")
-    pin, wheel = (None, None) if options.vendor else (options.require, None) if options.require else requirement()
+    chosen = None if options.vendor else options.require
+    pin, keeps_wheel = (chosen, False) if chosen or options.vendor else requirement()
     if pin:
         check_pin(pin)
     folder.mkdir(parents=True, exist_ok=True)
-    write(options.name, folder, pin, wheel)
+    write(options.name, folder, pin, keeps_wheel)
     git(folder, "init", "--quiet", "--initial-branch=main")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "-m", "A new project, as `lockstep new` wrote it")
     print(f"{folder} is ready:\n    cd {folder}\n    make train\n    make test")
     if pin:
         print(f"it requires {pin}: pyproject.toml has the line")
+    if keeps_wheel:
+        print("which is in wheels/: commit newer ones there, too")
     if pin and "file:" in pin:
         print("other machines don't have that folder: for them, write a version or a git address there")
     return 0

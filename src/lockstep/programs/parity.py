@@ -85,7 +85,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     tail = raw.pop("tail")
     tail = None if tail is None else whole_number(1)("tail", tail)
     differing = checker(Flag)("differences", raw.pop("differences"))
-    rows = chosen(raw.pop("features"), raw.pop("rows"))
+    rows = chosen(raw.pop("features"), raw.pop("rows"), raw["model"])
     report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
     if rows and steps < features.STEPS:
         raise UserError(f"steps={steps} is too few: a run that is killed in mid-epoch needs {features.STEPS} or more")
@@ -112,9 +112,13 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     judge_layouts(config, raw, steps, splits, folder, report)
 
 
-def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows that `features` names; with true, all."""
-    wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
+def chosen(names: Any, rows: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows that `features` names; with true, all whose keys of the model the model has."""
+    keys = {name: [each.partition("=")[0] for each in overrides] for name, overrides in rows.items()}
+    fitting = [name for name in rows if all(key[6:] in model for key in keys[name] if key.startswith("model."))]
+    others = [name for name in rows if any(each.startswith("model=") for each in rows[name])]  # with their own model
+    every = [name for name in rows if name in fitting or name in others]
+    wanted = every if names is True else [names] if isinstance(names, str) else names or []
     for name in wanted:
         if name not in rows:
             raise UserError(f"features={name}: {unknown_name_message(str(name), rows)}")

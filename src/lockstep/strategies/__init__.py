@@ -135,7 +135,7 @@ class DDP(Strategy):
             sync = "strategy.sync_batchnorm=true"
             if layout.accelerator == "cpu" or layout.strategy != "ddp":
                 other = "accelerator=cpu" if layout.accelerator == "cpu" else f"strategy={layout.strategy}"
-                yield sync, other, "torch supports it with ddp on GPUs only; use model.norm=group"
+                yield sync, other, "torch supports it with ddp on GPUs only; use a net without BatchNorm"
             if layout.exact:
                 yield sync, "exact=true", "the result of a piece would depend on other pieces"
             if self.shares:

@@ -1,45 +1,55 @@
-"""Define the small convolutional net of the MNIST examples, for images of 10 x 10 pixels or more."""
+"""The small convolutional net of the MNIST examples: a plain LightningModule."""
 
-from collections import OrderedDict
-from typing import Any
-
+import lightning.pytorch as pl
 from torch import nn
+from torch.nn import functional as F
 
-from lockstep.vision.models.classifier import ImageClassifier
+from lockstep.vision.scores import Scores, accuracy
 
 
-class MnistCNN(ImageClassifier):
-    """Two 5 x 5 convolutions of 20 channels, max-pool, 50 hidden units.
+class MnistCNN(pl.LightningModule):
+    """Two convolutions and two linear layers. conf/model/mnist_cnn.yaml gives `dropout`, the run all other values."""
 
-    Args:
-        dropout: probability that a hidden unit is dropped in training.
-        classifier_options: options of ImageClassifier.
-
-    Raises:
-        ValueError: An option is out of range, or the images are too small.
-    """
-
-    def __init__(
-        self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **classifier_options: Any
-    ) -> None:
+    def __init__(self, channels, image_size, num_classes, optimizer=None, scheduler=None, dropout=0.0):
+        super().__init__()
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"], logger=False)  # for load_from_checkpoint
+        self.optimizer, self.scheduler = optimizer, scheduler
         side = (image_size - 8) // 2  # each convolution removes 4 pixels, and the pool halves the rest
-        if side < 1:
-            raise ValueError(f"mnist_cnn needs images of at least 10 x 10 pixels, not {image_size} x {image_size}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
-        net = nn.Sequential(
-            OrderedDict(
-                conv1=nn.Conv2d(channels, 20, 5),
-                relu1=nn.ReLU(inplace=True),
-                conv2=nn.Conv2d(20, 20, 5),
-                relu2=nn.ReLU(inplace=True),
-                pool=nn.MaxPool2d(2),
-                flatten=nn.Flatten(),
-                hidden=nn.Linear(20 * side * side, 50),
-                relu3=nn.ReLU(inplace=True),
-                # Dropout(0) would draw random numbers too.
-                dropout=nn.Dropout(dropout) if dropout else nn.Identity(),
-                logits=nn.Linear(50, num_classes),
-            )
+        self.net = nn.Sequential(
+            nn.Conv2d(channels, 20, 5),
+            nn.ReLU(),
+            nn.Conv2d(20, 20, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(20 * side * side, 50),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(50, num_classes),
         )
-        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **classifier_options)
+        self.scores = Scores(num_classes)  # loss and accuracy over all images of a validation or test
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        return {"loss": F.cross_entropy(logits, y), "acc": accuracy(logits, y)}  # both are shown as train/...
+
+    def validation_step(self, batch, batch_idx):
+        self.log_scores("val", *batch)
+
+    def test_step(self, batch, batch_idx):
+        self.log_scores("test", *batch)
+
+    def log_scores(self, stage, x, y):
+        logits = self(x)
+        self.log_dict(self.scores.of(stage, logits, y, F.cross_entropy(logits, y, reduction="none")))
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).softmax(1)
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}

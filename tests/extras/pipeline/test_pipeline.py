@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import RANDOM, Program, summary_of
 from refusals import refused_with
-from small_models import mnist_cnn
+from small_models import small_cnn
 from torch import nn
 from user_runs import go_on, jobs, must_refuse, same_bits, train
 
@@ -128,7 +128,7 @@ def test_the_slowest_stage_takes_the_least_time() -> None:
 
 
 def test_the_user_defines_where_stages_begin() -> None:
-    module = mnist_cnn()
+    module = small_cnn()
     parts = parts_of(module)
     assert stage_starts(module, parts, (2, "pool"), 3) == [2, 4]
     for split, wrong in (

@@ -22,7 +22,7 @@ from lockstep_extras.rebalance.choice import LEAST_GAIN, MOST_GAIN, better_count
 # 270 samples to train on: eight whole steps an epoch, and one of 14 samples for 8 pieces; 45 steps.
 TASK = (
     *(*RANDOM, "data.samples=300", "batch_size=32", "pieces=8", "max_epochs=5", "checkpoint_every=4"),
-    *("model=mnist_cnn", "model._target_=uneven.Uneven", "model.dropout=0.3"),
+    *("model=small_cnn", "model._target_=uneven.Uneven", "model.dropout=0.3"),
 )
 MOVING = ("strategy=ddp", "extras=[rebalance]", "extras.rebalance.every=4")
 BACK_AND_FORTH = "+model.slow=[[1,2,18],[0,22,34]]"
@@ -93,7 +93,7 @@ def test_pieces_move_with_the_shards_that_they_read_on_a_server(uneven: Path, tm
     web = WebServer(write_shards(images, tmp_path / "tar", "tar", 12))
     names = "{train,val}-{00000..00011}.tar"
     data = ("data=shards", f"data_dir='{web.url}/{names}'", "data.window=1", "data.image_size=14")
-    task = (*data, "batch_size=8", "pieces=8", "max_epochs=3", "checkpoint_every=4", "model=mnist_cnn", "exact=true")
+    task = (*data, "batch_size=8", "pieces=8", "max_epochs=3", "checkpoint_every=4", "model=small_cnn", "exact=true")
     common = ("accelerator=cpu", "threads=1", "callbacks=none", "logger=none", "model._target_=uneven.Uneven")
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     alone, control = (

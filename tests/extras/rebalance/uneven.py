@@ -4,12 +4,12 @@ import time
 
 import lightning.pytorch as pl
 
-from project.models import MnistCNN
+from lockstep.vision.models import SmallCNN
 
 SLEEP = 0.03  # seconds of each piece on a slow rank
 
 
-class Uneven(MnistCNN):
+class Uneven(SmallCNN):
     """Makes ranks slow for a while: `slow` lists `[rank, first step, step after the last]`, 0-based."""
 
     def __init__(self, slow=(), **options):

@@ -1,7 +1,7 @@
 """The loop that people write by hand: images in memory as floats, a permutation, forward, backward, step.
 
     python scripts/lab/bench/opponents/bare_loop.py --task task.pt [--levers] [--precision bf16] [--device cuda]
-    python scripts/lab/bench/opponents/bare_loop.py --memory mnist_cnn <batch size> <steps> <images>
+    python scripts/lab/bench/opponents/bare_loop.py --memory small_cnn <batch size> <steps> <images>
 
 The loop is as fast as possible: no metrics, no logger, no validation, one line every 50 steps. `--levers` adds all that
 Lockstep's default path uses: the process does not return freed memory (mallopt), channels_last, index_select. On a GPU
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from turns import Turns
 
 
-def mnist_cnn(channels: int, size: int, classes: int) -> nn.Module:
+def small_cnn(channels: int, size: int, classes: int) -> nn.Module:
     side = (size - 8) // 2
     return nn.Sequential(
         nn.Conv2d(channels, 20, 5), nn.ReLU(inplace=True), nn.Conv2d(20, 20, 5), nn.ReLU(inplace=True),
@@ -43,7 +43,7 @@ def linear(channels: int, size: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, classes))
 
 
-NETWORKS = {"mnist_cnn": mnist_cnn, "resnet18": resnet18, "linear": linear}
+NETWORKS = {"small_cnn": small_cnn, "resnet18": resnet18, "linear": linear}
 
 
 def sgd(net: nn.Module, lr: float, fused: bool | None = None) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from project.models import MnistCNN
+from lockstep.vision.models import SmallCNN
 
 WARMUP = 10  # steps
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -46,7 +46,7 @@ def train(folder: str, test: str, processes: str, batch_size: str, size: str) ->
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     dataset = Files(Path(folder), int(size), mean, std)
     loader = DataLoader(dataset, int(batch_size), shuffle=True, num_workers=int(processes))
-    model = MnistCNN(channels=3, image_size=int(size), num_classes=len(dataset.classes))
+    model = SmallCNN(channels=3, image_size=int(size), num_classes=len(dataset.classes))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     for step, (x, y) in enumerate(loader):
         if step == WARMUP:
@@ -64,7 +64,7 @@ def train(folder: str, test: str, processes: str, batch_size: str, size: str) ->
 def predict(checkpoint: str, folder: str, processes: str, batch_size: str, table: str) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     spec = saved["lockstep"]["spec"]
-    model = MnistCNN(**saved["hyper_parameters"])
+    model = SmallCNN(**saved["hyper_parameters"])
     model.load_state_dict(saved["state_dict"])
     model.eval()
     mean, std = (torch.tensor(spec[name])[:, None, None] for name in ("mean", "std"))

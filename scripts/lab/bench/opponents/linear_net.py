@@ -1,4 +1,4 @@
-"""A linear network for train.py: `model=mnist_cnn model._target_=linear_net.LinearNet ~model.dropout`."""
+"""A linear network for train.py: `model=small_cnn model._target_=linear_net.LinearNet ~model.dropout`."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Open data sets. Each opener returns a `lockstep.Source`, and a page of conf/data/ names it."""
 
+from lockstep.vision.data.digits import read_digits
 from lockstep.vision.data.files import cifar10, fashion_mnist, mnist
 from lockstep.vision.data.folders import ImageFiles, image_folder
 from lockstep.vision.data.huggingface import huggingface
@@ -15,6 +16,7 @@ __all__ = [
     "image_folder",
     "image_list",
     "mnist",
+    "read_digits",
     "shards",
     "synthetic",
 ]

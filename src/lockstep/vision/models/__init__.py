@@ -7,6 +7,8 @@ from lockstep.vision.models.published import Timm, Torchvision, segmentation_net
 from lockstep.vision.models.regression import Regression
 from lockstep.vision.models.resnet9 import ResNet9
 from lockstep.vision.models.segmentation import Segmentation
+from lockstep.vision.models.small_cnn import SmallCNN
+from lockstep.vision.models.small_resnet18 import SmallResNet18
 
 __all__ = [
     "FastCNN",
@@ -15,6 +17,8 @@ __all__ = [
     "Regression",
     "ResNet9",
     "Segmentation",
+    "SmallCNN",
+    "SmallResNet18",
     "Timm",
     "Torchvision",
     "segmentation_net",
