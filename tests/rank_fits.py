@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.callbacks import DummyBatchOnEmptyRank
-from lockstep.data import ImageDataModule, Spec, Splits
+from lockstep.data import Spec, Splits, StepData
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.batch import MicroBatch
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -138,7 +138,7 @@ def layout_of(world: int, exact: bool = False, batch_size: int = 12, pieces: int
     )
 
 
-def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) -> tuple[Any, ImageDataModule]:
+def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) -> tuple[Any, StepData]:
     """Return the Trainer and the data of a rank. Options beside the Trainer's:
 
     sum_of: makes the gradient sum; hooks: the step's hooks; hooks_of: makes hooks of this rank from the gradient sum;
@@ -163,7 +163,7 @@ def trainer_and_data(rank: int, layout: Layout, data: Splits, **options: Any) ->
         *([ThreadPlace(rank, world)] if world > 1 else []),
     ]
     options = QUIET | {"devices": world, "callbacks": callbacks, "plugins": plugins, "max_epochs": 1} | options
-    return StepTrainer(gradients, hooks, 0, **options), ImageDataModule(data, layout, 0, rank, num_workers=0)
+    return StepTrainer(gradients, hooks, 0, **options), StepData(data, layout, 0, rank, num_workers=0)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from lockstep.arithmetic.layout import Layout, resolve
-from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
+from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
@@ -50,15 +50,15 @@ def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) ->
 
 def module(
     data: Splits, on: Layout, rank: int = 0, seed: int = 3, workers: int | None = 0, net: Any = MODEL
-) -> ImageDataModule:
-    made = ImageDataModule(data, on, seed, rank, num_workers=workers)
+) -> StepData:
+    made = StepData(data, on, seed, rank, num_workers=workers)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     made.trainer = SimpleNamespace(global_step=0, predicting=False, lightning_module=net, strategy=strategy)  # type: ignore[assignment]
     made.setup("fit")
     return made
 
 
-def step_batches(made: ImageDataModule) -> list[StepBatch]:
+def step_batches(made: StepData) -> list[StepBatch]:
     return list(made.train_dataloader())
 
 

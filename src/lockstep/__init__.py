@@ -18,8 +18,9 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.commands.api import train as train
     from lockstep.commands.command import command as command
     from lockstep.data.datasets import ArrayDataset as ArrayDataset
-    from lockstep.data.datasets import Source as Source
-    from lockstep.data.datasets import Spec as Spec
+    from lockstep.data.splits import Source as Source
+    from lockstep.data.splits import Spec as Spec
+    from lockstep.data.user_data import DataModule as DataModule
     from lockstep.errors import UserError as UserError
     from lockstep.errors import WorkerFailed as WorkerFailed
     from lockstep.job.job import Job as Job
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # `as` marks the names that a type checker may import from he
     from lockstep.step.batch import StepBatch as StepBatch
     from lockstep.step.metrics import Count as Count
     from lockstep.step.metrics import ExactMean as ExactMean
-    from lockstep.trainer.data import DataModule as DataModule
     from lockstep.trainer.trainer import Trainer as Trainer
 
 # The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
@@ -39,12 +39,12 @@ HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
     "Composed": "lockstep.commands.api",
     "Count": "lockstep.step.metrics",
-    "DataModule": "lockstep.trainer.data",
+    "DataModule": "lockstep.data.user_data",
     "ExactMean": "lockstep.step.metrics",
     "Interrupted": "lockstep.launch.signals",
     "Job": "lockstep.job.job",
-    "Source": "lockstep.data.datasets",
-    "Spec": "lockstep.data.datasets",
+    "Source": "lockstep.data.splits",
+    "Spec": "lockstep.data.splits",
     "StepBatch": "lockstep.step.batch",
     "Trainer": "lockstep.trainer.trainer",
     "UserError": "lockstep.errors",

@@ -27,7 +27,7 @@ from torch.utils.tensorboard.summary import hparams as torch_hparams
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ImageDataModule, Spec
+from lockstep.data import Spec, StepData
 from lockstep.data.build import open_data
 from lockstep.programs import dashboard
 from lockstep.testing.fake_gpu import DEVICE, WAITS, fake_gpu
@@ -318,7 +318,7 @@ def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     loggers = [TensorBoardLogger(tmp_path, name="", version="tensorboard"), CSVLogger(tmp_path, name="", version="csv")]
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=loggers, callbacks=[Pictures()], **quiet)
-    trainer.test(module, datamodule=ImageDataModule(data, layout, seed=0), verbose=False)
+    trainer.test(module, datamodule=StepData(data, layout, seed=0), verbose=False)
     assert not module._forward_hooks
     tags = Board(tmp_path / "tensorboard").tags
     assert ("wrong/test_confusion" in tags["images"]) is drawn

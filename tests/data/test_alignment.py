@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
+from lockstep.data import ArrayDataset, Spec, Splits, StepData
 
 SIZE = 7  # a sample of 49 float32 numbers, so that views of several samples begin anywhere
 IMAGES: Any = np.random.default_rng(0).standard_normal((120, 1, SIZE, SIZE), dtype=np.float32)
@@ -19,7 +19,7 @@ SPLITS = Splits(ArrayDataset(IMAGES, np.zeros(120, dtype=np.int64)), None, None,
 def test_images_that_are_floats(strategy: str, devices: int, first: int) -> None:
     layout = Layout(strategy, "cpu", devices, 1, 40, 4, True)
     for rank in range(devices):
-        module = ImageDataModule(SPLITS, layout, 0, rank)
+        module = StepData(SPLITS, layout, 0, rank)
         steps = module._steps()
         for step in range(first, 3):
             for micro_batch in steps.__getitems__((0, step)).micro_batches:

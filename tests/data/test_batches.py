@@ -4,6 +4,7 @@ import multiprocessing
 import random
 import sys
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchvision.datasets import FakeData
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import ImageDataModule
+from lockstep.data import StepData
 from lockstep.data.datasets import fetch, labels_of
 from lockstep.data.loaders import chunks_of_rank
+from lockstep.data.user_loaders import read_loader
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 
@@ -166,13 +168,13 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     trains: bool, batch_size: int, pieces: int, size: int
 ) -> None:
     on = replace(layout(), batch_size=batch_size, pieces=pieces)
-    data = ImageDataModule(splits(arrays(9), evaluated=arrays(700)), on, 0, num_workers=0, trains=trains)
+    data = StepData(splits(arrays(9), evaluated=arrays(700)), on, 0, num_workers=0, trains=trains)
     batches = [len(y) for _, y in data.test_dataloader()]
     assert sum(batches) == 700
     assert max(batches) == size
 
 
-def test_a_limit_of_batches_counts_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_batches_counts_those_of_all_ranks() -> None:
     """A batch is one of the step, here of 8 samples in chunks; or one of the loader, which is a chunk."""
     uneven = [3, 12, 25]  # of a batch sampler
     limits: list[tuple[Any, int | float, int]] = [(None, 1, 8), (None, 3, 24), (None, 0.5, 16), (None, 9, 40)]
@@ -182,13 +184,18 @@ def test_a_limit_of_batches_counts_those_of_all_ranks(monkeypatch: pytest.Monkey
         whole = data.evaluation_shares("val")
         assert sum(share.samples for share in whole) == 40
         for batch_size, limit, samples in limits:
-            limited: Any = module(splits(arrays(9), evaluated=arrays(40)), layout(ranks, 8, 2 * ranks))
-            monkeypatch.setattr(limited, "_evaluation_batch_size", lambda split, size=batch_size: size)
+            read = splits(arrays(9), evaluated=arrays(40))
+            if batch_size is not None:
+                cuts = pairwise([0, *accumulate(batch_size)]) if batch_size is uneven else ()
+                how = {"batch_sampler": [range(*cut) for cut in cuts]} if cuts else {"batch_size": batch_size}
+                loaded: Any = read_loader(DataLoader(arrays(40), **how), "", trains=False, seed=0)  # type: ignore[arg-type]
+                read = replace(read, loaders={"val": loaded})
+            limited: Any = module(read, layout(ranks, 8, 2 * ranks))
             limited.trainer.limit_val_batches = limit
             shares = limited.evaluation_shares("val")
             assert sum(share.samples for share in shares) == samples
             assert limited.num_local_samples("val") == shares[0].samples
-            sizes = [len(y) for _, y in limited.val_dataloader()]
+            sizes = [len(y) for _, y in limited.loader_of_loop("val_dataloader")]
             assert sum(sizes) == (shares[0].samples or 1), "a rank without a sample has one, whose result it drops"
             assert limited.samples_of_batch("val", 0) == sizes[0]
         assert data.evaluation_shares("test") == whole

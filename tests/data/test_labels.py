@@ -8,15 +8,15 @@ import pytest
 import torch
 from small_data import arrays
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.arithmetic.layout import Assignment, resolve
 from lockstep.arithmetic.order import DataOrder
 from lockstep.data import ArrayDataset
 from lockstep.data.augment import Augment
 from lockstep.data.labels import LabelCheck
-from lockstep.data.loader_sets import Collated
 from lockstep.data.loaders import ChunkDataset, StepDataset
+from lockstep.data.user_loaders import read_loader
 from lockstep.errors import StepRefused, UserError
 
 CLASSES = 10
@@ -74,7 +74,8 @@ def test_right_labels_pass() -> None:
     for y in (labels(), labels().to(torch.uint8)):
         dataset = data(y)
         ChunkDataset(dataset, LabelCheck(dataset, "val", CLASSES)).__getitems__(range(30))
-    mixed = Collated(data(labels()), lambda samples: (default_collate(samples)[0], SOFT[: len(samples)]))
+    loader = DataLoader(data(labels()), collate_fn=lambda samples: (default_collate(samples)[0], SOFT[: len(samples)]))
+    mixed = read_loader(loader, "", trains=True).dataset  # type: ignore[union-attr]
     ChunkDataset(mixed, LabelCheck(mixed, "train", CLASSES)).__getitems__(range(30))
     with pytest.raises(StepRefused):
         ChunkDataset(mixed, LabelCheck(mixed, "val", CLASSES)).__getitems__(range(30))

@@ -12,9 +12,9 @@ from small_data import arrays
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.data.augment import Augment
-from lockstep.data.data_module import StepDataModule
-from lockstep.data.datasets import SampleSets
 from lockstep.data.loaders import StepDataset, StepSampler
+from lockstep.data.splits import Splits
+from lockstep.data.step_data import StepData
 from lockstep.launch import machine
 
 
@@ -76,9 +76,9 @@ def test_loader_processes_are_bounded_by_the_cores(
     devices: int, wanted: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(machine, "available_cores", lambda: 2)
-    sets = SampleSets(arrays(16, size=2), None, None)
+    sets = Splits(arrays(16, size=2), None, None)
     for rank in (0, devices - 1):
-        made = StepDataModule(sets, layout(16, devices, devices, "ddp"), 0, rank, wanted)
+        made = StepData(sets, layout(16, devices, devices, "ddp"), 0, rank, wanted)
         assert made.num_workers == most
     line = f"num_workers={wanted}: more than this machine's cores can use, so each worker has {most}"
     assert caplog.messages == [line] * (wanted > most) * (1 + (devices == 1))

@@ -14,10 +14,10 @@ from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data import ArrayDataset, ImageDataModule, Splits, loaders
+from lockstep.data import ArrayDataset, Splits, StepData, loaders
 from lockstep.data.augment import Augment
-from lockstep.data.data_module import place_on_device
-from lockstep.data.datasets import Resident, innermost_dataset
+from lockstep.data.datasets import innermost_dataset
+from lockstep.data.step_data import place_on_device
 from lockstep.errors import UserError
 
 CPU = torch.device("cpu")
@@ -45,14 +45,14 @@ class Custom(ArrayDataset):
         return 255 - images, labels
 
 
-def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> ImageDataModule:
+def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> StepData:
     whole = arrays(40)
     train, val = Subset(whole, range(0, 40, 2)), Subset(whole, range(1, 40, 2))  # type: ignore[var-annotated, arg-type]
     opened = Splits(train, val, arrays(9), splits(None).spec, "", Augment(crop=1, flip=True))
     return module(place_on_device(opened, CPU, "auto", PLENTY) if put else opened, on, rank, workers=workers)
 
 
-def seen(made: ImageDataModule) -> list[torch.Tensor]:
+def seen(made: StepData) -> list[torch.Tensor]:
     """Return all that training, validation and test get to see."""
     micro_batches = [micro_batch for step_batch in step_batches(made) for micro_batch in step_batch.micro_batches]
     trained = [part for micro_batch in micro_batches for part in made.prepare(micro_batch)]
@@ -87,7 +87,7 @@ def test_a_gpu_gathers_the_samples_of_more_steps_at_once(put: bool, monkeypatch:
 
 def test_a_set_is_put_on_the_device_once_and_needs_no_loader_process() -> None:
     made = data(layout(), True, workers=2)
-    assert isinstance(innermost_dataset(made.splits.train), Resident)
+    assert innermost_dataset(made.splits.train).resident
     assert innermost_dataset(made.splits.train) is innermost_dataset(made.splits.val)  # two subsets of one set
     assert made.train_dataloader().num_workers == 0
     assert data(layout(), False, workers=2).train_dataloader().num_workers == 2
@@ -105,7 +105,7 @@ def test_a_set_is_put_on_the_device_once_and_needs_no_loader_process() -> None:
 )
 def test_how_much_room_it_may_take(choice: Any, free: float, moved: bool) -> None:
     actual = place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, choice, free)  # val and test are one set
-    assert [isinstance(part, Resident) for part in (actual.train, actual.val, actual.test)] == [moved] * 3
+    assert [part.resident for part in (actual.train, actual.val, actual.test)] == [moved] * 3
 
 
 @pytest.mark.parametrize("train", [Streamed(), Custom(np.zeros((40, 1, 6, 6), np.uint8), np.arange(40))])
@@ -113,7 +113,7 @@ def test_what_streams_or_is_a_users_data_set_stays(train: Any) -> None:
     subset = Subset(train, range(30))
     actual = place_on_device(splits(subset), CPU, "auto", PLENTY)
     assert innermost_dataset(actual.train) is train
-    assert isinstance(actual.test, Resident)
+    assert actual.test.resident
     with pytest.raises(UserError, match=r"speed.resident=true: no data set is in memory.*: use speed.resident=auto"):
         place_on_device(splits(train, evaluated=train), CPU, True, PLENTY)
 

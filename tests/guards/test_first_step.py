@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
+from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import StepRefused
 from lockstep.guards.first_step import FirstStepCheck
@@ -80,7 +80,7 @@ def fit(
     gradients = (ExactGradientSum if exact and pieces > 1 else GradientSum)(strategy, 1)
     options = QUIET | {"default_root_dir": folder, "max_steps": 2, "logger": False}
     trainer = StepTrainer(gradients, [FirstStepCheck(compiled=False)] if check else [], 3, **options)
-    trainer.fit(module, datamodule=ImageDataModule(splits, layout, seed=3, num_workers=0))
+    trainer.fit(module, datamodule=StepData(splits, layout, seed=3, num_workers=0))
     return trainer
 
 

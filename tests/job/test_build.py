@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.check import check
-from lockstep.data.datasets import Spec
+from lockstep.data.splits import Spec
 from lockstep.errors import UserError
 from lockstep.job.build import initialise_lazy_layers, make_callbacks
 from lockstep.trainer.parts import needs_deterministic_kernels

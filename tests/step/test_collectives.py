@@ -36,7 +36,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.callbacks import DummyBatchOnEmptyRank
-from lockstep.data import ImageDataModule, Spec, Splits
+from lockstep.data import Spec, Splits, StepData
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import TensorHeader, gather_objects
@@ -87,7 +87,7 @@ def on_ranks(world: int, folder: Path, work: Callable[[], Any]) -> list[Any]:
     return [results[rank] for rank in range(world)]
 
 
-def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -> tuple[pl.Trainer, ImageDataModule]:
+def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -> tuple[pl.Trainer, StepData]:
     """Return a Trainer on all ranks of this process's group, and data with so many samples to evaluate."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     numbers = torch.Generator().manual_seed(0)
@@ -103,7 +103,7 @@ def trainer_and_data(module: pl.LightningModule, samples: int, **options: Any) -
     sums = GradientSum(Auto().make_lightning_strategy(layout), world)
     callbacks = [DummyBatchOnEmptyRank(), *options.pop("callbacks", [])]
     quiet = QUIET | {"devices": world, "callbacks": callbacks}
-    return StepTrainer(sums, [], 0, **(quiet | options)), ImageDataModule(splits, layout, 0, rank, num_workers=0)
+    return StepTrainer(sums, [], 0, **(quiet | options)), StepData(splits, layout, 0, rank, num_workers=0)
 
 
 class Net(pl.LightningModule):

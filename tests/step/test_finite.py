@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ImageDataModule, Spec, Splits
+from lockstep.data import Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite
 from lockstep.lightning.trainer import StepTrainer
@@ -50,7 +50,7 @@ def message(folder: Path, module: pl.LightningModule, x: Tensor, y: Tensor, late
     options = QUIET | {"default_root_dir": folder, "max_epochs": 20, "logger": False}
     trainer = StepTrainer(GradientSum(strategy, 1), [FiniteGradientCheck("stop", later)], 3, **options)
     with pytest.raises(NonFinite) as caught:
-        trainer.fit(module, datamodule=ImageDataModule(splits, layout, seed=3, num_workers=0))
+        trainer.fit(module, datamodule=StepData(splits, layout, seed=3, num_workers=0))
     return str(caught.value)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ImageDataModule, Spec, Splits
+from lockstep.data import Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.step.buffers import COMPARED_STEPS
@@ -76,7 +76,7 @@ def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coun
         options = QUIET | {"default_root_dir": tmp_path, "max_epochs": 1, "logger": False, "callbacks": [counted]}
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
         trainer = StepTrainer(gradients, [FiniteGradientCheck("stop", one_step_later=True)], 3, **options)
-        trainer.fit(module, datamodule=ImageDataModule(splits, layout, seed=3, num_workers=0))
+        trainer.fit(module, datamodule=StepData(splits, layout, seed=3, num_workers=0))
         reads = dict(counted.reads.seen)
         return Counts(counted.kernels.kernels, sum(reads.values()), reads, dict(counted.kernels.seen))
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ArrayDataset, ImageDataModule, Spec, Splits
+from lockstep.data import ArrayDataset, Spec, Splits, StepData
 from lockstep.data.augment import Augment
 from lockstep.errors import NonFinite, UserError
 from lockstep.lightning.epochs import validation_or_epoch_end_follows
@@ -124,7 +124,7 @@ def splits(validation: bool = True) -> Splits:
     )
 
 
-class Whole(ImageDataModule):
+class Whole(StepData):
     """Gives Lightning's own loop what ours gives to `training_step`: the step's only piece."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -159,9 +159,7 @@ def fit(
         trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
     else:
         trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
-    trainer.fit(
-        module, datamodule=(ImageDataModule if ours else Whole)(splits(validation), layout, seed=3, num_workers=0)
-    )
+    trainer.fit(module, datamodule=(StepData if ours else Whole)(splits(validation), layout, seed=3, num_workers=0))
     return trainer, recorder.calls
 
 

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.commands.api import compose
 from lockstep.config.check import check
-from lockstep.data import ImageDataModule
+from lockstep.data import StepData
 from lockstep.data.build import open_data
 from lockstep.job.build import make_module
 from lockstep.testing.fake_gpu import DEVICE, ON_CPU, WAITS, fake_gpu, faults_of_steps, move
@@ -39,7 +39,7 @@ def faults(*overrides: str, **changes: Any) -> dict[str, str]:
     config = check(compose(*overrides, "accelerator=cpu", "strategy=auto"))
     splits = open_data(config.data, config.data_dir, config.seed)
     module = changes.get("module") or make_module(config, splits)
-    return faults_of_steps(module, ImageDataModule(splits, config.layout, config.seed), splits, copies=True).faults
+    return faults_of_steps(module, StepData(splits, config.layout, config.seed), splits, copies=True).faults
 
 
 @pytest.mark.usefixtures("whole_run")

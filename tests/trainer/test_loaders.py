@@ -21,7 +21,7 @@ from torch.utils.data import (
 from trainer.small import BATCH, SAMPLES, Net, fit, loader, samples, trainer
 
 import lockstep
-from lockstep.data.lightning_data import source_of
+from lockstep.data.user_data import source_of
 from lockstep.errors import UserError
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,9 @@ from torchmetrics import MeanMetric
 from trainer.small import BATCH, QUIET, Data, Net, fit, loader, samples, trainer
 
 import lockstep
+from lockstep.data.step_data import StepData
+from lockstep.data.user_data import user_splits
 from lockstep.errors import UserError
-from lockstep.trainer.data import OwnedData, user_data
 
 SIZES = [(0, 30, 7), (30, 80, 9), (80, 81, 4)]  # first sample, end and batch size; the last loader has one sample
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {"pieces": 4}, "dp": {"pieces": 4, "strategy": "dp", "devices": 3}}
@@ -203,13 +204,13 @@ def test_a_module_with_loaders_follows_the_second_ones_metric_to_one_hash(tmp_pa
 def test_every_sample_of_each_loader_counts_once_on_ranks(ranks: Ranks, strategy: str, world: int) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     data, module = loaders(), Several()
-    sets = user_data("test", data, None, None).sets(None, "test", 0)  # type: ignore[union-attr, arg-type]
+    read = user_splits(None, "test", 0, data)
 
     def evaluate(rank: int, world: int, method: str) -> Any:
         layout = layout_of(world, batch_size=24, strategy=strategy if world > 1 else "single")
         made, _ = trainer_and_data(rank, layout, splits())
         copy = deepcopy(module)
-        owned = OwnedData(sets, None, layout, 0, rank, False)
+        owned = StepData(read, layout, 0, rank, trains=False)
         options = {} if method == "predict" else {"verbose": False}
         result = getattr(made, method)(copy, datamodule=owned, **options)
         return result, [each for each in copy.seen if each[0] != "end"]

@@ -11,7 +11,8 @@ from written_shards import write_tar
 
 from lockstep import Source, Spec
 from lockstep.data.build import open_data, refuse_untrained_classes
-from lockstep.data.datasets import ArrayDataset, same_classes
+from lockstep.data.datasets import ArrayDataset
+from lockstep.data.splits import same_classes
 from lockstep.vision.data import image_folder
 from lockstep.vision.data.classes import class_names, clean, ordered
 

@@ -32,7 +32,8 @@ from lockstep.arithmetic.streams import ShardNeed
 from lockstep.config.check import check
 from lockstep.config.value_checks import place as checked_place
 from lockstep.data.build import open_data
-from lockstep.data.datasets import innermost_dataset, is_other_data
+from lockstep.data.datasets import innermost_dataset
+from lockstep.data.splits import is_other_data
 from lockstep.data.streams import room_note
 from lockstep.errors import UserError
 from lockstep.report import provenance

@@ -17,18 +17,18 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
-    from lockstep.data import SampleSets
+    from lockstep.data.splits import Split
 
 FORMAT = 4
 
 
 def make_record(
-    sets: "SampleSets", layout: Layout, seed: int, precision: str, facts: Mapping[str, Any], **others: Any
+    train: "Split", layout: Layout, seed: int, precision: str, facts: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
     """Return the entry `lockstep` of a run's checkpoints, without metrics, as plain data.
 
     Args:
-        sets: the data sets.
+        train: the training set, and how its samples are drawn.
         layout: the run's layout.
         seed: its seed.
         precision: its precision, resolved.
@@ -41,9 +41,9 @@ def make_record(
         "exact": layout.exact,
         "seed": seed,
         "precision": precision,
-        "shuffle": sets.shuffle,
-        "drop_last": sets.drop_last,
-        "weighted": sets.weights is not None,
+        "shuffle": train.shuffle,
+        "drop_last": train.drop_last,
+        "weighted": train.weights is not None,
         **facts,
     }
     return {"format": FORMAT, "trainer": trainer, **others}

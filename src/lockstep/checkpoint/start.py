@@ -22,7 +22,7 @@ from lockstep.config.instantiate import locate, parameters
 from lockstep.config.schema import ResumableRun
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Splits
-from lockstep.data.datasets import is_other_data, same_classes
+from lockstep.data.splits import is_other_data, same_classes
 from lockstep.errors import UserError, WorkerFailed
 from lockstep.files import link_file, write
 from lockstep.launch import slurm

@@ -1,6 +1,7 @@
-"""Data: from a data set to the samples of a piece."""
+"""Data: an opener returns a `Source`, which becomes `Splits`, of which `StepData` gives the samples of a piece."""
 
-from lockstep.data.data_module import ImageDataModule, StepDataModule
-from lockstep.data.datasets import ArrayDataset, SampleSets, Source, Spec, Splits
+from lockstep.data.datasets import ArrayDataset
+from lockstep.data.splits import Source, Spec, Splits
+from lockstep.data.step_data import StepData
 
-__all__ = ["ArrayDataset", "ImageDataModule", "SampleSets", "Source", "Spec", "Splits", "StepDataModule"]
+__all__ = ["ArrayDataset", "Source", "Spec", "Splits", "StepData"]

@@ -17,9 +17,6 @@ from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import (
     Ids,
-    Source,
-    Spec,
-    Splits,
     Weights,
     checked_weights,
     content_of,
@@ -29,9 +26,10 @@ from lockstep.data.datasets import (
     read_labels,
     weights_of,
 )
-from lockstep.data.lightning_data import source_of
+from lockstep.data.splits import Source, Spec, Splits
 from lockstep.data.streams import checked_borders
 from lockstep.data.transforms import with_transforms
+from lockstep.data.user_data import source_of
 from lockstep.errors import UserError
 from lockstep.launch.process_lifetime import in_new_thread
 from lockstep.text import join_names, plural

@@ -1,10 +1,8 @@
-"""Data sets: sources, splits, the description of their images, and the fetching of a batch."""
+"""Data sets: what is known about their samples, and the fetching of a batch."""
 
 import hashlib
 import time
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,213 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
-from lockstep.arithmetic.layout import Layout
-from lockstep.arithmetic.order import DataOrder, hash64
-from lockstep.arithmetic.streams import StreamOrder
-from lockstep.data.augment import Augment
-from lockstep.data.samplers import DrawnOrder, Draws
+from lockstep.arithmetic.order import hash64
 from lockstep.data.seeding import Generators, seed_all
 from lockstep.errors import UserError
 from lockstep.launch.failures import no_silent_end
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
-Sizes = tuple[tuple[int, int], ...]  # width and height of image files
 UNLABELLED = 255  # the value in masks of pixels that do not count
 READ_AT_ONCE, READING_SECONDS = 64, 60.0  # of samples that are read for their labels: of one batch; the longest time
 COMPARED = 8  # samples whose labels are compared with those of an attribute
-# The tasks of a data set, each with the noun for its `classes`.
-TASKS = {"classification": "classes", "multi_label": "labels", "regression": "values", "segmentation": "classes"}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The description of a data set's images, for the model.
-
-    Attributes:
-        channels: usually 1 (grey) or 3 (RGB).
-        image_size: height and width in pixels.
-        classes: names of the classes, in the order of the labels.
-        mean: mean of each channel, of pixels in 0..1. uint8 images are normalised with it on the device. Float images
-            are already normalised. Callbacks that draw images undo the normalisation with it.
-        std: standard deviation of each channel, used like `mean`.
-        task: the target of a sample. `classification`: the number of its class. `multi_label`: 0 or 1 for each of
-            `classes`, float [k]. `regression`: a number for each of `classes`, float [k]. `segmentation`: a mask with
-            the class of each pixel, uint8 [image_size, image_size]; UNLABELLED stands for pixels that do not count.
-
-    Raises:
-        ValueError: there is no such task.
-    """
-
-    channels: int
-    image_size: int
-    classes: tuple[str, ...]
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
-    task: str = "classification"
-
-    def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task={self.task}: must be one of {', '.join(TASKS)}")
-        # Convert numpy's numbers and strings: a Spec is saved in checkpoints, and a safe load would refuse them.
-        for name in ("channels", "image_size"):
-            object.__setattr__(self, name, int(getattr(self, name)))
-        for name, kind in (("classes", str), ("mean", float), ("std", float)):
-            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.classes)
-
-
-def same_classes(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Check whether two lists have the same classes in the same order. Unicode's forms of a name are the same.
-
-    A file system may change the form, and older versions recorded names with blanks at their ends.
-    """
-    names = ([unicodedata.normalize("NFC", name).strip() for name in each] for each in (one, other))
-    return next(names) == next(names)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The map-style data sets of `(image, label)` that an opener returns. A file of conf/data/ names the opener.
-
-    Images are uint8 `[C, H, W]`, which are normalised on the device, or float `[C, H, W]`, which are used as they are.
-
-    Attributes:
-        train: the training set.
-        test: the test set; None: there is no test.
-        spec: the description of the images.
-        val: the validation set; None: a part of `train` is held out for validation.
-        val_candidates: the samples of `train`, in its order, without the augmentation that `train` does itself. The
-            part that is held out for validation is taken from it; None: it is taken from `train`.
-        about: a line for the log at a run's start.
-        split_by_opener: whether the opener has split one set of samples into train, val and test by itself. A model
-            that was trained on other images is then tested on all samples, see `choose_test_images`.
-        sample_weights: one weight for each sample of `train`: the samples of an epoch are drawn by weight. None: those
-            of the attribute `sample_weights` of `train`, if it has one.
-        window: shards from which each piece of a step draws samples at a time; `train` is then a
-            `lockstep.data.streams.ShardedDataset`. None: an epoch is one permutation of all samples.
-        file_sizes: width and height of some of the image files, for a line at a run's start.
-    """
-
-    train: Any
-    test: Any
-    spec: Spec
-    val: Any = None
-    val_candidates: Any = None
-    about: str = ""
-    split_by_opener: bool = False
-    sample_weights: Any = None
-    window: int | None = None
-    file_sizes: Sizes = ()
-
-
-@dataclass(frozen=True)
-class SampleSets:
-    """The data sets of a run, whatever their samples are, and how the training samples are drawn.
-
-    Attributes:
-        train: the training set, map-style; None in an evaluation of other data.
-        val: the validation set, or None.
-        test: the test set, or None.
-        weights: for weighted sampling, the weight of each training sample, float64 [n]; None: each sample counts once.
-        shuffle: see `DataOrder`.
-        drop_last: see `DataOrder`.
-        most: see `DataOrder`.
-        draws: gives the samples of each epoch in place of all that; None: nothing does.
-    """
-
-    train: Any
-    val: Any
-    test: Any
-    _: KW_ONLY
-    weights: Weights | None = None
-    shuffle: bool = True
-    drop_last: bool = False
-    most: int | None = None
-    draws: Draws | None = None
-
-    def order(self, layout: Layout, seed: int) -> DataOrder:
-        """Return the order of the training samples for a layout."""
-        samples = 0 if self.train is None else len(self.train)
-        if self.draws is not None:
-            return DrawnOrder(samples, layout, seed, drop_last=self.drop_last, most=self.most, draws=self.draws)
-        return DataOrder(samples, layout, seed, None, self.weights, self.shuffle, self.drop_last, self.most)
-
-
-@dataclass(frozen=True)
-class Splits(SampleSets):
-    """An opened data set of images, ready to be cut into steps.
-
-    Attributes:
-        spec: the description of the images.
-        fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
-        content: see `content_of`; None: unknown.
-        augment: shifts and flips of training images.
-        balanced: whether an epoch has equally many samples of each class.
-        labels: for balanced sampling, the class of each training sample, int64 [n]; None: see `labels_of`.
-        window: see `Source`.
-        shard_borders: with a window, those of the training set, see `ShardedDataset`.
-        mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
-            labels [n, classes].
-        about: see `Source`.
-        split_by_opener: see `Source`.
-        file_sizes: see `Source`.
-    """
-
-    spec: Spec
-    fingerprint: str
-    augment: Augment = field(default_factory=Augment)
-    balanced: bool = False
-    mix: Any = None
-    about: str = ""
-    split_by_opener: bool = False
-    labels: Ids | None = None
-    window: int | None = None
-    shard_borders: Ids | None = None
-    content: str | None = None
-    file_sizes: Sizes = ()
-
-    def order(self, layout: Layout, seed: int) -> DataOrder:
-        """Return the order of the training samples for a layout; with `balanced`, raise what `train_labels` raises."""
-        if self.window is not None and self.shard_borders is not None:
-            return StreamOrder(len(self.train), layout, seed, shard_borders=self.shard_borders, window=self.window)
-        return DataOrder(len(self.train), layout, seed, self.train_labels() if self.balanced else None, self.weights)
-
-    def train_labels(self) -> Ids:
-        """Return the labels of the training samples, int64 [n]; raise what `labels_of` raises."""
-        return labels_of(self.train) if self.labels is None else self.labels
-
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        """The number of samples of train, val and test; None if there is no such split."""
-        datasets = {"train": self.train, "val": self.val, "test": self.test}
-        return {name: None if dataset is None else len(dataset) for name, dataset in datasets.items()}
-
-    def classes_of(self, dataset: Any) -> Ids | None:
-        """Return the class of each sample of one of the splits, int64 [n]; None if a sample has no class or several."""
-        try:
-            labels = labels_of(dataset)
-        except UserError:
-            return None
-        valid = len(labels) and labels.min() >= 0 and labels.max() < self.spec.num_classes
-        return labels if valid and self.spec.task == "classification" else None
-
-    def class_counts(self) -> dict[str, int] | None:
-        """Return the number of training samples of each class, by name, in the order of the labels.
-
-        Returns:
-            The counts; None if the data set has no attribute with its labels, or a label is not the number of a class,
-            or with a window: the labels of so many samples are not read for a line of a report.
-        """
-        labels = self.classes_of(self.train) if self.window is None else None
-        if labels is None:
-            return None
-        counts = np.bincount(labels, minlength=self.spec.num_classes)
-        return dict(zip(self.spec.classes, counts.tolist(), strict=True))
 
 
 class ArrayDataset:
@@ -240,6 +41,7 @@ class ArrayDataset:
     """
 
     uses_random_numbers = False
+    resident = False  # True: images and labels are copies on a GPU, where batches are gathered, with the same bits
 
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
@@ -259,6 +61,8 @@ class ArrayDataset:
 
     def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(ids, dtype=torch.int64)
+        if self.images.is_cuda:  # pinned memory: without it, the host would wait for the copy
+            index = index.pin_memory().to(self.images.device, non_blocking=True)
         # `index_select` copies whole images. `self.images[index]` copies byte by byte and takes five times as long.
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
@@ -268,24 +72,6 @@ class ArrayDataset:
         for tensor in (self.images, self.labels):
             digest.update(tensor.numpy().reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
-
-
-class Resident(ArrayDataset):
-    """A data set in memory whose images and labels are on `device`, copied once.
-
-    Batches are gathered there, with the same bits, and only sample ids are sent.
-    """
-
-    uses_random_numbers = False
-
-    def __init__(self, dataset: ArrayDataset, device: torch.device) -> None:
-        self.images, self.labels = dataset.images.to(device), dataset.labels.to(device)
-
-    def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
-        index = torch.as_tensor(ids, dtype=torch.int64)
-        if self.images.is_cuda:  # pinned memory: without it, the host would wait for the copy
-            index = index.pin_memory().to(self.images.device, non_blocking=True)
-        return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
 def innermost_dataset(dataset: Any) -> Any:
@@ -330,15 +116,6 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for name in sorted({*old, *new})
         if (differ(old.get(name), new.get(name)) if name == "content" else old.get(name) != new.get(name))
     ]
-
-
-def is_other_data(recorded: Mapping[str, Any], splits: Splits) -> bool:
-    """Check whether a data set has other samples than that of a checkpoint, as far as both are known.
-
-    Args:
-        recorded: the checkpoint's record: `fingerprint`, and `content` unless an older version wrote it.
-    """
-    return recorded.get("fingerprint") != splits.fingerprint or differ(recorded.get("content"), splits.content)
 
 
 def labels_of(dataset: Any) -> Ids:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import ArrayDataset, Ids, Resident, Splits, fetch, innermost_dataset, labels_of
+from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset, labels_of
+from lockstep.data.splits import Splits
 from lockstep.errors import StepRefused, UserError
 
 NAMES = {"train": "training", "val": "validation", "test": "test"}
@@ -140,4 +141,4 @@ def spec_mismatch(splits: Splits) -> str:
 
 def in_memory(dataset: Any) -> bool:
     """Check whether a data set's labels need no check by batch, since `check_all` sees exactly those."""
-    return type(innermost_dataset(dataset)) in (ArrayDataset, Resident)
+    return type(innermost_dataset(dataset)) is ArrayDataset

@@ -1,10 +1,13 @@
 """Loaders: they fetch a process's samples of each step. They keep no position between epochs or runs."""
 
 import logging
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice, pairwise
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,11 +18,13 @@ from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.order import DataOrder, cuts
 from lockstep.arithmetic.streams import StreamOrder, shards_of_chunks
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset, set_epoch_of
+from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset, set_epoch_of
 from lockstep.data.repeats import SEEDED, other_sample
 from lockstep.data.seeding import Generators
 from lockstep.data.streams import reads_ahead
 from lockstep.errors import StepRefused, UserError
+from lockstep.launch.environment import environment
+from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
@@ -133,7 +138,7 @@ class StepDataset:
         self._announce_shards(*position)
         # A loader process fetches one step at a time: the next steps belong to other loader processes.
         in_loader_process = get_worker_info() is not None
-        if in_loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
+        if in_loader_process or type(innermost_dataset(self.dataset)) is not ArrayDataset:
             return self._fetch(self._step_batch(*position))
         layout = self.assignment.layout_at(self._step_since_start(*position))
         if position not in self._fetched_steps or layout is not self._fetched_layout:
@@ -198,7 +203,7 @@ class StepDataset:
     def _fetch_steps(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
         """Fetch step `index` of an epoch and the next steps by one call of `fetch`. Return them by their position."""
         order, source = self.order, innermost_dataset(self.dataset)
-        most = FETCH_BYTES_ON_DEVICE if type(source) is Resident else FETCH_BYTES
+        most = FETCH_BYTES_ON_DEVICE if source.resident else FETCH_BYTES
         samples_per_step = -(-order.layout.batch_size // order.layout.replicas)  # of this process
         num_steps = max(1, most // (source.images[0].nbytes * samples_per_step))
         stop = min(index + num_steps, order.steps_per_epoch)
@@ -402,3 +407,33 @@ def gains_from_loader_processes(dataset: Any) -> bool:
     # `__getitems__` fetches a batch by one call. A sequence or TensorDataset has its samples in memory.
     is_fast_itself = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
     return bool(getattr(innermost, "wants_workers", sys.platform == "linux" and not is_fast_itself))
+
+
+def set_up_loader_process(parent: int, start: Callable[[int], None] | None, loader: Any, worker: int) -> None:
+    """Set up a loader process: it ignores signals to the process group, ends with its parent, and calls `start`.
+
+    `start` is the `worker_init_fn` of a user's `loader`.
+
+    A signal to the whole process group must not end it, since the current step still needs it. If the parent dies, it
+    must end, since it keeps the parent's connections to other ranks open.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _excepthook
+    set_parent_death_signal(parent)
+    if folder := environment().scratch:
+        tempfile.tempdir = folder  # the run removes this folder, with this process's sockets, even after a kill
+    if start is not None:
+        object.__setattr__(get_worker_info(), "dataset", loader.dataset)  # the user's; torch's object is frozen
+        start(worker)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error unless it is a lost connection: the thread that sends tensors gets one if the parent has died."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def identity(batch: Any) -> Any:
+    """Return the batch: the data set has collated it already."""
+    return batch

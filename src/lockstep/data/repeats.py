@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lockstep.data.datasets import ArrayDataset, Ids, Resident, fetch, innermost_dataset
+from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.seeding import Generators
 from lockstep.errors import UserError
 
@@ -35,7 +35,7 @@ def other_sample(dataset: Any, ids: Ids, seed: int, epochs: Ids, generators: Gen
         epochs: see `fetch`.
         generators: see `fetch`.
     """
-    if type(innermost_dataset(dataset)) in (ArrayDataset, Resident, TensorDataset):
+    if type(innermost_dataset(dataset)) in (ArrayDataset, TensorDataset):
         return None
     fetches = range(len(ids))
 

@@ -1,5 +1,6 @@
 """Samplers of users: the order of an epoch is what a sampler gives, the same in every process and after a resume."""
 
+import hashlib
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 from lockstep.arithmetic.order import DataOrder, hash64, order_of_uses
 from lockstep.data.seeding import seed_all
 from lockstep.errors import UserError
+from lockstep.launch.process_group import gather_objects
 
 MOST_IDS = 1 << 28  # of an epoch, of a sampler that has no length
 
@@ -73,6 +75,10 @@ class Draws:
             for number in range(self._next, epoch + 1):
                 self._last = number, self._drawn(number)
         return self._last[1]
+
+    def digest(self, epoch: int) -> str:
+        """Return the SHA-256 of the order of an epoch, in hex."""
+        return hashlib.sha256(self.ids(epoch).data).hexdigest()
 
     def check_unchanged(self, epoch: int) -> None:
         """Check that nothing has changed the user's sampler, since the order of an epoch must follow from its number.
@@ -162,6 +168,36 @@ class DrawnOrder(DataOrder):
     def encoded_ids(self, epoch: int) -> NDArray[np.int64]:
         """Return the samples of an epoch in order; see `DataOrder.encoded_ids`."""
         return order_of_uses(self.draws.ids(epoch), self.samples)
+
+
+def check_same_order(loader: str, by_rank: list[Any]) -> None:
+    """Check that the samplers of all ranks give the same order.
+
+    Args:
+        loader: what has the sampler, for messages.
+        by_rank: what must be the same for each rank.
+    """
+    if any(each != by_rank[0] for each in by_rank):
+        raise UserError(
+            f"{loader}: the ranks have samplers or batches that differ: each must give the order of all samples, since "
+            "Lockstep divides them: leave out what divides by rank or world size, and seed what draws"
+        )
+
+
+class SamplerCheck(pl.Callback):
+    """Checks before each epoch that the samplers of all ranks give the same order, and that nothing changes them.
+
+    Args:
+        draws: the samples that the training sampler gives.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        epoch = trainer.current_epoch
+        self.draws.check_unchanged(epoch)
+        check_same_order("the train_dataloader", gather_objects(self.draws.digest(epoch)))
 
 
 def draws_itself(loader: DataLoader[Any]) -> bool:

@@ -9,7 +9,8 @@ from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.streams import ShardNeed
-from lockstep.data.datasets import Ids, Source, Splits, weights_of
+from lockstep.data.datasets import Ids, weights_of
+from lockstep.data.splits import Source, Splits
 from lockstep.data.transforms import Transformed
 from lockstep.errors import UserError
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import Ids, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.data.datasets import Ids, fetch, fingerprint, labels_of
+from lockstep.data.splits import Spec, Splits
 from lockstep.errors import UserError
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel

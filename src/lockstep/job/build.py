@@ -34,9 +34,10 @@ from lockstep.config.metrics import (
     with_mode,
 )
 from lockstep.config.run_length import smallest_piece
-from lockstep.data import ImageDataModule, Splits
-from lockstep.data.datasets import TASKS, fetch
+from lockstep.data import Splits, StepData
+from lockstep.data.datasets import fetch
 from lockstep.data.labels import first_label, label_checks
+from lockstep.data.splits import TASKS
 from lockstep.errors import UserError
 from lockstep.job import worker_setup
 from lockstep.job.optimizers import (
@@ -175,13 +176,13 @@ def sample_images(splits: Splits) -> Any:
     return x.float() if numbers else x
 
 
-def make_data(config: Config, splits: Splits) -> ImageDataModule:
-    """Return the ImageDataModule of this worker."""
+def make_data(config: Config, splits: Splits) -> StepData:
+    """Return the data of this worker: the samples of its pieces."""
     rank = rank_of_replica(config.layout)
     assignment = Assignment(config.layout)
     for extra in config.extras.values():
         assignment = extra.wrap_assignment(assignment)
-    return ImageDataModule(
+    return StepData(
         splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, config.trains, assignment
     )
 

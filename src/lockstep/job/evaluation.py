@@ -23,7 +23,7 @@ from lockstep.config.schema import OptionalGroup, SpecRecord
 from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import without_training_settings
-from lockstep.data.datasets import is_other_data, same_classes
+from lockstep.data.splits import is_other_data, same_classes
 from lockstep.errors import UserError
 from lockstep.job.build import make_callbacks, make_module, make_trainer
 from lockstep.job.job import Job

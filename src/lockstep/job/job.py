@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lockstep.config.check import Config
-    from lockstep.data import ImageDataModule, Splits
+    from lockstep.data import Splits, StepData
     from lockstep.trainer.trainer import Trainer
 
 
@@ -63,8 +63,8 @@ class Job(Run, ABC):
         self._module = self.build_module()
         return self._module
 
-    def make_data(self) -> "ImageDataModule":
-        """Return the LightningDataModule of this worker."""
+    def make_data(self) -> "StepData":
+        """Return the data of this worker, for the trainer's `datamodule`: the samples of its pieces."""
         from lockstep.job.build import make_data
 
         return make_data(self.config, self.splits)

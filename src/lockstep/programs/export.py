@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lockstep.commands import cli
 from lockstep.config.check import Config
 from lockstep.config.value_checks import checker
-from lockstep.data import ImageDataModule, Spec
+from lockstep.data import Spec, StepData
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
@@ -201,7 +201,7 @@ def random_images(spec: Spec) -> Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def prepared(data: ImageDataModule, images: Tensor) -> Tensor:
+def prepared(data: StepData, images: Tensor) -> Tensor:
     """Return uint8 images normalised as in an evaluation."""
     ids = np.arange(len(images))
     normalised: Tensor = data.prepare(MicroBatch(ids, 0, 0, np.zeros_like(ids), batch=(images, torch.from_numpy(ids))))[

@@ -115,7 +115,7 @@ def checkpoint_record(config: Config, splits: "Splits") -> dict[str, Any]:
     """Return the entry `lockstep` of a run's checkpoints, without metrics, as plain data."""
     facts = {"samples": len(splits.train), "fingerprint": splits.fingerprint, "content": splits.content}
     others = {"config": config.record, "versions": versions(), "spec": asdict(splits.spec)}
-    return make_record(splits, config.layout, config.seed, config.precision, facts, **others)
+    return make_record(splits.split("train"), config.layout, config.seed, config.precision, facts, **others)
 
 
 def _machine(config: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.config.run_length import run_length
 from lockstep.data import Splits
-from lockstep.data.datasets import TASKS
+from lockstep.data.splits import TASKS
 from lockstep.launch.machine import computes_bf16
 from lockstep.text import plural, short_path
 

@@ -251,7 +251,7 @@ class EvaluationShare(NamedTuple):
 
 
 class StepData(Protocol):
-    """What a step needs of its data module; `lockstep.data.StepDataModule` implements it.
+    """What a step needs of its data. `lockstep.data.StepData` implements it, in a room above this one.
 
     Attributes:
         layout: the run's layout.

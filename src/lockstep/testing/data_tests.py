@@ -15,8 +15,9 @@ from torch import Tensor
 from lockstep.arithmetic.layout import resolve
 from lockstep.commands.api import compose
 from lockstep.data.build import open_data
-from lockstep.data.datasets import UNLABELLED, Ids, Spec, Splits, fetch, labels_of
+from lockstep.data.datasets import UNLABELLED, Ids, fetch, labels_of
 from lockstep.data.repeats import SEEDED, other_sample
+from lockstep.data.splits import Spec, Splits
 from lockstep.errors import UserError
 from lockstep.launch.parent import launch
 from lockstep.testing.module_tests import fail

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lockstep.data import ImageDataModule, Splits
+from lockstep.data import Splits, StepData
 from lockstep.data.datasets import fetch
 from lockstep.lightning.hooks import overrides_method
 from lockstep.step.batch import MicroBatch
@@ -139,7 +139,7 @@ def moved(batch: Any) -> Any:
     return apply_to_collection(batch, Tensor, lambda tensor: tensor.to(DEVICE, non_blocking=True))
 
 
-def faults_of_steps(module: pl.LightningModule, data: ImageDataModule, splits: Splits, copies: bool = False) -> FakeGPU:
+def faults_of_steps(module: pl.LightningModule, data: StepData, splits: Splits, copies: bool = False) -> FakeGPU:
     """Prepare a batch of each split and call the module's steps with it, on a GPU that is not there.
 
     Args:

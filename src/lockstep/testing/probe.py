@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import not_plain
 from lockstep.config.check import Config
-from lockstep.data import ImageDataModule, Spec, Splits
+from lockstep.data import Spec, Splits, StepData
 from lockstep.data.datasets import fetch
 from lockstep.job.build import make_module
 from lockstep.job.worker_setup import set_up_worker
@@ -60,7 +60,7 @@ def probe(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         "skipped": None,
     }
     try:
-        data = ImageDataModule(splits, config.layout, config.seed)
+        data = StepData(splits, config.layout, config.seed)
         results["gpu"] = faults_of_steps(make_module(config, splits), data, splits).faults
     except Exception as error:  # the runs show whether the module works
         results["gpu"] = first_line(error)

@@ -33,6 +33,9 @@ from lockstep.checkpoint.run_checks import ParameterNameCheck
 from lockstep.config import portable, rules
 from lockstep.data.datasets import content_of, fingerprint
 from lockstep.data.digest import digest_of
+from lockstep.data.samplers import SamplerCheck
+from lockstep.data.step_data import StepData
+from lockstep.data.user_data import user_splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers, refuse_unknown_rank
 from lockstep.launch.logs import hide_harmless_warnings
@@ -46,15 +49,10 @@ from lockstep.step.passes import StepHook
 from lockstep.strategies import Auto, Strategy
 from lockstep.text import join_names
 from lockstep.trainer.data import (
-    OwnedData,
-    SamplerCheck,
-    UserData,
     batch_size_of,
-    draws_digest,
     first_batches,
     in_order,
     refuse_divided_batch_size,
-    user_data,
     watched,
 )
 from lockstep.trainer.options import (
@@ -252,7 +250,7 @@ class Trainer(StepTrainer):
         )
         self._fitted: pl.LightningModule | None = None
         self._of_fit: list[pl.Callback] = []  # those of our callbacks that belong to a module
-        self._data: UserData | None = None  # what the last method got
+        self._datamodule: Any = None  # that of the last method, of the user
         self._steps: tuple[int, int] | None = None  # samples of the training set and of a step
         with one_line_errors(ValueError, TypeError):
             super().__init__(
@@ -303,7 +301,7 @@ class Trainer(StepTrainer):
 
     def _users_loader(self, loader: Any, name: str) -> Any:
         data: Any = vars(self).get("datamodule")
-        ours = isinstance(data, OwnedData) and (isinstance(loader, DataLoader) or (isinstance(loader, list) and loader))
+        ours = isinstance(data, StepData) and (isinstance(loader, DataLoader) or (isinstance(loader, list) and loader))
         return data.users_loader(name) if ours else loader
 
     @property
@@ -385,8 +383,9 @@ class Trainer(StepTrainer):
         names = ParameterNameCheck(model)
         others = [each for each in self.callbacks if each not in self._of_fit]
         self._of_fit = [ResumeState(record, {}, data.order.steps_per_epoch), names]
-        if data.splits.draws is not None:
-            self._of_fit.append(SamplerCheck(data.splits.draws))
+        train = data.splits.split("train")
+        if train.draws is not None:
+            self._of_fit.append(SamplerCheck(train.draws))
         self.callbacks = [*self._of_fit, *others]
         rank_zero_info(data.layout.describe())
         if data.splits.val is None:  # Lightning takes the method of our data module for a loader
@@ -400,11 +399,11 @@ class Trainer(StepTrainer):
                 "give Trainer(pieces=...) for other numbers of devices"
             )
         try:
-            with self._module_set_up("fit", model), names.recording(), one_line_errors():
+            with _set_up_once(model, data), names.recording(), one_line_errors():
                 super().fit(model, datamodule=data, ckpt_path=path)
         except ValueError as error:
             if rules.SINGLE_VALUE_TEXT in str(error):
-                samples, last = data.order.samples_per_epoch, not data.splits.drop_last
+                samples, last = data.order.samples_per_epoch, not train.drop_last
                 raise rules.single_value_error(
                     data.layout, samples, lambda layout: rules.smallest_piece(layout, samples, last) > 1
                 ) from error
@@ -509,44 +508,35 @@ class Trainer(StepTrainer):
         if self.precision == "64-true":
             module.double()  # Lightning converts after it loads a checkpoint, which would be rounded to float32
 
-    def _module_set_up(self, stage: str, module: Any) -> AbstractContextManager[None]:
-        """Return the context of one of Lightning's methods, with what `_prepared_data` has called of the module."""
-        called = self._data is not None and self._data.methods_of_module(stage)
-        return setup_was_called(module) if called else nullcontext()
-
-    def _prepared_data(self, stage: str, module: Any, first: Any, val_loaders: Any, datamodule: Any) -> OwnedData:
+    def _prepared_data(self, stage: str, module: Any, first: Any, val_loaders: Any, datamodule: Any) -> StepData:
         """Return this process's data for one of the Trainer's methods."""
-        data = user_data(stage, first, val_loaders, datamodule, module)
-        if data is None and stage != "fit" and self._data is not None and self._data.owner:
-            data = self._data
-        if data is None:
-            raise UserError(
-                f"trainer.{stage} needs data: give a DataLoader, a data set, a LightningDataModule or a DataModule"
-            )
-        sets = data.sets(self, stage, self.seed)
-        if "train" in sets:
+        for each in (first, datamodule):
+            refuse_other_package(f"trainer.{stage}: the data module", each)
+        splits = user_splits(self, stage, self.seed, first, val_loaders, datamodule, module, self._datamodule)
+        loaders = dict(splits.loaders)
+        if "train" in loaders:
             devices = self._layout_options["devices"] * self._layout_options["num_nodes"]
-            size_of_loader = sets["train"].batch_size
-            owner = data.owner or data.module
-            refuse_divided_batch_size(size_of_loader, self.batch_size, owner, devices, self._quotients)
+            size_of_loader = loaders["train"].batch_size
+            refuse_divided_batch_size(size_of_loader, self.batch_size, splits.owner or module, devices, self._quotients)
             if self.overfit_batches:
-                sets = {part: in_order(each) for part, each in sets.items()}
+                loaders = {part: in_order(each) for part, each in loaders.items()}
             limit = 1.0 if self.fast_dev_run else self.limit_train_batches
-            sets["train"] = first_batches(sets["train"], limit, self._batches > 1)
+            loaders["train"] = first_batches(loaders["train"], limit, self._batches > 1)
         trained = self._steps[1] if self._steps and stage != "fit" else None
-        size = trained or batch_size_of(sets, self.batch_size, ("train", "val", "test"))
+        size = trained or batch_size_of(loaders, self.batch_size, ("train", "val", "test"))
         if size is None:
             raise UserError(f"trainer.{stage}: the batch size is unknown: give Trainer(batch_size=...)")
         trains = stage == "fit" or trained is not None
         if stage == "fit":
             size *= self._batches
-            if (stream := sets["train"].stream) is not None:
+            if (stream := loaders["train"].stream) is not None:
                 stream.remembers = size
-            self._check_sizes(sets["train"], size)
-            self._validate_after_batches(sets["train"])
-        layout = self._layout(size, trains)
-        self._data = data
-        return OwnedData(sets, data.owner, layout, self.seed, rank_of_replica(layout), trains)
+            self._check_sizes(loaders["train"], size)
+            self._validate_after_batches(loaders["train"])
+        layout, splits = self._layout(size, trains), replace(splits, loaders=loaders)
+        data = StepData(splits, layout, self.seed, rank_of_replica(layout), trains=trains)
+        self._datamodule = data.owner
+        return data
 
     def _check_sizes(self, train: Any, size: int) -> None:
         """Check that the training set fits the steps, and those of an earlier fit."""
@@ -621,20 +611,20 @@ class Trainer(StepTrainer):
             share_newest(last, self._ranks)
         return last, foreign
 
-    def _record(self, data: OwnedData) -> dict[str, Any]:
+    def _record(self, data: StepData) -> dict[str, Any]:
         """Return the entry `lockstep` of the checkpoints, as plain data."""
-        train, layout, draws = data.splits.train, data.layout, data.splits.draws
-        stream = data.sets["train"].stream
-        content = content_of([train]) or (digest_of(train) if stream is None else stream.fingerprint())
+        train = data.splits.split("train")
+        stream, dataset = train.stream, train.dataset
+        content = content_of([dataset]) or (digest_of(dataset) if stream is None else stream.fingerprint())
         facts = {
             "samples": data.order.samples_per_epoch if stream is None or stream.has_end else None,
-            "order": draws_digest(draws, 0),
-            "fingerprint": fingerprint(train),
+            "order": train.draws and train.draws.digest(0),
+            "fingerprint": fingerprint(dataset),
             **({"content": content} if content else {}),
         }
         length = {"max_epochs": self.max_epochs, "max_steps": self.max_steps}
         started_by = broadcast_from_rank_zero(command())
-        return make_record(data.splits, layout, self.seed, self.precision, facts, command=started_by, config=length)
+        return make_record(train, data.layout, self.seed, self.precision, facts, command=started_by, config=length)
 
     def _note_left_out(self, *made: Any) -> None:
         """Say which hyperparameters checkpoints lack, without which Lightning would make another module or data."""
@@ -689,7 +679,12 @@ class Trainer(StepTrainer):
             ckpt_path = "best"
         path = self._checkpoint_path(stage, ckpt_path)
         method = getattr(super(), stage)
-        with self._module_set_up(stage, module), one_line_errors():
+        with _set_up_once(module, data), one_line_errors():
             results = method(module, datamodule=data, ckpt_path=path, **options)
         self._checkpoint_io.wait()
         return results
+
+
+def _set_up_once(module: Any, data: StepData) -> AbstractContextManager[None]:
+    """Return the context of one of Lightning's methods. If the module has returned loaders, it is set up already."""
+    return setup_was_called(module) if data.splits.owner is module else nullcontext()

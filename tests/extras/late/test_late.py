@@ -15,7 +15,7 @@ from step.test_loop import BATCH, Net, splits
 from user_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.data import ImageDataModule
+from lockstep.data import StepData
 from lockstep.errors import NonFinite
 from lockstep.lightning.trainer import StepTrainer
 from lockstep.report.summary import weights_sha256
@@ -127,7 +127,7 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
         gradients = LateSum(gradients, late)
         hooks.append(LateSteps(gradients))
     trainer = StepTrainer(gradients, hooks, 3, **options)
-    trainer.fit(module, datamodule=ImageDataModule(splits(), layout, seed=3, num_workers=0))
+    trainer.fit(module, datamodule=StepData(splits(), layout, seed=3, num_workers=0))
     return trainer
 
 

@@ -163,7 +163,8 @@ def _apply_by_rank(trainer: Any, fault: str) -> None:
             if isinstance(callback, EMA):
                 callback.decay = 1 - (1 - callback.decay) * data.layout.num_devices
     elif fault == "weighted":
-        data.labels_of_step = lambda batch: data.labels[np.concatenate([each.ids for each in batch.micro_batches])]
+        labels = data.splits.train_labels()
+        data.labels_of_step = lambda batch: labels[np.concatenate([each.ids for each in batch.micro_batches])]
     else:
         trainer.fit_loop.epoch_loop.passes.seed += trainer.global_rank
 

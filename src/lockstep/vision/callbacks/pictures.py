@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.data.datasets import Spec
+from lockstep.data.splits import Spec
 from lockstep.launch.process_group import gather_objects
 from lockstep.lightning.epochs import is_last_step
 from lockstep.step.timing import exclude_from_timing

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.datasets import ArrayDataset, Source, Spec
+from lockstep.data.datasets import ArrayDataset
+from lockstep.data.splits import Source, Spec
 from lockstep.errors import UserError
 from lockstep.vision.data.walk import local_folder
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.datasets import Source
+from lockstep.data.splits import Source
 from lockstep.errors import UserError
 from lockstep.vision.data.classes import class_names
 from lockstep.vision.data.labelled import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.datasets import Source
+from lockstep.data.splits import Source
 from lockstep.errors import UserError
 from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import (

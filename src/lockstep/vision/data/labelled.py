@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.datasets import Sizes, Spec
+from lockstep.data.splits import Sizes, Spec
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
 from lockstep.text import join_names, plural

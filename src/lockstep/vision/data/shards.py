@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.datasets import Sizes, Source
+from lockstep.data.splits import Sizes, Source
 from lockstep.errors import UserError
 from lockstep.text import is_url, plural
 from lockstep.vision.data.classes import ordered

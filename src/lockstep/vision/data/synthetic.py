@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.datasets import ArrayDataset, Source, Spec
+from lockstep.data.datasets import ArrayDataset
+from lockstep.data.splits import Source, Spec
 
 
 def synthetic(

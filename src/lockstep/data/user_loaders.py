@@ -1,16 +1,17 @@
-"""The data sets of torch DataLoaders: Lockstep draws their samples by its own order."""
+"""What users' torch DataLoaders read, and how they draw samples: a `Split` for each."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
@@ -19,13 +20,13 @@ from torch.utils.data import (
 from lockstep.data.datasets import Ids, Weights, checked_weights, innermost_dataset, labels_of, weights_of
 from lockstep.data.iterables import StreamSamples
 from lockstep.data.samplers import Draws, draws_itself, of_all_ranks
+from lockstep.data.splits import Split
 from lockstep.errors import UserError
-from lockstep.lightning.hooks import overrides_method
 
-UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+NO_BATCH_SIZE = "a batch_sampler or no batch_size: use batch_size instead"
 
 
-class Collated:
+class _Collated:
     """A data set with the `collate_fn` of its loader.
 
     Args:
@@ -58,70 +59,17 @@ class Collated:
         return getattr(self.dataset, name)
 
 
-@dataclass(frozen=True)
-class LoaderSet:
-    """What a DataLoader says of its samples.
-
-    Attributes:
-        dataset: the map-style data set, with the loader's `collate_fn`.
-        weights: the weights by which it draws samples, float64 [n]; None: each sample once.
-        batch_size: samples of a batch; None: unknown.
-        num_workers: loader processes.
-        shuffle: whether each epoch has another order.
-        drop_last: whether a short last batch is left out.
-        draws: its sampler, if that decides the order of an epoch.
-        starts_worker: its `worker_init_fn`, or None.
-        loader: the DataLoader, or None.
-        whole: what the user gave or returned: the loader, or several.
-        most: an epoch has only so many of the first samples of its order; None: all.
-        stream: the samples of an IterableDataset; None: the data set is map-style.
-    """
-
-    dataset: Any
-    weights: Weights | None
-    batch_size: int | None
-    num_workers: int
-    shuffle: bool
-    drop_last: bool
-    draws: Draws | None = None
-    starts_worker: Callable[[int], None] | None = None
-    loader: Any = None
-    whole: Any = None
-    most: int | None = None
-    stream: StreamSamples | None = None
-
-    @property
-    def samples(self) -> int:
-        """The number of samples of an epoch, without those that `drop_last` or a limit leaves out."""
-        if self.most is not None:
-            return self.most
-        count = len(self.dataset) if self.draws is None else self.draws.samples
-        return count - (count % self.batch_size if self.drop_last and self.batch_size else 0)
-
-
-def refuse_transfers(module: pl.LightningDataModule) -> None:
-    """Refuse a data module that takes part in the transfer of batches.
-
-    Raises:
-        UserError: it does.
-    """
-    for hook in UNCALLED:
-        if overrides_method(module, hook, pl.LightningDataModule):
-            name = type(module).__name__
-            raise UserError(f"data: the {hook} of {name} would not be called: move it to the LightningModule")
-
-
-def sets_of_loaders(loaders: Any, where: str, trains: bool, seed: int) -> list[LoaderSet]:
+def read_loaders(loaders: Any, where: str, trains: bool, seed: int) -> list[Split]:
     """Return the data set of each of a user's loaders, in Lightning's order; an empty list without one.
 
     Args:
         loaders: DataLoaders or map-style data sets: one, or in lists, tuples and dicts.
-        where: see `set_of_loader`.
-        trains: see `set_of_loader`. Then there must be one.
-        seed: see `set_of_loader`.
+        where: see `read_loader`.
+        trains: see `read_loader`. Then there must be one.
+        seed: see `read_loader`.
 
     Raises:
-        UserError: one of them can't be used; see `set_of_loader`.
+        UserError: one of them can't be used; see `read_loader`.
     """
     each_loader = _flattened(loaders)
     if trains and (len(each_loader) > 1 or isinstance(loaders, Mapping)):
@@ -133,8 +81,8 @@ def sets_of_loaders(loaders: Any, where: str, trains: bool, seed: int) -> list[L
     for number, loader in enumerate(each_loader):
         name = where if len(each_loader) == 1 else where.replace("_dataloader", f"_dataloader[{number}]", 1)
         if is_plain_dataset(loader):
-            sets.append(LoaderSet(loader, None, None, 0, trains, False))
-        elif (made := set_of_loader(loader, name, trains, seed)) is not None:
+            sets.append(Split(loader, num_workers=0, shuffle=trains))
+        elif (made := read_loader(loader, name, trains, seed)) is not None:
             sets.append(made)
     return [replace(each, whole=loaders) for each in sets]
 
@@ -155,9 +103,7 @@ def _flattened(loaders: Any) -> list[Any]:
     return [] if loaders is None else [loaders]
 
 
-def set_of_loader(
-    loader: Any, where: str, trains: bool, seed: int | None = None, other_draws: str = ""
-) -> LoaderSet | None:
+def read_loader(loader: Any, where: str, trains: bool, seed: int | None = None, other_draws: str = "") -> Split | None:
     """Return the data set of a loader and how it draws samples; None if there is no loader.
 
     Args:
@@ -183,43 +129,66 @@ def set_of_loader(
                 "cut into pieces: use torch's DataLoader, and change samples in the data set or in a collate_fn"
             )
     dataset: Any = loader.dataset
-    if isinstance(dataset, IterableDataset) and seed is None:
-        raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
-    if loader.batch_sampler is None or (loader.batch_size is None and seed is None):
-        raise UserError(f"{where} has a batch_sampler or no batch_size: use batch_size instead")
     starts_worker = loader.worker_init_fn
     if getattr(starts_worker, "func", starts_worker) is pl_worker_init_function:  # it only seeds random numbers
         starts_worker = None
-    if starts_worker is not None and seed is None:
+    if seed is None:
+        _refuse_draws(loader, where, trains, starts_worker, other_draws)
+    if loader.batch_sampler is None:
+        raise UserError(f"{where} has {NO_BATCH_SIZE}")
+    samples, weights, draws, stream = dataset, None, None, None
+    batch_size, workers, shuffle, drop_last = loader.batch_size, loader.num_workers, False, loader.drop_last
+    if isinstance(dataset, IterableDataset):
+        if starts_worker is not None:
+            raise UserError(f"{where} has a worker_init_fn for an IterableDataset: leave it out, and open in __iter__")
+        samples = stream = StreamSamples(dataset, where, seed if trains and seed else 0)
+        workers = min(1, workers)  # each process would read the whole stream
+    else:
+        sampler: Any = loader.sampler
+        shuffle = not isinstance(sampler, SequentialSampler) and bool(getattr(sampler, "shuffle", True))
+        by_weight = type(sampler) is WeightedRandomSampler and trains
+        if by_weight and (seed is None or _draws_all_by_weight(sampler, dataset)):
+            weights = _weights(sampler, len(dataset), where)
+        elif seed is not None and draws_itself(loader):
+            drawing = loader.batch_sampler if batch_size is None else of_all_ranks(sampler)
+            draws = Draws(drawing, dataset, where, seed, trains)
+            if batch_size is None:
+                batch_size, drop_last = draws.batch_size, False
+    # torch's function needs no wrapper, unless the data set has a `collate_fn` that its loader does not use
+    plain = loader.collate_fn is default_collate and not hasattr(innermost_dataset(dataset), "collate_fn")
+    return Split(
+        samples if plain else _Collated(samples, loader.collate_fn),
+        batch_size,
+        workers,
+        weights,
+        shuffle,
+        drop_last,
+        draws=draws,
+        starts_worker=starts_worker,
+        loader=loader,
+        stream=stream,
+    )
+
+
+def _refuse_draws(loader: DataLoader[Any], where: str, trains: bool, starts_worker: Any, other_draws: str) -> None:
+    """Refuse a loader that does more than drawing samples of a map-style data set: a config has rules for the rest."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise UserError(f"{where} has an IterableDataset: it must be a map-style data set")
+    if loader.batch_size is None:
+        raise UserError(f"{where} has {NO_BATCH_SIZE}")
+    if starts_worker is not None:
         raise UserError(
             f"{where} has a worker_init_fn, which would not be called: leave it out, since random numbers are seeded "
             "for each sample, and let the data set open what it needs at its first sample"
         )
-    if isinstance(dataset, IterableDataset) and seed is not None:
-        if starts_worker is not None:
-            raise UserError(f"{where} has a worker_init_fn for an IterableDataset: leave it out, and open in __iter__")
-        stream: Any = StreamSamples(dataset, where, seed if trains else 0)
-        samples = stream if loader.collate_fn is default_collate else Collated(stream, loader.collate_fn)
-        one = min(1, loader.num_workers)  # each process would read the whole stream
-        return LoaderSet(samples, None, loader.batch_size, one, False, loader.drop_last, loader=loader, stream=stream)
-    sampler, weights, draws = loader.sampler, None, None
-    if type(sampler) is WeightedRandomSampler and trains and (seed is None or _draws_all_by_weight(sampler, dataset)):
-        weights = _weights(sampler, len(dataset), where)
-    elif draws_itself(loader):
-        if seed is None:
-            _refuse_sampler(sampler, where, trains, other_draws)
-        else:
-            drawing = loader.batch_sampler if loader.batch_size is None else of_all_ranks(sampler)
-            draws = Draws(drawing, dataset, where, seed, trains)
-    batch_size, drop_last = loader.batch_size, loader.drop_last
-    if batch_size is None and draws is not None:
-        batch_size, drop_last = draws.batch_size, False
-    shuffle = not isinstance(sampler, SequentialSampler) and bool(getattr(sampler, "shuffle", True))
-    # torch's function needs no wrapper, unless the data set has a `collate_fn` that its loader does not use
-    plain = loader.collate_fn is default_collate and not hasattr(innermost_dataset(dataset), "collate_fn")
-    collated = dataset if plain else Collated(dataset, loader.collate_fn)
-    options = collated, weights, batch_size, loader.num_workers, shuffle, drop_last
-    return LoaderSet(*options, draws, starts_worker, loader)
+    sampler = loader.sampler
+    if draws_itself(loader) and not (type(sampler) is WeightedRandomSampler and trains):
+        right = f"since an epoch has each sample once (or use {other_draws})"
+        if isinstance(sampler, SubsetRandomSampler):
+            right = "and use torch.utils.data.Subset(dataset, indices) for a part of the samples"
+        elif not trains:
+            right = "since an evaluation counts each sample once"
+        raise UserError(f"{where} has a {type(sampler).__name__}: leave it out, {right}")
 
 
 def _draws_all_by_weight(sampler: WeightedRandomSampler, dataset: Any) -> bool:
@@ -243,11 +212,8 @@ def _weights(sampler: WeightedRandomSampler, samples: int, where: str) -> Weight
     return weights
 
 
-def _refuse_sampler(sampler: Any, where: str, trains: bool, other_draws: str) -> None:
-    """Refuse a sampler that does not yield each sample once, or in an order that Lockstep can't know."""
-    right = f"since an epoch has each sample once (or use {other_draws})"
-    if isinstance(sampler, SubsetRandomSampler):
-        right = "and use torch.utils.data.Subset(dataset, indices) for a part of the samples"
-    elif not trains:
-        right = "since an evaluation counts each sample once"
-    raise UserError(f"{where} has a {type(sampler).__name__}: leave it out, {right}")
+def innermost_of_user(dataset: Any) -> Any:
+    """Return the data set below subsets and loaders' wrappers; of a ConcatDataset the first one."""
+    while isinstance(dataset, Subset | _Collated | ConcatDataset):
+        dataset = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset.dataset
+    return dataset

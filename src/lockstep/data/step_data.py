@@ -1,26 +1,23 @@
-"""The data module of a step: loaders of one process, and the preparation of a batch on its device."""
+"""`StepData` gives the samples of a piece: by the loaders of one process, prepared as a batch on its device."""
 
 import logging
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Assignment, Layout
 from lockstep.arithmetic.streams import StreamOrder
-from lockstep.data.augment import Augment
-from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, Resident, SampleSets, Splits, innermost_dataset
+from lockstep.data.datasets import UNLABELLED, ArrayDataset, Ids, innermost_dataset
 from lockstep.data.labels import LabelCheck, in_memory, label_checks
 from lockstep.data.loaders import (
     Chunk,
@@ -31,30 +28,43 @@ from lockstep.data.loaders import (
     StepSampler,
     chunks_of_rank,
     gains_from_loader_processes,
+    identity,
     limited,
+    set_up_loader_process,
 )
+from lockstep.data.splits import NO_IMAGES, Split, Splits
 from lockstep.errors import UserError
-from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker, most_loader_processes
 from lockstep.launch.process_lifetime import refuse_daemon
-from lockstep.launch.signals import set_parent_death_signal
 from lockstep.lightning.hooks import overrides_method
+from lockstep.lightning.private_names import take_identity
 from lockstep.step.batch import EvaluationShare, MicroBatch, StepBatch
 
 LOG = logging.getLogger("lockstep")
 MIB = 1 << 20
+READ_BY = {  # the part of the data that the loaders of a loop read
+    "train_dataloader": "train",
+    "val_dataloader": "val",
+    "test_dataloader": "test",
+    "predict_dataloader": "test",
+}
 
 
-class StepDataModule(pl.LightningDataModule):
-    """The data of one process: training batches are `StepBatch`es. Samples are used as the data sets return them.
+class StepData(pl.LightningDataModule):
+    """The samples of each piece, for one process: its training batches are `StepBatch`es.
+
+    Images are augmented and normalised on the device, a batch at a time. Other samples are used as the data sets return
+    them. A user's own data module stands behind it: attributes that are not found here are those of the user's, and its
+    hooks are called.
 
     Args:
-        splits: the data sets.
+        splits: the open data: from a config (`data/build.py`) or from a user's loaders (`data/user_data.py`).
         layout: assigns pieces to devices.
         seed: the run's seed. The order of samples and their random numbers depend on it.
         rank: this process's number among `layout.replicas`.
         num_workers: loader processes of this process, `most_loader_processes` at most. None: none for data sets in
             memory, else the machine's cores divided by its number of ranks, at least 1 and at most 8.
+        resident: whether data sets in memory are copied to the GPU: true, false or auto; see `place_on_device`.
         trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
         assignment: assigns the pieces of each step to devices. None: as `layout` does.
 
@@ -64,19 +74,19 @@ class StepDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        splits: SampleSets,
+        splits: Splits,
         layout: Layout,
         seed: int,
         rank: int = 0,
         num_workers: int | None = None,
+        resident: bool | str = "auto",
         trains: bool = True,
         assignment: Assignment | None = None,
     ) -> None:
+        self.owner = None if isinstance(splits.owner, pl.LightningModule) else splits.owner
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have no sample to predict
-        self.splits: Any = splits
-        self.layout = layout
-        self.rank = rank
+        self.splits, self.layout, self.rank, self.resident, self.trains = splits, layout, rank, resident, trains
         most = most_loader_processes(layout.world_size // layout.num_nodes)
         if num_workers is not None and num_workers > most:
             if rank == 0:
@@ -84,65 +94,109 @@ class StepDataModule(pl.LightningDataModule):
                 LOG.warning("num_workers=%d: %s %d", num_workers, can_use, most)
             num_workers = most
         self.num_workers = num_workers
-        self.trains = trains
         self.assignment = assignment or Assignment(layout)
         self.order = splits.order(layout, seed)
+        self._has_images = splits.spec != NO_IMAGES
         self._shares: dict[Any, tuple[EvaluationShare, ...]] = {}  # by split and the samples that are evaluated
         self._chunks_of: dict[Any, list[Chunk]] = {}  # by split, rank, samples, and those that are evaluated
+        self._placed: Splits | None = None  # with data sets on the GPU
+        self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
+        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
+        if isinstance(self.owner, pl.LightningDataModule):
+            take_identity(self, self.owner)
+
+    def __getattr__(self, name: str) -> Any:
+        owner = self.__dict__.get("owner")
+        if owner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(owner, name)
+
+    def setup(self, stage: str) -> None:
+        """Copy data sets in memory to the GPU, if the run uses one, before loaders are made."""
+        if not self._has_images:
+            return
+        assert self.trainer is not None
+        # Search once: a search for each batch would take longer than the preparation of the batch.
+        self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
+        if getattr(self._module, "task", None) == "classification" and stage != "predict":
+            self._label_checks = {
+                name: check for name, check in label_checks(self.splits).items() if not in_memory(check.dataset)
+            }
+        device = self.trainer.strategy.root_device
+        if self._placed is None and device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self._placed = place_on_device(self.splits, device, self.resident, free)
+            if self._placed is not self.splits and self.rank == 0:
+                LOG.info("data sets in memory were copied to the GPU")
 
     @property
     def _module(self) -> pl.LightningModule:
         assert self.trainer is not None
         return self.trainer.lightning_module
 
-    # --- what differs with the kind of the data ---
+    def _split(self, name: str) -> Split:
+        return (self._placed or self.splits).split(name)
 
-    def _dataset_of(self, split: str) -> Any:
-        return getattr(self.splits, split)
+    def labels_of_step(self, step_batch: StepBatch) -> Ids:
+        """Return the labels of all samples of a step, over all processes, int64 [n]; raise what `labels_of` raises."""
+        return self._labels[self.order.step(*self.order.position(step_batch.step))]
 
-    def _label_check(self, split: str) -> LabelCheck | None:
-        """Return what checks the labels of each batch; None: nothing does."""
-        return None
+    @cached_property
+    def _labels(self) -> Ids:
+        return self.splits.train_labels()
 
-    def _evaluation_batch_size(self, split: str) -> int | list[int] | None:
-        """Return the samples of a batch of `val` or `test`, or of each batch; None: they follow from the layout."""
-        return None
+    # --- loaders: Lightning's loops call `loader_of_loop`, and users get what they gave ---
 
-    def _evaluated(self, split: str) -> tuple[int, Ids | None]:
-        """Return how many samples of `val` or `test` are evaluated, and which; None: those of the data set in order."""
-        return len(getattr(self.splits, split)), None
+    def train_dataloader(self) -> Any:
+        """Return the user's loader, or else that of an epoch's remaining steps."""
+        return self._of_user("train_dataloader")
 
-    def _processes_of(self, split: str) -> tuple[int | None, Callable[[int], None] | None]:
-        """Return the number of loader processes of a split, and what is called in each; see `num_workers`."""
-        return self.num_workers, None
+    def val_dataloader(self) -> Any:
+        """Return the user's loader, or else that of this process's samples; an empty list without a validation set."""
+        return self._of_user("val_dataloader")
 
-    @property
-    def _augment(self) -> Augment:
-        return Augment()
+    def test_dataloader(self) -> Any:
+        """Return the user's loader, or else that of this process's test samples."""
+        return self._of_user("test_dataloader")
 
-    def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
-        """Return a batch for the module.
+    def predict_dataloader(self) -> Any:
+        """Return the user's loader, or else that of this process's part of the test set; the part may be empty."""
+        return self._of_user("predict_dataloader")
 
-        Floating-point tensors are copied: a view of a larger tensor may begin at any address, and MKL and CUDA choose
-        some kernels by the alignment of their input. Another kernel may round differently.
-        """
-        assert self.trainer is not None
-        return self.trainer.precision_plugin.convert_input(apply_to_collection(batch, Tensor, _copied))
+    def _of_user(self, name: str) -> Any:
+        is_module = isinstance(self.owner, pl.LightningDataModule)
+        return getattr(self.owner, name)() if is_module else self.users_loader(name)
 
-    @property
-    def mixes(self) -> bool:
-        """True if a piece's samples are mixed."""
-        return False
+    def users_loader(self, name: str) -> Any:
+        """Return what the user gave for the loaders that a loop reads; ours if there are none."""
+        splits = [self._split(split) for split in self.evaluation_splits(READ_BY[name])]
+        is_users = bool(splits) and all(each.loader is not None for each in splits)
+        return splits[0].whole if is_users else self.loader_of_loop(name)
 
-    def mix(self, batch: Any) -> Any:
-        """Return a piece's batch with its samples mixed: here as it is."""
-        return batch
+    def loader_of_loop(self, name: str) -> Any:
+        """Return the loader of one of Lightning's loops; a list if there is no loader, or several."""
+        part = READ_BY[name]
+        if part == "train":
+            sampler = StepSampler(self.order, partial(getattr, self.trainer, "global_step"))
+            return self._loader(self._steps(), sampler, part, keep_workers=True)
+        if part == "val" and self.splits.val is None:
+            return []
+        min_batches = 0 if name == "predict_dataloader" else 1
+        loaders = [self._evaluation(split, min_batches) for split in self.evaluation_splits(part)]
+        if part == "val":
+            for loader in loaders:
+                loader.sanity_batches = self._sanity_batches
+        return loaders[0] if len(loaders) == 1 else loaders
 
-    # --- loaders ---
+    def _sanity_batches(self) -> float:
+        checks = getattr(self.trainer, "sanity_checking", False)
+        return self.trainer.num_sanity_val_steps if checks else 0  # type: ignore[union-attr]
 
     def _steps(self) -> StepDataset:
-        dataset, check = self._dataset_of("train"), self._label_check("train")
-        return StepDataset(dataset, self.order, self.rank, self._augment, self.assignment, check, self._stop_step)
+        dataset, check = self._split("train").dataset, self._label_checks.get("train")
+        augment = self.splits.augment
+        return StepDataset(dataset, self.order, self.rank, augment, self.assignment, check, self._stop_step)
 
     @property
     def _stop_step(self) -> int | None:
@@ -154,41 +208,9 @@ class StepDataModule(pl.LightningDataModule):
         limits = [trainer.max_steps, -1 if epochs is None else epochs * self.order.steps_per_epoch]
         return min((limit for limit in limits if limit >= 0), default=None)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of an epoch's remaining steps."""
-        trainer: Any = self.trainer
-        sampler = StepSampler(self.order, partial(getattr, trainer, "global_step"))
-        return self._loader(self._steps(), sampler, "train", keep_workers=True)
-
-    def val_dataloader(self) -> Any:
-        """Return the loader of this process's validation samples; an empty list without a validation set."""
-        if self.splits.val is None:
-            return []
-        return self._evaluations("val")
-
-    def _sanity_batches(self) -> float:
-        checks = getattr(self.trainer, "sanity_checking", False)
-        return self.trainer.num_sanity_val_steps if checks else 0  # type: ignore[union-attr]
-
-    def test_dataloader(self) -> Any:
-        """Return the loader of this process's test samples."""
-        return self._evaluations("test")
-
-    def predict_dataloader(self) -> Any:
-        """Return the loader of this process's part of the test set, in its order; the part may be empty."""
-        return self._evaluations("test", min_batches=0)
-
     def evaluation_splits(self, part: str) -> list[str]:
-        """Return the names of the splits that the loaders of `val` or `test` read: here there is one."""
-        return [part]
-
-    def _evaluations(self, part: str, min_batches: int = 1) -> Any:
-        """Return the loader of this process's samples of `val` or `test`; a list of several."""
-        loaders = [self._evaluation(split, min_batches) for split in self.evaluation_splits(part)]
-        if part == "val":
-            for loader in loaders:
-                loader.sanity_batches = self._sanity_batches
-        return loaders[0] if len(loaders) == 1 else loaders
+        """Return the names of the splits that the loaders of `val` or `test` read."""
+        return self.splits.names(part)
 
     def num_local_samples(self, split: str) -> int:
         """Return the number of samples of `val` or `test` that this process evaluates.
@@ -220,33 +242,33 @@ class StepDataModule(pl.LightningDataModule):
             )
         return self._shares[key]
 
-    def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
-        dataset = self._dataset_of(split)
-        chunks = self._chunks(split, self.rank) or [(0, 1)] * min_batches
-        checked = ChunkDataset(dataset, self._label_check(split), chunks)
-        return self._loader(checked, ChunkSampler(chunks, self._evaluated(split)[1]), split)
+    def _evaluation(self, name: str, min_batches: int = 1) -> Loader:
+        split, chunks = self._split(name), self._chunks(name, self.rank) or [(0, 1)] * min_batches
+        ids = None if split.draws is None else split.draws.ids(0)
+        checked = ChunkDataset(split.dataset, self._label_checks.get(name), chunks)
+        return self._loader(checked, ChunkSampler(chunks, ids), name)
 
-    def _chunks(self, split: str, rank: int) -> list[Chunk]:
-        samples, most = self._evaluated(split)[0], self._most(split)
-        key = split, rank, samples, most
+    def _chunks(self, name: str, rank: int) -> list[Chunk]:
+        split, most = self._split(name), self._most(name)
+        key = name, rank, split.samples, most
         if key not in self._chunks_of:  # each batch of an evaluation asks
-            size = self._evaluation_batch_size(split)
+            samples, size = split.samples, split.batch_sizes
             self._chunks_of[key] = chunks_of_rank(samples, self.layout, rank, self.trains, size, most)
         return self._chunks_of[key]
 
-    def _most(self, split: str) -> int:
+    def _most(self, name: str) -> int:
         """Return how many samples of `val` or `test` are evaluated, over all processes: its batches may be limited."""
-        part = "predict" if getattr(self.trainer, "predicting", False) else split.partition(".")[0]
-        name = f"limit_{part}_batches"
-        limit = getattr(self.trainer, "limits", {}).get(name, getattr(self.trainer, name, None))
-        batch_size = self._evaluation_batch_size(split) or self.layout.batch_size
-        return limited(self._evaluated(split)[0], batch_size, limit, name)
+        part = "predict" if getattr(self.trainer, "predicting", False) else name.partition(".")[0]
+        option, split = f"limit_{part}_batches", self._split(name)
+        limit = getattr(self.trainer, "limits", {}).get(option, getattr(self.trainer, option, None))
+        return limited(split.samples, split.batch_sizes or self.layout.batch_size, limit, option)
 
-    def _loader(self, dataset: Any, sampler: Any, split: str, keep_workers: bool = False) -> Loader:
-        resident = isinstance(innermost_dataset(dataset.dataset), Resident)
+    def _loader(self, dataset: Any, sampler: Any, name: str, keep_workers: bool = False) -> Loader:
+        split, source = self._split(name), innermost_dataset(dataset.dataset)
+        resident = type(source) is ArrayDataset and source.resident
         # of a step, the random numbers are on the host, even if its images are on the GPU
         pinned = not resident or isinstance(dataset, StepDataset)
-        workers, start = self._processes_of(split)
+        workers = self.num_workers if split.num_workers is None else split.num_workers
         workers = 0 if resident else workers  # a loader process would have to read from the GPU
         if workers is None and gains_from_loader_processes(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
@@ -256,7 +278,7 @@ class StepDataModule(pl.LightningDataModule):
             dataset,
             batch_sampler=sampler,
             num_workers=workers or 0,
-            collate_fn=_identity,
+            collate_fn=identity,
             pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and pinned,
             persistent_workers=keep_workers and bool(workers),
             # Python 3.14 starts loader processes from a server process by default, but `set_parent_death_signal` works
@@ -265,7 +287,7 @@ class StepDataModule(pl.LightningDataModule):
             # Each iterator draws a seed from this generator. Drawn from torch's global one, it would change all later
             # random numbers.
             generator=torch.Generator().manual_seed(self.order.seed),
-            worker_init_fn=partial(_set_up_loader_process, os.getpid(), start),
+            worker_init_fn=partial(set_up_loader_process, os.getpid(), split.starts_worker, split.loader),
         )
 
     # --- on the device ---
@@ -277,16 +299,16 @@ class StepDataModule(pl.LightningDataModule):
         return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]
 
     def transfer_hook(self, name: str) -> Callable[..., Any] | None:
-        """Return the user's hook of the transfer of a batch with this name; None if there is none."""
-        for each in self._hook_owners():
+        """Return the user's hook of the transfer of a batch with this name; None if there is none.
+
+        As Lightning chooses, that of the data module comes first.
+        """
+        owners = [self.owner] if isinstance(self.owner, pl.LightningDataModule) else []
+        for each in (*owners, self._module):
             if overrides_method(each, name, pl.LightningModule):
                 hook: Callable[..., Any] = getattr(each, name)
                 return hook
         return None
-
-    def _hook_owners(self) -> list[Any]:
-        """Return whose hooks are called; of those with a hook the first one's."""
-        return [self._module]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Call the user's hook with the batch of an evaluation."""
@@ -311,82 +333,9 @@ class StepDataModule(pl.LightningDataModule):
         """Return the batch of a micro-batch for `training_step`, before mixing and the module's hooks."""
         return self._prepared(micro_batch.batch, micro_batch.augmentation_numbers)
 
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_floating_point() else tensor
-
-
-class ImageDataModule(StepDataModule):
-    """The data of one process, of images: they are augmented and normalised on the device, a batch at a time.
-
-    Args:
-        splits: the opened data (`lockstep.data.build.open_data`).
-        layout: see `StepDataModule`.
-        seed: see `StepDataModule`.
-        rank: see `StepDataModule`.
-        num_workers: see `StepDataModule`.
-        resident: whether data sets in memory are copied to the GPU: true, false or auto; see `place_on_device`.
-        trains: see `StepDataModule`.
-        assignment: see `StepDataModule`.
-    """
-
-    def __init__(
-        self,
-        splits: Splits,
-        layout: Layout,
-        seed: int,
-        rank: int = 0,
-        num_workers: int | None = None,
-        resident: bool | str = "auto",
-        trains: bool = True,
-        assignment: Assignment | None = None,
-    ) -> None:
-        super().__init__(splits, layout, seed, rank, num_workers, trains, assignment)
-        self.resident = resident
-        self._placed: Splits | None = None
-        self._label_checks: dict[str, LabelCheck] = {}  # by split, for a model that classifies
-        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._parameter: Tensor | None = None  # one of the module's parameters; images get its dtype
-
-    def setup(self, stage: str) -> None:
-        """Copy data sets in memory to the GPU, if the run uses one, before loaders are made."""
-        assert self.trainer is not None
-        # Search once: a search for each batch would take longer than the preparation of the batch.
-        self._parameter = next((p for p in self._module.parameters() if p.is_floating_point()), None)
-        if getattr(self._module, "task", None) == "classification" and stage != "predict":
-            self._label_checks = {
-                name: check for name, check in label_checks(self.splits).items() if not in_memory(check.dataset)
-            }
-        device = self.trainer.strategy.root_device
-        if self._placed is None and device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(device)
-            self._placed = place_on_device(self.splits, device, self.resident, free)
-            if self._placed is not self.splits and self.rank == 0:
-                LOG.info("data sets in memory were copied to the GPU")
-
-    @cached_property
-    def labels(self) -> Ids:
-        """The labels of the training samples, int64 [n], in the data set's order. Raises what `labels_of` raises."""
-        return self.splits.train_labels()
-
-    def labels_of_step(self, step_batch: StepBatch) -> Ids:
-        """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""
-        return self.labels[self.order.step(*self.order.position(step_batch.step))]
-
-    def _dataset_of(self, split: str) -> Any:
-        return getattr(self._placed or self.splits, split)
-
-    def _label_check(self, split: str) -> LabelCheck | None:
-        return self._label_checks.get(split)
-
-    @property
-    def _augment(self) -> Augment:
-        augment: Augment = self.splits.augment
-        return augment
-
     def piece(self, split: str) -> Any:
         """Return a piece-sized batch of the first samples of `train` or `test`, prepared for the module's steps."""
-        dataset = ChunkDataset(self._dataset_of(split))
+        dataset = ChunkDataset(self._split(split).dataset)
         batch = dataset.__getitems__(range(min(self.layout.piece_size, len(dataset))))
         assert self.trainer is not None
         device = self.trainer.strategy.root_device
@@ -404,7 +353,14 @@ class ImageDataModule(StepDataModule):
         return (x, y.to(x.dtype), *rest)
 
     def _prepared(self, batch: Any, augmentation_numbers: Tensor | None = None) -> Any:
-        """Return a batch with its images augmented, if there are `augmentation_numbers`, and normalised."""
+        """Return a batch with its images augmented, if there are `augmentation_numbers`, and normalised.
+
+        Floating-point tensors are copied: a view of a larger tensor may begin at any address, and MKL and CUDA choose
+        some kernels by the alignment of their input. Another kernel may round differently.
+        """
+        if not self._has_images:
+            assert self.trainer is not None
+            return self.trainer.precision_plugin.convert_input(apply_to_collection(batch, Tensor, _copied))
         if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
             return batch  # a dict, for example: the module prepares it
         x, *rest = batch
@@ -416,8 +372,6 @@ class ImageDataModule(StepDataModule):
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            # Copy it: a view of a larger tensor may begin at any address, and MKL and CUDA choose some kernels by the
-            # alignment of their input. Another kernel may round differently.
             x = x.to(dtype, copy=True)
         return (x, *rest)
 
@@ -430,6 +384,31 @@ class ImageDataModule(StepDataModule):
         scale, shift = self._scales[key]
         # Two operations, because a fused one may round differently in a kernel's vectorised body and its scalar tail.
         return images.to(dtype).mul_(scale).add_(shift)
+
+    # --- what belongs to a user's LightningDataModule ---
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return getattr(self.owner, name)(*args) if isinstance(self.owner, pl.LightningDataModule) else None
+
+    def teardown(self, stage: str) -> None:
+        """Call the user's `teardown`."""
+        self._call("teardown", stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Call the user's `on_exception`."""
+        self._call("on_exception", exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the user's data module."""
+        return self._call("state_dict") or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of the user's data module."""
+        self._call("load_state_dict", state_dict)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_floating_point() else tensor
 
 
 def place_on_device(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:
@@ -459,38 +438,17 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     if choice == "auto" and size > free / 2:
         LOG.info("%s: they stay on the host (speed.resident=true copies them, if they fit)", sizes)
         return splits
-    resident: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in in_memory.items()}
+    resident: dict[int, Any] = {key: _on_device(dataset, device) for key, dataset in in_memory.items()}
     return replace(splits, **{name: _moved(part, resident) for name, part in parts.items()})
+
+
+def _on_device(dataset: ArrayDataset, device: torch.device) -> ArrayDataset:
+    other = copy(dataset)
+    other.images, other.labels, other.resident = dataset.images.to(device), dataset.labels.to(device), True
+    return other
 
 
 def _moved(dataset: Any, resident: dict[int, Any]) -> Any:
     if type(dataset) is Subset:
         return Subset(_moved(dataset.dataset, resident), dataset.indices)
     return resident.get(id(dataset), dataset)
-
-
-def _set_up_loader_process(parent: int, start: Callable[[int], None] | None, worker: int) -> None:
-    """Set up a loader process: it ignores signals to the process group, ends with its parent, and calls `start`.
-
-    A signal to the whole process group must not end it, since the current step still needs it. If the parent dies, it
-    must end, since it keeps the parent's connections to other ranks open.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _excepthook
-    set_parent_death_signal(parent)
-    if folder := environment().scratch:
-        tempfile.tempdir = folder  # the run removes this folder, with this process's sockets, even after a kill
-    if start is not None:
-        start(worker)
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error unless it is a lost connection: the thread that sends tensors gets one if the parent has died."""
-    if not issubclass(kind, ConnectionError):
-        sys.__excepthook__(kind, error, trace)
-
-
-def _identity(batch: Any) -> Any:
-    """Return the batch: the data set has collated it already."""
-    return batch
