@@ -79,18 +79,33 @@ def test_all_else_works_without(names: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_lockstep_works_without_the_package_of_the_extras(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("package", "works", "refused", "message"),
+    [
+        (
+            "lockstep_extras",
+            ["extras=[audit]", "strategy=ddp", "devices=2"],
+            "extras=[audit]",
+            "extras=audit: known: none",
+        ),
+        ("lockstep_streams", [], "data=shards", "data=shards: known: cifar10, "),
+    ],
+)
+def test_lockstep_works_without_a_package_beside_it(
+    package: str, works: list[str], refused: str, message: str, tmp_path: Path
+) -> None:
     for part in ("src", "conf"):
         shutil.copytree(ROOT / part, tmp_path / part)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    # This checkout may be installed, so a program would find its extras.
+    # This checkout may be installed, so a program would find its packages.
     alone = f"import sys, runpy; sys.path.remove({str(ROOT / 'src')!r}) if {str(ROOT / 'src')!r} in sys.path else 0"
     program = f"{alone}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     train = (sys.executable, "-c", program, "src/train.py", *TINY, "max_steps=2", "exact=true")
-    assert run(tmp_path, *train, "extras=[audit]", "strategy=ddp", "devices=2").returncode == 0  # the control
-    shutil.rmtree(tmp_path / "src" / "lockstep_extras")
+    assert run(tmp_path, *train, *works).returncode == 0  # the control
+    assert message not in run(tmp_path, *train, refused, "lr=-1").stderr
+    shutil.rmtree(tmp_path / "src" / package)
     assert run(tmp_path, *train).returncode == 0
-    assert "extras=audit: known: none" in run(tmp_path, *train, "extras=[audit]").stderr
+    assert message in run(tmp_path, *train, refused).stderr
 
 
 @pytest.mark.usefixtures("processes")

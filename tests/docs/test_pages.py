@@ -50,7 +50,7 @@ NOT_RUN = (
     (r".*seed=0,1,2,3,4|lockstep compare .* --by", "60 runs"),
     (r"lockstep compare .* --why", "tests/programs/test_compare_why.py runs it"),
     (r".*accelerator=gpu", "needs a GPU: scripts/lab/gpu_day.py runs it"),
-    (r"lockstep (index|shards)|.*data_dir=s3:", "needs a server: tests/programs/test_stores.py has one"),
+    (r"lockstep (index|shards)|.*data_dir=s3:", "needs a server: tests/streams/test_stores.py has one"),
     (r"lockstep (new|conf|schema)|python -m lockstep$", "tests/programs/ run it"),
     (r"python src/train.py( -m seed=0,1,2)?$", "trains to its end: the console block of first-run.md does"),
     (r".*(<their checkpoint>|debug=profile)", "has tests of its own"),

@@ -47,11 +47,12 @@ def test_what_is_in_it(wheel: Path) -> None:
         "lockstep/template/src/project/models/resnet18.py",
         "lockstep/conf/hydra/default.yaml",
         "lockstep_extras/conf/extras/audit.yaml",
+        "lockstep_streams/conf/data/shards.yaml",
         "lockstep/docs/use/module-rules.md",
         "lockstep/docs/troubleshooting.md",
     } <= {*names}
     packages = {name.partition("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"hydra_plugins", "lockstep", "lockstep_extras"}
+    assert packages == {"hydra_plugins", "lockstep", "lockstep_extras", "lockstep_streams"}
 
 
 def test_a_project_runs_with_it(wheel: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from PIL import Image
 from small_data import refusal_of, write_images
 from written_shards import write_tar
 
-from lockstep.vision.data import ImageFiles, image_folder, shards
+from lockstep.vision.data import ImageFiles, image_folder
 from lockstep.vision.data.walk import walk
+from lockstep_streams.shards import shards
 
 
 def openers(root: Path) -> list[tuple[Any, ...]]:

@@ -5,7 +5,6 @@ from lockstep.vision.data.files import cifar10, fashion_mnist, mnist
 from lockstep.vision.data.folders import ImageFiles, image_folder
 from lockstep.vision.data.huggingface import huggingface
 from lockstep.vision.data.image_list import image_list
-from lockstep.vision.data.shards import shards
 from lockstep.vision.data.synthetic import synthetic
 
 __all__ = [
@@ -17,6 +16,5 @@ __all__ = [
     "image_list",
     "mnist",
     "read_digits",
-    "shards",
     "synthetic",
 ]

@@ -17,9 +17,9 @@ from written_mds import EXPECTED, SHARDS, as_tar
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.vision.data import mds
-from lockstep.vision.data.mds import write_mds
-from lockstep.vision.data.remote import Remote
+from lockstep_streams import mds
+from lockstep_streams.mds import write_mds
+from lockstep_streams.remote import Remote
 
 FORMS = ("raw", "zstd")
 BY_PLACE = {"window": 2, "val_fraction": 0, "test_fraction": 0}

@@ -30,11 +30,11 @@ from lockstep.text import join_names, plural
 from lockstep.vision.data.classes import class_names as names_of_classes
 from lockstep.vision.data.classes import clean
 from lockstep.vision.data.labelled import LabelledFiles, check_headers, fingerprint_of
-from lockstep.vision.data.mds import XXHASHES, Hashes, check_hashes
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.shard_files import GONE, IMAGES
-from lockstep.vision.data.shard_scan import Scanned, is_packed, scan
 from lockstep.vision.data.walk import passed_over_text
+from lockstep_streams.mds import XXHASHES, Hashes, check_hashes
+from lockstep_streams.shard_files import GONE, IMAGES
+from lockstep_streams.shard_scan import Scanned, is_packed, scan
 
 VERSION = 3  # of the index's format
 COLUMNS = ("names", "labels", "places")  # a part has a file for each

@@ -32,7 +32,6 @@ from lockstep.errors import UserError
 from lockstep.files import replacing, write
 from lockstep.text import join_names, plural
 from lockstep.vision.data.labelled import CHECKED_FILES, UNREADABLE, LabelledFiles
-from lockstep.vision.data.mds import Hashes, check_hashes
 from lockstep.vision.data.pixels import (
     TOO_DEEP,
     Reading,
@@ -43,10 +42,11 @@ from lockstep.vision.data.pixels import (
     too_deep,
     too_large_text,
 )
-from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same
-from lockstep.vision.data.shard_cache import FULL, Known, ShardCache, Table
-from lockstep.vision.data.shard_files import other_kind
-from lockstep.vision.data.shard_index import (
+from lockstep_streams.mds import Hashes, check_hashes
+from lockstep_streams.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same
+from lockstep_streams.shard_cache import FULL, Known, ShardCache, Table
+from lockstep_streams.shard_files import other_kind
+from lockstep_streams.shard_index import (
     BORDERS,
     COLUMNS,
     Index,
@@ -58,7 +58,7 @@ from lockstep.vision.data.shard_index import (
     make_once,
     warn_of_unchecked,
 )
-from lockstep.vision.data.shard_scan import Scanned, scan
+from lockstep_streams.shard_scan import Scanned, scan
 
 LOG = logging.getLogger("lockstep")
 RECORD_VERSION, INDEX_VERSION = 2, 2  # of the records of shards, and of the index that is made of them

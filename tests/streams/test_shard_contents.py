@@ -18,8 +18,8 @@ from written_shards import write_tar
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
 from lockstep.errors import UserError
-from lockstep.vision.data import shard_index, shard_scan
-from lockstep.vision.data.shards import part_of
+from lockstep_streams import shard_index, shard_scan
+from lockstep_streams.shards import part_of
 
 WHOLE = {"val_fraction": 0, "test_fraction": 0}
 

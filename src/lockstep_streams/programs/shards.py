@@ -41,13 +41,13 @@ from lockstep.programs.common.parser import parser_of
 from lockstep.text import is_url, join_names, plural
 from lockstep.vision.data import image_folder, image_list
 from lockstep.vision.data.labelled import PARTS
-from lockstep.vision.data.mds import MOST_BYTES, index_of, write_mds
-from lockstep.vision.data.remote import Remote
-from lockstep.vision.data.remote_index import Record
-from lockstep.vision.data.server import REMEDY, UNKNOWN, Unavailable, digest_of, states
-from lockstep.vision.data.shard_cache import Known
-from lockstep.vision.data.shard_files import IMAGES
-from lockstep.vision.data.shards import SHARD
+from lockstep_streams.mds import MOST_BYTES, index_of, write_mds
+from lockstep_streams.remote import Remote
+from lockstep_streams.remote_index import Record
+from lockstep_streams.server import REMEDY, UNKNOWN, Unavailable, digest_of, states
+from lockstep_streams.shard_cache import Known
+from lockstep_streams.shard_files import IMAGES
+from lockstep_streams.shards import SHARD
 
 JPEG = (".jpe", ".jfif")  # endings that are written as .jpg
 ENCODINGS = {"jpg": "jpeg", "jpeg": "jpeg", "png": "png"}  # of MDS, by ending

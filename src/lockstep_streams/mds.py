@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.vision.data.shard_files import LONGEST, TEXTS, Sample, Shard, Suffixes, one_column, other_kind
+from lockstep_streams.shard_files import LONGEST, TEXTS, Sample, Shard, Suffixes, one_column, other_kind
 
 IMAGE_ENCODINGS = ("jpeg", "png", "bytes")  # whose bytes are those of an image file
 NUMBERS = {

@@ -19,7 +19,7 @@ from written_shards import write_folder, write_parquet, write_shards, write_tar
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import innermost_dataset
-from lockstep.vision.data import shard_index
+from lockstep_streams import shard_index
 
 PARQUET = "pip install -e .[huggingface] brings pyarrow, which parquet files need"
 EXACT = (

@@ -37,9 +37,9 @@ from lockstep.data.splits import is_other_data
 from lockstep.data.streams import room_note
 from lockstep.errors import UserError
 from lockstep.report import provenance
-from lockstep.vision.data import server as servers
-from lockstep.vision.data import shard_cache
-from lockstep.vision.data.remote import Remote, expanded
+from lockstep_streams import server as servers
+from lockstep_streams import shard_cache
+from lockstep_streams.remote import Remote, expanded
 
 pytestmark = pytest.mark.usefixtures("servers")
 fsspec = pytest.importorskip("fsspec")

@@ -29,8 +29,8 @@ from torch.utils.data import get_worker_info
 from lockstep.arithmetic.streams import ShardNeed
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.vision.data.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same, md5_of
-from lockstep.vision.data.shard_scan import is_packed
+from lockstep_streams.server import REMEDY, Server, Stat, Unavailable, digest_of, is_same, md5_of
+from lockstep_streams.shard_scan import is_packed
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has no locks

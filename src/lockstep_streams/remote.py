@@ -14,15 +14,15 @@ from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.text import plural
 from lockstep.vision.data.labelled import PARTS
-from lockstep.vision.data.mds import INDEX, check_named, shards_in
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
-from lockstep.vision.data.server import REMEDY, UNKNOWN, Server, Stat, Unavailable
-from lockstep.vision.data.shard_cache import GIB, ShardCache, Table
-from lockstep.vision.data.shard_files import Suffixes
-from lockstep.vision.data.shard_index import Index, cache_folder, index_root
-from lockstep.vision.data.shard_scan import EXTENSIONS, scan
 from lockstep.vision.data.walk import Walk, passed_over_text
+from lockstep_streams.mds import INDEX, check_named, shards_in
+from lockstep_streams.remote_index import CONNECTIONS, MOST_LISTED, Records, open_remote
+from lockstep_streams.server import REMEDY, UNKNOWN, Server, Stat, Unavailable
+from lockstep_streams.shard_cache import GIB, ShardCache, Table
+from lockstep_streams.shard_files import Suffixes
+from lockstep_streams.shard_index import Index, cache_folder, index_root
+from lockstep_streams.shard_scan import EXTENSIONS, scan
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 NEARLY = re.compile(r"\.(tar|parquet|mds)\.\w+$", re.IGNORECASE)  # old.tar.bak
@@ -109,7 +109,7 @@ class Remote:
             published: the shards of which there are records beside the shards; None: there are none.
             anew, may_be_empty: of `Remote`.
         """
-        from lockstep.vision.data.shards import SHARD
+        from lockstep_streams.shards import SHARD
 
         self.passed_over = ""
         if named is not None:
@@ -207,7 +207,7 @@ def packed_again(image: Suffixes, label: str | None, where: str, source: Path, t
 
 def split_pattern(url: str) -> tuple[str, str]:
     """Return the URL before the first part of a path with braces, and the rest; an empty text without braces."""
-    from lockstep.vision.data.shards import SHARD
+    from lockstep_streams.shards import SHARD
 
     at = url.find("{")
     if at < 0:

@@ -16,8 +16,8 @@ from store_servers import WebServer, client, files_in, s3_server
 from written_shards import write_folder, write_shards, write_tar
 
 from lockstep.data.build import open_data
-from lockstep.programs import index, shards
-from lockstep.vision.data import remote_index, server
+from lockstep_streams import remote_index, server
+from lockstep_streams.programs import index, shards
 
 pytestmark = pytest.mark.usefixtures("servers")
 KEEP = ("--retry-seconds", "1")

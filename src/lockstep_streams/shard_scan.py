@@ -9,8 +9,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.vision.data.mds import scan_mds
-from lockstep.vision.data.shard_files import Shard, Suffixes, scan_parquet, scan_tar
+from lockstep_streams.mds import scan_mds
+from lockstep_streams.shard_files import Shard, Suffixes, scan_parquet, scan_tar
 
 EXTENSIONS = (".tar", ".parquet", ".mds", ".mds.zstd")
 PACKED = (".parquet", ".zstd")

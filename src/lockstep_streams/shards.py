@@ -19,13 +19,13 @@ from lockstep.vision.data.labelled import (
     split_text,
     subsets,
 )
-from lockstep.vision.data.mds import INDEX, check_named
 from lockstep.vision.data.pixels import Reading
-from lockstep.vision.data.remote import Remote
-from lockstep.vision.data.shard_files import IMAGES, PART_FOLDERS, Suffixes
-from lockstep.vision.data.shard_index import Index, digest, open_index
-from lockstep.vision.data.shard_scan import EXTENSIONS
 from lockstep.vision.data.walk import passed_over_text, walk
+from lockstep_streams.mds import INDEX, check_named
+from lockstep_streams.remote import Remote
+from lockstep_streams.shard_files import IMAGES, PART_FOLDERS, Suffixes
+from lockstep_streams.shard_index import Index, digest, open_index
+from lockstep_streams.shard_scan import EXTENSIONS
 
 DECODED = ("webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jfif", "jpe")  # read if data.image names them
 PART = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])")  # in a file's path: train-00017.tar

@@ -19,10 +19,10 @@ from lockstep.config.value_checks import place
 from lockstep.errors import UserError
 from lockstep.programs.common.parser import parser_of
 from lockstep.text import is_url, join_names, plural
-from lockstep.vision.data.remote import Remote
-from lockstep.vision.data.server import Unavailable
-from lockstep.vision.data.shard_index import digest, index_root
-from lockstep.vision.data.shards import checked_suffixes, parts_of
+from lockstep_streams.remote import Remote
+from lockstep_streams.server import Unavailable
+from lockstep_streams.shard_index import digest, index_root
+from lockstep_streams.shards import checked_suffixes, parts_of
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,0 +1,1 @@
+"""The pages of the streams: `hydra.searchpath: [pkg://lockstep_streams.conf]`."""

@@ -1,0 +1,1 @@
+"""Commands of the streams, found as those in `lockstep.programs`."""
