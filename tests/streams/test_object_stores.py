@@ -517,7 +517,7 @@ def test_processes_share_a_cache_and_fetch_each_shard_once(web: WebServer, tmp_p
     processes = [context.Process(target=_read_in_process, args=(part, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    assert [results.get(timeout=60) for _ in processes] == [expected] * 4
+    assert [results.get(timeout=300) for _ in processes] == [expected] * 4
     for process in processes:
         process.join()
     names = [f"train-{number:05}.tar" for number in range(3)]

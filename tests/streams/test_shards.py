@@ -168,7 +168,7 @@ def test_one_of_several_processes_makes_the_index(tmp_path: Path) -> None:
     processes = [context.Process(target=_open_in_process, args=(root, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    actual = [results.get(timeout=60) for _ in processes]
+    actual = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert sum(after for _, _, after in actual) == 1
