@@ -204,9 +204,20 @@ class _Trial:
         """
         self.saved.tensors.restore()
         batch = self._few()
-        self.saved.tensors.scale_parameters()
+        scaled = [
+            (parameter, content, 1 + (1 + number % 64) / 512)
+            for number, (parameter, content) in enumerate(self.saved.tensors.parameters)
+            if parameter.is_floating_point()
+        ]
+        with torch.no_grad():
+            for parameter, _, factor in scaled:
+                parameter.mul_(factor)
         self.piece.compute(batch)
-        changed = {id(each) for each in self.saved.tensors.other_than_scaled()}
+        changed = {
+            id(parameter)
+            for parameter, content, factor in scaled
+            if not torch.equal(parameter.detach().nan_to_num(), (content * factor).nan_to_num())
+        }
         named = self.module.named_parameters()
         if names := [name for name, each in named if id(each) in changed and each.requires_grad]:
             yield Finding(
@@ -395,7 +406,7 @@ class _Trial:
         def compute(rows: range, times: int, number: int | None) -> tuple[float, float | None]:
             self.saved.tensors.restore()
             if moves:
-                self.saved.tensors.move_parameters()
+                self._move_parameters()
             loss, weight = self.piece.compute(repeated(batch, size, rows, times), number)
             return float(loss), weight
 
@@ -437,6 +448,14 @@ class _Trial:
                     f"pieces=1, on one device, or return a mean over a mask with its 'weight' {PAGE}",
                     NEVER,
                 )
+
+    def _move_parameters(self) -> None:
+        """Add small random numbers to the parameters, the same in each call."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter, _ in self.saved.tensors.parameters:
+                if parameter.is_floating_point():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
     def _mixing(self, rows: range) -> Iterator[Finding]:
         """Check that no layer's output for a sample depends on other samples in evaluation."""

@@ -184,11 +184,14 @@ class SavedTensors:
 
     Args:
         module: the module.
+
+    Attributes:
+        parameters: each parameter and its copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = copy_buffers(module)
-        self._parameters = [(p, p.detach().clone()) for p in module.parameters()]
+        self.parameters = [(p, p.detach().clone()) for p in module.parameters()]
         self._places = [
             (layer._parameters, name, parameter)
             for layer in module.modules()
@@ -206,38 +209,10 @@ class SavedTensors:
             if place.get(name) is not parameter:
                 place[name] = parameter
         with torch.no_grad():
-            for parameter, content in self._parameters:
+            for parameter, content in self.parameters:
                 if parameters or not parameter.requires_grad:
                     parameter.copy_(content)
         restore_buffers(self._buffers)
-
-    def scale_parameters(self) -> None:
-        """Multiply each parameter by another factor near 1."""
-        with torch.no_grad():
-            for number, (parameter, _) in enumerate(self._parameters):
-                if parameter.is_floating_point():
-                    parameter.mul_(_factor(number))
-
-    def move_parameters(self) -> None:
-        """Add small random numbers to the parameters, the same in each call."""
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter, _ in self._parameters:
-                if parameter.is_floating_point():
-                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
-
-    def other_than_scaled(self) -> list[nn.Parameter]:
-        """Return the parameters whose content is not that of `scale_parameters`."""
-        return [
-            parameter
-            for number, (parameter, content) in enumerate(self._parameters)
-            if parameter.is_floating_point()
-            and not torch.equal(parameter.detach().nan_to_num(), (content * _factor(number)).nan_to_num())
-        ]
-
-
-def _factor(number: int) -> float:
-    return 1 + (1 + number % 64) / 512
 
 
 def generator_states(module: nn.Module) -> dict[str, Any]:

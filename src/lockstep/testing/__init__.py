@@ -6,7 +6,8 @@ docs/use/test-your-own-code.md has an example:
         overrides = ["model=mine", "data=stripes"]
 """
 
+from lockstep.guards import check
 from lockstep.testing.data_tests import DataTests
 from lockstep.testing.module_tests import ModuleTests
 
-__all__ = ["DataTests", "ModuleTests"]
+__all__ = ["DataTests", "ModuleTests", "check"]
