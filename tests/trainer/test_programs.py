@@ -13,7 +13,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import LearningRateFinder, LearningRateMonitor, Timer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
@@ -307,6 +307,24 @@ def test_a_collate_fn_of_the_data_set_that_its_loader_does_not_use_is_not_used(t
 def test_lightnings_callbacks_are_taken_from_lightning(tmp_path: Path) -> None:
     fit(tmp_path, callbacks=[Timer()], max_epochs=1)
     assert issubclass(LearningRateMonitor, pl.Callback)
+
+
+class NamesByStage(Net):
+    """Names its metrics by Lightning's stage, which is another one in the check before the first step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        stage: Any = self.trainer.state.stage
+        name = "val" if stage == "validate" else stage.value
+        self.log(f"{name}_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def test_a_monitored_metric_may_have_the_name_of_the_stage(tmp_path: Path) -> None:
+    stops = EarlyStopping("val_loss", patience=0, min_delta=99.0)
+    made = trainer(tmp_path, callbacks=[stops], max_epochs=5)
+    made.fit(NamesByStage(), loader(), loader(shuffle=False))
+    assert (made.current_epoch, stops.wait_count) == (2, 1)
+    with pytest.raises(UserError, match="monitor=val_other: nothing logs it"):
+        trainer(tmp_path, callbacks=[EarlyStopping("val_other")]).fit(Net(), loader(), loader(shuffle=False))
 
 
 def test_ranks_do_not_look_for_a_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

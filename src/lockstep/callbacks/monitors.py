@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
 from lockstep.config.metrics import (
@@ -55,7 +56,9 @@ class MonitorCheck(pl.Callback):
         objects = logged_objects(trainer)
         self._check_modes(trainer, lambda metric: direction_of_object(objects[metric]) if metric in objects else None)
         logged = set(trainer.callback_metrics)
-        if not logged or _reads_sanity_checking(pl_module):  # such a module may log other metrics in this check
+        # A module may name its metrics by the stage, or log other ones in this check.
+        of_check = any(RunningStage.SANITY_CHECKING.value in each.lower() for each in logged)
+        if not logged or of_check or _reads_sanity_checking(pl_module):
             return
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
