@@ -14,8 +14,9 @@ from sharded_runs import train
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import part_files, parts
 from lockstep.errors import UserError, WorkerFailed
-from lockstep.strategies import FSDP, distributed_checkpoint, saved_parts
+from lockstep.strategies import FSDP
 from lockstep.strategies.fsdp import FullySharded
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 
@@ -28,10 +29,10 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "a pass": (FullySharded, "training_step"),
     "the optimizer": (torch.optim.AdamW, "step"),
     "gathering": (CheckpointParts, "to_save"),
-    "writing parts": (distributed_checkpoint._PartsToSave, "resolve_data"),
+    "writing parts": (part_files._PartsToSave, "resolve_data"),
     "writing the file": (checkpoint_io, "save"),
     "removing the earlier parts": (checkpoint_io.AtomicCheckpointIO, "_remove_parts"),
-    "reading": (saved_parts.SavedParts, "read"),
+    "reading": (parts.SavedParts, "read"),
 }
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.checkpoint.parts import SavedParts, tensors_in
 from lockstep.errors import NonFinite, StepRefused, UserError
-from lockstep.strategies.saved_parts import SavedParts, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

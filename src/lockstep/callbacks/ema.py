@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lockstep.checkpoint.parts import INDEX, SavedParts
 from lockstep.launch.signals import Interrupted
-from lockstep.strategies.saved_parts import INDEX, SavedParts
 
 
 class EMA(EMAWeightAveraging):

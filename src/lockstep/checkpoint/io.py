@@ -3,8 +3,8 @@
 A checkpoint is torch's own zip file. `torch.load` does not check the CRCs in the file, so it would load weights with a
 flipped byte. `load` checks them.
 
-Tensors of which each process has a part may be in a folder beside the file, see `lockstep.strategies.saved_parts`. Of
-such a file, plain `torch.load` and Lightning's `load_from_checkpoint` get tensors without data, which they can't copy.
+Tensors of which each process has a part may be in a folder beside the file, see `parts.py`. Of such a file, plain
+`torch.load` and Lightning's `load_from_checkpoint` get tensors without data, which they can't copy.
 """
 
 import io
@@ -27,12 +27,20 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import foreign_files, paths
 from lockstep.checkpoint.hyperparameters import left_out, with_plain_hyperparameters
+from lockstep.checkpoint.parts import (
+    FOLDER,
+    INDEX,
+    Part,
+    SavedParts,
+    new_folder_name,
+    tensors_in,
+    without_data,
+)
 from lockstep.checkpoint.record import check_format
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import link_file, replacing, write
 from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero, gather_objects
-from lockstep.strategies.saved_parts import FOLDER, INDEX, Part, SavedParts, new_folder_name, without_data
 
 
 class CheckpointError(UserError):
@@ -123,7 +131,7 @@ def load(
         tensors: whether to read the tensors, and compare the file's checksums. Without them this takes milliseconds for
             a file of any size, and the tensors are mapped into memory.
         whole: whether to read also the tensors whose parts are in a folder. If not, they are stand-ins, and the entry
-            `saved_parts.INDEX` is a `SavedParts`, which reads them.
+            `INDEX` is a `SavedParts`, which reads them.
 
     Raises:
         CheckpointError: the file is missing, cut off, damaged, not a checkpoint, or holds code. With `broadcast` all
@@ -148,7 +156,7 @@ def load(
 def find_parts(
     content: Any, path: Path, broadcast: bool = False, checksums: bool = True, everywhere: bool = False
 ) -> None:
-    """Replace the index of parts in a file's content, if there is one, by a `SavedParts`. Refuse tensors without data.
+    """Replace what a file's content says about parts, if it does, by a `SavedParts`. Refuse tensors without data.
 
     Args:
         content: what the file has; it is changed.
@@ -406,15 +414,18 @@ class AtomicCheckpointIO(CheckpointIO):
             return
         self.then(self._write, *self._copied(checkpoint), Path(path))
 
-    def save_parts(self, checkpoint: dict[str, Any], parts: Mapping[str, Part], path: str | Path) -> None:
+    def save_parts(
+        self, checkpoint: dict[str, Any], parts: Sequence[tuple[Tensor, Tensor, Sequence[int]]], path: str | Path
+    ) -> None:
         """Save a checkpoint of which each rank has parts. All ranks call this.
 
         The parts are in a new folder beside the file, whose name is in the file. So the earlier checkpoint is complete
         until the file is replaced.
 
         Args:
-            checkpoint: on rank zero the content, with stand-ins for the tensors of the parts.
-            parts: those of this rank, by the places of their tensors in the content.
+            checkpoint: the content, with stand-ins for the tensors of the parts. Rank zero writes its own.
+            parts: of each part of this rank the stand-in, its elements in the order of a contiguous tensor, and where
+                it begins in the whole tensor, along each dimension.
             path: the file.
         """
         self.wait()
@@ -422,8 +433,10 @@ class AtomicCheckpointIO(CheckpointIO):
             self._group_of_parts = dist.new_group(timeout=self._timeout, backend="gloo")
         folder = Path(path).with_name(broadcast_from_rank_zero(new_folder_name()))
         content = self._copied(checkpoint) if dist.get_rank() == 0 else None
-        tensors, wait = copied_to_cpu({name: part.tensor for name, part in parts.items()})
-        copies = {name: part._replace(tensor=tensors[name]) for name, part in parts.items()}
+        by_id = {id(part[0]): part for part in parts}
+        named = {name: by_id[id(value)] for name, *_, value in tensors_in(checkpoint) if id(value) in by_id}
+        tensors, wait = copied_to_cpu({name: tensor for name, (_, tensor, _) in named.items()})
+        copies = {name: Part(tensors[name], begin, whole.shape) for name, (whole, _, begin) in named.items()}
         self.then(self._write_parts, folder, copies, wait, content, Path(path))
 
     def _copied(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -456,7 +469,7 @@ class AtomicCheckpointIO(CheckpointIO):
         path: Path,
     ) -> None:
         """Write the parts of this rank. Then rank zero writes the file that names them."""
-        from lockstep.strategies.distributed_checkpoint import write_parts
+        from lockstep.checkpoint.part_files import write_parts
 
         wait()
         try:
@@ -535,6 +548,12 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_parts(self, path: str | Path) -> dict[str, Any]:
         """Return a checkpoint with stand-ins for tensors whose parts are in a folder; see `load`."""
         return self._load(path, whole=False)
+
+    @staticmethod
+    def saved_parts(checkpoint: Mapping[str, Any]) -> SavedParts | None:
+        """Return what reads the tensors that stand-ins of a checkpoint stand for; None: it has none."""
+        saved = checkpoint.get(INDEX)
+        return saved if isinstance(saved, SavedParts) else None
 
     def _load(self, path: str | Path, whole: bool) -> dict[str, Any]:
         self._note_parts(Path(path).parent)

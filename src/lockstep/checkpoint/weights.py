@@ -337,11 +337,9 @@ def _fault(path: Path, checksums: bool = True) -> str:
 
 def _load_safetensors(source: Any, path: Path) -> Any:
     """Return the tensors of a .safetensors file, by name."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors import torch as safetensors
-    except ImportError:
-        raise CheckpointError(f"{path}: the package safetensors is not installed: pip install safetensors") from None
+    from safetensors import SafetensorError
+    from safetensors import torch as safetensors
+
     try:
         return safetensors.load(source.read_bytes() if isinstance(source, Path) else source.read())
     except SafetensorError as error:

@@ -41,7 +41,6 @@ from lockstep.step.strategy import Action, ClipsByStrategy, T, proxy
 from lockstep.step.trial import without_traces
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.part_of_weights import UsesParts, guard, guarded, refuse_copy
-from lockstep.strategies.saved_parts import INDEX
 from lockstep.strategies.sharded_checkpoints import CheckpointParts
 from lockstep.strategies.sharded_optimizer import OptimizerParts
 from lockstep.strategies.sharded_parameters import (
@@ -756,7 +755,8 @@ class FullySharded(DistributedDataParallel):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, on rank zero with whole weights. It gathers one parameter after the other.
 
-        While a checkpoint is saved in parts, it gathers nothing, and the weights are stand-ins; see `saved_parts`.
+        While a checkpoint is saved in parts, it gathers nothing, and the weights are stand-ins; see
+        `lockstep.checkpoint.parts`.
         """
         if self._depth:
             self._write_back()
@@ -829,7 +829,8 @@ class FullySharded(DistributedDataParallel):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, each with this process's parts of the states."""
         pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-        states = [self._checkpoints.cut_optimizer_state(*pair, checkpoint.get(INDEX)) for pair in pairs]
+        saved = self._checkpoints.saved(checkpoint)
+        states = [self._checkpoints.cut_optimizer_state(*pair, saved) for pair in pairs]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
         self.of_optimizer.guard_states(self.optimizers)
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, stand_in, tensors_in
 from lockstep.strategies.sharded_parameters import ShardedParameter, has_shape, names_of_keys, with_strides
 
 if TYPE_CHECKING:
@@ -24,12 +23,13 @@ class CheckpointParts:
 
     def __init__(self, strategy: "FullySharded") -> None:
         self._strategy = strategy
-        # of the checkpoint that is being put together: this process's parts, by the id of their stand-in; None: of none
-        self._parts: dict[int, tuple[Tensor, Part]] | None = None
+        # of the checkpoint that is being put together: stand-ins, this process's parts, and where these begin in the
+        # whole tensors; None: it has whole tensors
+        self._parts: list[tuple[Tensor, Tensor, tuple[int, ...]]] | None = None
 
     def begin(self, in_parts: bool) -> None:
         """Begin a checkpoint, and say whether each process writes its parts."""
-        self._parts = {} if in_parts else None
+        self._parts = [] if in_parts else None
 
     def whole_on_cpu(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
         """Return a whole tensor of parts on rank zero, in the host's memory; on other ranks the part."""
@@ -40,30 +40,32 @@ class CheckpointParts:
         """Return what a checkpoint has of a tensor: the whole of it, or a stand-in if each process writes its part."""
         if self._parts is None:
             return self.whole_on_cpu(parameter, part)
-        part = parameter.in_tensor_order(part.detach())
-        return self._stand_in(Part(part.contiguous(), parameter.offsets, tuple(parameter.shape)))
+        return self._stand_in(parameter.in_tensor_order(part.detach()), parameter.offsets, parameter.shape)
 
-    def _stand_in(self, part: Part) -> Tensor:
+    def _stand_in(self, part: Tensor, offsets: tuple[int, ...], shape: torch.Size) -> Tensor:
         assert self._parts is not None
-        value = stand_in(part.shape, part.tensor.dtype)
-        self._parts[id(value)] = (value, part)
+        value = torch.empty(shape, dtype=part.dtype, device="meta")
+        self._parts.append((value, part.contiguous(), offsets))
         return value
 
-    def parts_of(self, checkpoint: dict[str, Any]) -> dict[str, Part] | None:
-        """Return this process's parts of a checkpoint, by the places of their stand-ins; None: it has whole tensors."""
+    def parts_of(self, checkpoint: dict[str, Any]) -> list[tuple[Tensor, Tensor, tuple[int, ...]]] | None:
+        """Return this process's parts of a checkpoint as `io.save_parts` gets them; None: it has whole tensors."""
         if self._parts is None:
             return None
         state = checkpoint["state_dict"]
         for name, parameter in self._strategy.by_name.items():  # an average, which each process has whole
             if has_shape(value := state.get(name), parameter.shape) and not value.is_meta:
                 state[name] = self.to_save(parameter, parameter.parts(value)[self._strategy.global_rank])
-        places = {path: id(value) for path, *_, value in tensors_in(checkpoint) if id(value) in self._parts}
-        return {path: self._parts[each][1] for path, each in places.items()}
+        return self._parts
+
+    def saved(self, checkpoint: Mapping[str, Any]) -> Any:
+        """Return what reads the tensors that stand-ins of a checkpoint stand for; None: it has none."""
+        io: Any = self._strategy.checkpoint_io
+        return io.saved_parts(checkpoint)
 
     def cut_weights(self, module: nn.Module, checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the weights of a checkpoint, with the module's own in place of stand-ins, and these stand-ins."""
-        saved = checkpoint.get(INDEX)
-        if not isinstance(saved, SavedParts):
+        if (saved := self.saved(checkpoint)) is None:
             return checkpoint["state_dict"], {}
         state = copy(checkpoint["state_dict"])  # with the versions of layers, which some torchvision layers read
         mine = self._parameters(module)
@@ -82,8 +84,7 @@ class CheckpointParts:
     @torch.no_grad()
     def read_weights(self, module: nn.Module, checkpoint: Mapping[str, Any], in_parts: Mapping[str, Tensor]) -> None:
         """Read the weights that stand-ins stand for, one after the other."""
-        saved = checkpoint.get(INDEX)
-        if not isinstance(saved, SavedParts):
+        if (saved := self.saved(checkpoint)) is None:
             return
         mine = self._parameters(module)
         for name, value in in_parts.items():
@@ -93,7 +94,7 @@ class CheckpointParts:
                 parameter.local.copy_(self._read_part(saved, value, parameter))
         self._strategy.gather_again()
 
-    def _read_part(self, saved: SavedParts, value: Tensor, parameter: ShardedParameter) -> Tensor:
+    def _read_part(self, saved: Any, value: Tensor, parameter: ShardedParameter) -> Tensor:
         """Return this process's part of a tensor that is saved in parts, of this or another number of processes."""
         part = saved.read(value, parameter.offsets, parameter.shape_of_part(self._strategy.global_rank))
         return parameter.in_memory_order(part)
@@ -133,7 +134,7 @@ class CheckpointParts:
         """Return what a checkpoint has of an owner's tensor: a copy in the host's memory, or a stand-in."""
         if self._parts is None or not has_shape(value, parameter.shape):
             return value.detach().cpu()
-        return self._stand_in(Part(value.detach().contiguous(), (0,) * value.dim(), tuple(value.shape)))
+        return self._stand_in(value.detach(), (0,) * value.dim(), value.shape)
 
     def cut_optimizer_state(self, optimizer: Any, state: Mapping[str, Any], saved: Any) -> dict[str, Any]:
         """Return what this process's optimizer needs of a state.
@@ -141,11 +142,11 @@ class CheckpointParts:
         Args:
             optimizer: it has this process's parameters.
             state: the state, with whole tensors, or with stand-ins.
-            saved: reads what the stand-ins stand for; None: there are none.
+            saved: see `saved`.
         """
 
         def cut(value: Any, parameter: ShardedParameter | None) -> Any:
-            reads = isinstance(saved, SavedParts) and saved.has(value)
+            reads = saved is not None and saved.has(value)
             if parameter is None or not has_shape(value, parameter.shape):
                 return saved.read(value) if reads else value
             if parameter.owner is not None:  # fused optimizers pair elements in the order of the memory

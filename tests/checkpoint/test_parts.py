@@ -1,6 +1,6 @@
 """Checkpoints of which each rank writes its parts: complete or refused in one line, and never executed."""
 
-import pickle
+import hashlib
 import re
 import shutil
 import threading
@@ -13,39 +13,51 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from thread_ranks import Ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed import checkpoint as dcp
 
 import lockstep
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint import paths
+from lockstep.checkpoint import part_files, paths
 from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError, step_of
+from lockstep.checkpoint.parts import INDEX, SavedParts, new_folder_name
 from lockstep.checkpoint.weights import read_weights
 from lockstep.errors import UserError
-from lockstep.strategies.saved_parts import INDEX, Part, SavedParts, new_folder_name, stand_in, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANKS = 3
 W = torch.arange(35.0).view(7, 5)  # three rows on ranks 0 and 1, one on rank 2
+FILE = "shard-{:05d}-model-00001-of-00001.safetensors"
 B = torch.arange(4.0, dtype=torch.float64).to(torch.bfloat16)
+
+
+def empty() -> Tensor:
+    return torch.empty(W.shape, dtype=W.dtype, device="meta")
 
 
 def content(step: int) -> dict[str, Any]:
     """Return what rank zero saves: `w` is cut, `momentum` is rank one's, and `b` is in the file."""
     return {
-        "state_dict": {"w": stand_in(W.shape, W.dtype), "b": B},
-        "optimizer_states": [{"state": {0: {"momentum": stand_in(W.shape, W.dtype), "step": torch.tensor(3.0)}}}],
+        "state_dict": {"w": empty(), "b": B},
+        "optimizer_states": [{"state": {0: {"momentum": empty(), "step": torch.tensor(3.0)}}}],
         "pytorch-lightning_version": "2",
         "global_step": step,
     }
 
 
-def parts_of(rank: int, scale: float = 1.0) -> dict[str, Part]:
-    parts = {"state_dict/w": Part(W[rank * 3 : rank * 3 + 3] * scale, (rank * 3, 0), tuple(W.shape))}
-    if rank == 1:
-        parts["optimizer_states/0/state/0/momentum"] = Part(-W * scale, (0, 0), tuple(W.shape))
+def parts_of(rank: int, content: dict[str, Any], scale: float = 1.0) -> list[Any]:
+    parts = [(content["state_dict"]["w"], W[rank * 3 : rank * 3 + 3] * scale, (rank * 3, 0))]
+    if rank == 1 and content["optimizer_states"]:
+        parts.append((content["optimizer_states"][0]["state"][0]["momentum"], -W * scale, (0, 0)))
     return parts
+
+
+def save_step(io: AtomicCheckpointIO, rank: int, step: int, file: Path) -> None:
+    """Save a checkpoint whose weights are multiples of the step."""
+    made = content(step)
+    io.save_parts(made, parts_of(rank, made, step), file)
 
 
 def save(ranks: Ranks, folder: Path, *steps: int, best: int | None = None, number: int = 0) -> Path:
@@ -55,7 +67,7 @@ def save(ranks: Ranks, folder: Path, *steps: int, best: int | None = None, numbe
     def of_rank(rank: int) -> None:
         io = AtomicCheckpointIO(last=last, number=number)
         for step in steps:
-            io.save_parts(content(step), parts_of(rank, step), last)
+            save_step(io, rank, step, last)
             if rank == 0 and step == best:
                 io.link_checkpoint(last, paths.best(folder))
         io.teardown()
@@ -94,10 +106,28 @@ def test_ranks_read_what_rank_zero_sends(ranks: Ranks, tmp_path: Path) -> None:
     assert all(torch.equal(each["w"], W) and torch.equal(each["b"], B) for each in loaded)
 
 
-def test_torch_reads_the_folder(ranks: Ranks, tmp_path: Path) -> None:
+def test_torch_and_safetensors_read_the_folder_and_nothing_in_it_is_a_pickle(ranks: Ranks, tmp_path: Path) -> None:
+    folder = folders(save(ranks, tmp_path, 1))[0]
+    assert sorted(each.name for each in folder.iterdir()) == [FILE.format(rank) for rank in (1, 2, 3)]
+    state = {"state_dict/w": torch.zeros_like(W), "optimizer_states/0/state/0/momentum": torch.zeros_like(W)}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert torch.equal(state["state_dict/w"], W)
+    assert torch.equal(state["optimizer_states/0/state/0/momentum"], -W)
+    assert torch.equal(load_file(folder / FILE.format(3))["state_dict/w"], W[6:])
+
+
+def test_large_parts_are_in_several_files(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_files, "FILE_SIZE", 50)
     file = save(ranks, tmp_path, 1)
-    dcp_to_torch_save(folders(file)[0], tmp_path / "all.pt")
-    assert torch.equal(torch.load(tmp_path / "all.pt", weights_only=True)["state_dict/w"], W)
+    assert [each.name for each in sorted(folders(file)[0].iterdir())] == [
+        "shard-00001-model-00001-of-00002.safetensors",
+        "shard-00002-model-00001-of-00002.safetensors",
+        "shard-00002-model-00002-of-00002.safetensors",
+        "shard-00003-model-00001-of-00002.safetensors",
+    ]
+    whole = checkpoint_io.load(file)
+    assert torch.equal(whole["state_dict"]["w"], W)
+    assert torch.equal(whole["optimizer_states"][0]["state"][0]["momentum"], -W)
 
 
 def test_a_folder_goes_with_the_last_file_that_names_it(ranks: Ranks, tmp_path: Path) -> None:
@@ -152,25 +182,41 @@ def test_no_folder_is_removed_where_a_file_is_damaged(ranks: Ranks, tmp_path: Pa
 
 
 def cut_off(folder: Path) -> None:
-    (part := folder / "__1_0.distcp").write_bytes(part.read_bytes()[:-100])
+    (part := folder / FILE.format(2)).write_bytes(part.read_bytes()[:-100])
 
 
 def flip_a_bit(folder: Path) -> None:
-    content = bytearray((part := folder / "__1_0.distcp").read_bytes())
-    content[len(content) // 3] ^= 4
+    content = bytearray((part := folder / FILE.format(2)).read_bytes())
+    content[-50] ^= 4  # in the numbers: torch's reader takes it for another number
     part.write_bytes(content)
 
 
+def swap_two(folder: Path) -> None:
+    first, second = folder / FILE.format(1), folder / FILE.format(3)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
 def remove_a_file(folder: Path) -> None:
-    (folder / "__1_0.distcp").unlink()
+    (folder / FILE.format(2)).unlink()
+
+
+def add_a_file(folder: Path) -> None:
+    save_file({"state_dict/w": W}, folder / "a.safetensors")
+
+
+DAMAGED = f"{FILE.format(2)} is damaged, or is another file: its SHA-256 does not match"
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (cut_off, "__1_0.distcp is cut off"),
-        (flip_a_bit, "__1_0.distcp is damaged: its checksums do not match"),
-        (remove_a_file, "lacks __1_0.distcp: it must be beside the file"),
+        (cut_off, DAMAGED),
+        (flip_a_bit, DAMAGED),
+        (swap_two, DAMAGED.replace(FILE.format(2), FILE.format(1))),
+        (remove_a_file, f"lacks {FILE.format(2)}: it must be beside the file"),
+        (add_a_file, "has a.safetensors, which is no part of it: move it elsewhere"),
         (shutil.rmtree, "lacks all of it: it must be beside the file"),
     ],
 )
@@ -191,86 +237,84 @@ def test_a_missing_or_damaged_part_is_refused(
     assert step_of(file) == -1
 
 
-class Evil:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (open, (str(self.path), "w"))
-
-
-def test_nothing_in_the_folder_is_executed(ranks: Ranks, tmp_path: Path) -> None:
-    file, executed = save(ranks, tmp_path, 1), tmp_path / "executed"
+def test_parts_of_another_checkpoint_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Also where their SHA-256 are the ones that the file has: of a forged file, or of another module."""
+    file = save(ranks, tmp_path, 1)
+    right = torch.load(file, weights_only=True)
     folder = folders(file)[0]
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil(executed)))
-    assert torch.equal(checkpoint_io.load(file)["state_dict"]["w"], W)
-    late = checkpoint_io.load(file, whole=False)
-    part = folder / "__0_0.distcp"
-    torch.save(Evil(executed), folder / "evil")
-    part.write_bytes((folder / "evil").read_bytes() + part.read_bytes()[(folder / "evil").stat().st_size :])
-    with pytest.raises(UserError, match="w can't be read"):
-        late[INDEX].read(late["state_dict"]["w"])
-    assert not executed.exists()
-    pickle.loads((folder / ".metadata").read_bytes()).close()
-    assert executed.exists(), "the control"
+
+    def wrong(change: Callable[[dict[str, Any]], Any]) -> str:
+        changed = deepcopy(right)
+        change(changed)
+        torch.save(changed, file)
+        with pytest.raises(CheckpointError) as error:
+            checkpoint_io.load(file)
+        return str(error.value).partition(f"{folder.name}, the folder of its parts")[2]
+
+    def shape(content: dict[str, Any], *sizes: int, dtype: torch.dtype = W.dtype) -> None:
+        content["state_dict"]["w"] = torch.empty(sizes, dtype=dtype, device="meta")
+
+    def without(content: dict[str, Any]) -> None:
+        content["optimizer_states"] = []
+        content[INDEX]["tensors"] = ["state_dict/w"]
+
+    others: list[Callable[[dict[str, Any]], Any]] = [
+        lambda content: shape(content, 7, 6),
+        lambda content: shape(content, 35),
+        lambda content: shape(content, 7, 5, dtype=torch.float64),
+        without,
+    ]
+    assert [wrong(change) for change in others] == [": has other tensors than the file"] * len(others)
+    part = folder / FILE.format(3)
+    metadata = {"DCP_SHARDING_INFO": '{"state_dict/w": {"saved_offsets": [6, 0]}}'}
+    for tensors in ({"state_dict/w": W[:2]}, {"other": W[6:]}, {}):  # a gap, another name, nothing
+        save_file(tensors, part, metadata)
+        digest = hashlib.sha256(part.read_bytes()).hexdigest()
+        message = wrong(lambda content, digest=digest: content[INDEX]["sha256"].update({part.name: digest}))  # type: ignore[misc]
+        assert message in (": has other tensors than the file", ": is damaged (KeyError)"), tensors
+    part.write_bytes(b"")
+    digest = hashlib.sha256(b"").hexdigest()
+    assert ": is damaged (" in wrong(lambda content: content[INDEX]["sha256"].update({part.name: digest}))
 
 
-def forged(index: dict[str, Any], change: Callable[[dict[str, Any]], Any], value: Tensor) -> dict[str, Any]:
-    made = {"folder": index["folder"], "tensors": {"w": [list(each) for each in index["tensors"]["w"]]}}
-    change(made)
-    return {"w": value, INDEX: made}
+def test_what_a_forged_file_says_about_its_parts_is_refused(tmp_path: Path) -> None:
+    name = FILE.format(1)
 
+    def forged(change: Callable[[dict[str, Any]], Any], **more: Any) -> dict[str, Any]:
+        index: dict[str, Any] = {"folder": new_folder_name(), "sha256": {name: "0" * 64}, "tensors": ["w"]}
+        change(index)
+        return {"w": empty(), INDEX: index, **more}
 
-def test_a_forged_index_is_refused(tmp_path: Path) -> None:
-    index: dict[str, Any] = {
-        "folder": new_folder_name(),
-        "tensors": {"w": [[[0, 0], [7, 5], "__0_0.distcp", 0, 1000, 1]]},
-    }
-    value = stand_in(W.shape, W.dtype)
-    SavedParts(tmp_path / "x.ckpt", forged(index, lambda index: None, value))  # the control
+    SavedParts(tmp_path / "x.ckpt", forged(lambda index: None))  # the control
+    endless = forged(lambda index: None)
+    endless["itself"] = endless
+    SavedParts(tmp_path / "x.ckpt", endless)
     changes: list[Callable[[dict[str, Any]], Any]] = [
         lambda index: index.update(folder="../elsewhere"),
         lambda index: index.update(folder="checkpoints"),
         lambda index: index.update(folder=3),
         lambda index: index.pop("folder"),
         lambda index: index.update(tensors=[]),
-        lambda index: index["tensors"].pop("w"),
-        lambda index: index["tensors"].update(other=[]),
-        lambda index: index["tensors"]["w"].clear(),
-        lambda index: index["tensors"]["w"][0].pop(),
-        lambda index: index["tensors"]["w"][0].__setitem__(0, [1, 0]),
-        lambda index: index["tensors"]["w"][0].__setitem__(0, [0]),
-        lambda index: index["tensors"]["w"][0].__setitem__(0, [-1, 0]),
-        lambda index: index["tensors"]["w"][0].__setitem__(2, "../../secret"),
-        lambda index: index["tensors"]["w"][0].__setitem__(4, 100),  # fewer bytes than the elements have
-        lambda index: index["tensors"]["w"].append(index["tensors"]["w"][0]),
+        lambda index: index.update(tensors=3),
+        lambda index: index.update(tensors=["w", "v"]),
+        lambda index: index.pop("tensors"),
+        lambda index: index.update(sha256={}),
+        lambda index: index.update(sha256={f"../{name}": "0"}),
+        lambda index: index.update(sha256={3: "0"}),
+        lambda index: index.update(sha256={".metadata": "0"}),
+        lambda index: index.update(sha256=[name]),
+        lambda index: index.pop("sha256"),
     ]
-    for parts in (
-        [[[0, 0], [4, 5], "a", 0, 80, 1], [[3, 0], [3, 5], "a", 80, 80, 1]],  # row 3 twice, and not row 6
-        [[[0, 0], [4, 5], "a", 0, 80, 1], [[4, 0], [3, 5], "a", 79, 80, 1]],  # a byte is in both
-        [[[0, 0], [4, 5], "a", 0, 80, 1], [[4, 0], [3, 5], "a", 0, 80, 1]],  # the same bytes
-        [[[0, 0], [4, 4], "a", 0, 80, 1], [[4, 0], [3, 5], "b", 0, 80, 1], [[0, 4], [4, 1], "c", 0, 80, 1]],
-        [[[0, 0], [7, 5], "a", 0, 140, 1], [[7, 0], [0, 5], "a", 140, 0, 1]],  # nothing
-    ):
-        changes.append(lambda index, parts=parts: index["tensors"].update(w=parts))  # type: ignore[misc]
-    halves = [[[3, 0], [4, 5], "a", 0, 80, 1], [[0, 0], [3, 5], "a", 80, 80, 1]]
-    SavedParts(tmp_path / "x.ckpt", forged(index, lambda index: index["tensors"].update(w=halves), value))
-    endless: dict[str, Any] = forged(index, lambda index: None, value)
-    endless["itself"] = endless
-    SavedParts(tmp_path / "x.ckpt", endless)
     nested: list[Any] = []
     for _ in range(10_000):
         nested = [nested]
-    twice = forged(index, lambda index: None, value) | {"tuple": (value,)}
-    twice[INDEX]["tensors"]["tuple/0"] = [[[0, 0], [7, 5], "b", 0, 1000, 1]]
+    value = empty()
     for content in (
-        forged(index, lambda index: None, value) | {"nested": nested},
-        twice,
-        *(forged(index, change, value) for change in changes),
+        forged(lambda index: None, nested=nested),
+        forged(lambda index: index.update(tensors=["w", "tuple/0"]), tuple=(value,)),
+        *map(forged, changes),
     ):
-        with pytest.raises(UserError, match="its index of parts is not as this version writes it"):
+        with pytest.raises(UserError, match="what it says about its parts is not as this version writes it"):
             SavedParts(tmp_path / "x.ckpt", content)
 
 
@@ -278,20 +322,18 @@ def test_a_rank_that_can_not_write_fails_all_and_the_earlier_checkpoint_stays(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = save(ranks, tmp_path, 1)
-    from lockstep.strategies import distributed_checkpoint
+    resolve = part_files._PartsToSave.resolve_data
 
-    resolve = distributed_checkpoint._PartsToSave.resolve_data
-
-    def full_disk(self: Any, item: Any) -> Tensor:
+    def full_disk(self: Any, item: Any) -> Any:
         if item.index.fqn.endswith("momentum"):
             raise OSError(28, "No space left on device")
         return resolve(self, item)
 
-    monkeypatch.setattr(distributed_checkpoint._PartsToSave, "resolve_data", full_disk)
+    monkeypatch.setattr(part_files._PartsToSave, "resolve_data", full_disk)
 
     def of_rank(rank: int) -> None:
         io = AtomicCheckpointIO()
-        io.save_parts(content(2), parts_of(rank, 2), file)
+        save_step(io, rank, 2, file)
         io.wait()
 
     errors = ranks(RANKS, of_rank, errors=OSError)
@@ -355,11 +397,9 @@ def test_what_a_hook_does_with_a_tensor_without_data_is_saved_or_refused(
 
     def of_rank(rank: int) -> None:
         checkpoint: dict[str, Any] = {**content(1), "optimizer_states": []}
-        part = parts_of(rank)["state_dict/w"]
-        known = {id(checkpoint["state_dict"]["w"]): part}
+        parts = parts_of(rank, checkpoint)
         hook(checkpoint)
         io = AtomicCheckpointIO()
-        parts = {path: known[id(each)] for path, *_, each in tensors_in(checkpoint) if id(each) in known}
         io.save_parts(checkpoint, parts, file)
         io.teardown()
 
@@ -413,7 +453,7 @@ def test_parts_are_written_within_the_timeout_of_the_run(
 
     def of_rank(rank: int) -> None:
         io = AtomicCheckpointIO(timeout=7)
-        io.save_parts(content(1), parts_of(rank), tmp_path / "a.ckpt")
+        save_step(io, rank, 1, tmp_path / "a.ckpt")
         io.teardown()
 
     ranks(RANKS, of_rank)
