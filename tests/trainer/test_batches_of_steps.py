@@ -65,10 +65,8 @@ def fitted(folder: Path, ours: bool, train: Any = None, ckpt_path: Any = None, *
     torch.manual_seed(0)
     module = Seen()
     train = train or loader(batch_size=SMALL, shuffle=False)
-    if ours:
-        made: Any = trainer(folder, **options)
-    else:
-        made = pl.Trainer(default_root_dir=folder, **{**QUIET, "num_sanity_val_steps": 0, **options})
+    options = {"num_sanity_val_steps": 0, **options}
+    made: Any = trainer(folder, **options) if ours else pl.Trainer(default_root_dir=folder, **{**QUIET, **options})
     made.fit(module, train, DataLoader(samples(), 25, shuffle=False), ckpt_path=ckpt_path)
     return made, module
 

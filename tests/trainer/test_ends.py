@@ -64,7 +64,7 @@ class Items(Dataset[Any]):
 def test_of_a_module_none_ends_a_run(tmp_path: Path, name: str, error: type[BaseException]) -> None:
     once = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end", "predict_step")
     module = module_that_raises(name, error, 0 if name in once else 1)
-    trains = trainer(tmp_path, exact=True, pieces=2, check_val_every_n_epoch=1)
+    trains = trainer(tmp_path, exact=True, pieces=2, num_sanity_val_steps=0)
 
     def use() -> None:
         trains.fit(module, loader(), loader(shuffle=False))

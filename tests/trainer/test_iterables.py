@@ -117,7 +117,7 @@ def fitted(folder: Path, name: str, ours: bool = True, ckpt_path: Any = None, **
     module = Seen()
     train = DataLoader(make(), **{"batch_size": SIZE, **of_loader, **changes.pop("of_loader", {})})
     if ours:
-        made: Any = trainer(folder, **{"exact": True, "pieces": 4, **options, **changes})
+        made: Any = trainer(folder, num_sanity_val_steps=0, **{"exact": True, "pieces": 4, **options, **changes})
     else:
         options = {key: value for key, value in options.items() if key != "pieces"}
         made = pl.Trainer(default_root_dir=folder, num_sanity_val_steps=0, **{**QUIET, **options})

@@ -70,7 +70,8 @@ def test_the_batches_of_an_evaluation_have_the_loaders_size(tmp_path: Path, stag
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_batches_of_a_validation_in_fit_have_the_loaders_size(tmp_path: Path, layout: str) -> None:
     module = Recorded()
-    trainer(tmp_path, max_epochs=1, **LAYOUTS[layout]).fit(module, loader(), DataLoader(Sizes(), batch_size=1))
+    made = trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0, **LAYOUTS[layout])
+    made.fit(module, loader(), DataLoader(Sizes(), batch_size=1))
     assert module.sizes == [(1, 8 + index) for index in range(7)]
 
 
@@ -217,7 +218,7 @@ def evaluated(folder: Path, stage: str, **options: Any) -> list[list[int]]:
 
         validation_step = test_step = predict_step = _record  # type: ignore[assignment]
 
-    made = trainer(folder, max_epochs=1, **layout)
+    made = trainer(folder, max_epochs=1, num_sanity_val_steps=0, **layout)
     loaders = DataLoader(data, **{key: value(data) if callable(value) else value for key, value in options.items()})
     if stage == "fit":
         made.fit(Seen(), loader(), loaders)

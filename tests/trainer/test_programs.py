@@ -67,7 +67,7 @@ def test_spellings_of_lightning_are_one_device(tmp_path: Path, options: dict[str
         ({"devices": "0,1"}, "this process is alone: call lockstep.launch(function, devices=2)"),
         ({"strategy": DDPStrategy(start_method="spawn")}, "a DDPStrategy with start_method=spawn) can't be used"),
         ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "a DDPStrategy with ddp_comm_hook) can't be used"),
-        ({"strategy": "ddp_spawn"}, "must be 'auto', 'ddp'"),
+        ({"strategy": "deepspeed"}, "must be 'auto', 'ddp'"),
         ({"callbacks": [pytorch_lightning.callbacks.GradientAccumulationScheduler({0: 2})]}, "pytorch_lightning, and"),
         ({"callbacks": pytorch_lightning.callbacks.EarlyStopping("val_loss")}, "is of the package pytorch_lightning"),
     ],

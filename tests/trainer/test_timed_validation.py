@@ -38,13 +38,14 @@ class Validates(Net):
 
 def validated(folder: Path, *steps: int, ours: bool = True, ckpt_path: Any = None, **options: Any) -> Any:
     """Fit. Return after which steps the module was validated, and the hash of its weights."""
-    options = {"val_check_interval": "00:00:10:00", "callbacks": [Elapses(*steps)], **options}
+    usual = {"val_check_interval": "00:00:10:00", "callbacks": [Elapses(*steps)], "num_sanity_val_steps": 0}
+    options = {**usual, **options}
     pl.seed_everything(0, verbose=False)
     module = Validates()
     if ours:
         made: Any = trainer(folder, **{"exact": True, "pieces": 4, **options})
     else:
-        made = pl.Trainer(default_root_dir=folder, num_sanity_val_steps=0, **{**QUIET, **options})
+        made = pl.Trainer(default_root_dir=folder, **{**QUIET, **options})
     made.fit(module, loader(), loader(shuffle=False), ckpt_path=ckpt_path)
     return module.steps, lockstep.weights_sha256(module.state_dict())
 

@@ -21,10 +21,11 @@ from lockstep.step.trial import SavedAttributes
 
 
 class MonitorCheck(pl.Callback):
-    """Evaluates one batch before the first step if something monitors a validation metric, and refuses missing ones.
+    """Refuses, after Lightning's sanity check, metrics of validation that something monitors and nothing logs.
 
-    The batch is that of Lightning's sanity check, which restores the random state and removes what was logged. This
-    class restores the module's own counters. A run that continues from a checkpoint has no such batch.
+    The sanity check restores the random state and removes what was logged. A Trainer without one has one of a batch if
+    something monitors such a metric; then this class restores the module's own counters. A run that continues from a
+    checkpoint has no sanity check.
 
     Args:
         callbacks: all callbacks of the run that may monitor a metric, by their names for messages.
@@ -40,14 +41,19 @@ class MonitorCheck(pl.Callback):
         self._callbacks = dict(callbacks)
         self._monitor_setting = monitor_setting
         self._before: SavedAttributes | None = None
+        self._adds_check = False
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         of_module = directions_of_module(pl_module)
         self._check_modes(trainer, lambda metric: direction_of_name(metric) or of_module(metric))
-        trainer.num_sanity_val_steps = int(any(metric.startswith("val") for _, metric, _ in self._monitors(trainer)))
+        self._adds_check = self._adds_check or not trainer.num_sanity_val_steps
+        if self._adds_check:
+            monitored = any(metric.startswith("val") for _, metric, _ in self._monitors(trainer))
+            trainer.num_sanity_val_steps = int(monitored)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._before = SavedAttributes(pl_module)
+        if self._adds_check:
+            self._before = SavedAttributes(pl_module)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._before is not None:

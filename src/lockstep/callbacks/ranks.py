@@ -64,7 +64,7 @@ class ReplicaConsistencyCheck(Callback):
         self._logged = False
 
     def _compare(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.datamodule.layout.replicas == 1:
+        if trainer.state.fn is None or trainer.datamodule.layout.replicas == 1:  # no method has begun, or one process
             return
         device = trainer.strategy.root_device
         sums = [

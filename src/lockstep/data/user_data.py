@@ -115,7 +115,7 @@ def user_splits(
         owner = module if owner is None else owner
         owner.trainer = trainer
         with prepared(owner, seed):
-            owner.setup(stage)
+            owner.setup(trainer.state.fn)  # Lightning's TrainerFn, which is a string, too
             for method in methods:
                 where = f"data: the {method} of {type(owner).__name__}"
                 read[method] = read_loaders(getattr(owner, method)(), where, method == "train_dataloader", seed)
@@ -180,7 +180,8 @@ def _bound_stream(each: Split, trainer: Any, name: str) -> None:
 def _methods(module: Any, stage: str) -> list[str]:
     """Return the names of the methods of a LightningModule or LightningDataModule that return loaders of a stage."""
     kind = next((each for each in (pl.LightningDataModule, pl.LightningModule) if isinstance(module, each)), None)
-    return [each for each in LOADERS[stage].values() if kind is not None and overrides_method(module, each, kind)]
+    names = [each for each in LOADERS[stage].values() if callable(getattr(module, each, None))]
+    return [each for each in names if kind is not None and overrides_method(module, each, kind)]
 
 
 @contextmanager

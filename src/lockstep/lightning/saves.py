@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lockstep.lightning.hooks import current_hook
 
@@ -53,7 +54,7 @@ class WaitingSaves:
         """
         if current_hook(self._trainer.lightning_module) == "on_exception":
             return not self._has_begun
-        if not self.under_way:
+        if not self.under_way or self._trainer.state.status != TrainerStatus.RUNNING:  # an error has ended the fit
             return False
         self._waiting[str(path)] = (path, *args), kwargs
         checkpoint_io: Any = self._trainer.strategy.checkpoint_io

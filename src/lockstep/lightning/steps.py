@@ -49,7 +49,8 @@ class StepLoop(StepEpochLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Return the loop's state with that of the gradient sums."""
-        return {**super().on_save_checkpoint(), **self.passes.state_dict()}
+        begun = self.trainer.state.fn is not None  # else there are no data yet, on which the sums depend
+        return {**super().on_save_checkpoint(), **(self.passes.state_dict() if begun else {})}
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """Restore the loop's state and that of the gradient sums."""

@@ -416,6 +416,10 @@ class Step:
 
     def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
+        if batch is None:
+            raise StepRefused(
+                "collate_fn returned None for a batch, which can't be left out of a step: leave samples out"
+            )
         seed = training_step_seed(self.passes.seed, self.batch.step, micro_batch.piece)
         with self.strategy.micro_batch(micro_batch, seed):
             returned = self.passes.forward(batch, micro_batch)

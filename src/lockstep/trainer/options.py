@@ -209,10 +209,10 @@ def chosen_strategy(strategy: Any, sync_batchnorm: bool) -> Strategy:
                 "itself: use strategy='ddp' or lockstep.strategies.DDP"
             )
         strategy = "ddp"
-    if isinstance(strategy, SingleDeviceStrategy):
-        strategy = "auto"
     if isinstance(strategy, str):
         strategy = DDP_OPTIONS.sub("", strategy.lower())
+    if isinstance(strategy, SingleDeviceStrategy) or strategy == "single_device":
+        strategy = "auto"
     if isinstance(strategy, Strategy):
         chosen = strategy
     elif isinstance(strategy, str) and strategy in STRATEGIES:

@@ -31,6 +31,11 @@ ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
     "requires_grad_(False)"
 )
+# Arguments of `training_step` that can't work with a step in pieces.
+REFUSED_ARGUMENTS = {
+    "optimizer_idx": "which is of Lightning 1: remove the argument, since there is one optimizer",
+    "dataloader_iter": "which would fetch its own batches, and a step is cut into pieces: take the batch",
+}
 # Callbacks of Lightning that can't work with a step in pieces, each with what it would do, and what to use instead.
 REFUSED_CALLBACKS = {
     BatchSizeFinder: "would change batch_size, and so what is trained: give more pieces, which need less memory at a "
@@ -131,11 +136,9 @@ def refuse_hooks(setting: str, module: pl.LightningModule, loaders: str = "") ->
     for name in LOADERS if loaders else ():
         if overrides_method(module, name, pl.LightningModule):
             raise UserError(f"{setting}: its {name} would not be called: use {loaders}")
-    if "optimizer_idx" in inspect.signature(module.training_step).parameters:
-        raise UserError(
-            f"{setting}: its training_step takes optimizer_idx, which is of Lightning 1: remove the argument, since "
-            "there is one optimizer"
-        )
+    for name, why in REFUSED_ARGUMENTS.items():
+        if name in inspect.signature(module.training_step).parameters:
+            raise UserError(f"{setting}: its training_step takes {name}, {why}")
     if not module.automatic_optimization:
         raise UserError(f"{setting}: manual optimization can't cut a step into pieces: use automatic optimization")
 

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy as LightningStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
@@ -242,7 +242,6 @@ class Trainer(StepTrainer):
             ours = [] if saves_last else [Checkpoint(root, checkpoint_every, monitor=None)]
             ours += [self._run_folder, self._preemption]
         if options.get("num_sanity_val_steps") is None:
-            options["num_sanity_val_steps"] = 0
             named = {f"callbacks[{number}]": each for number, each in enumerate(user_callbacks)}
             ours.insert(0, MonitorCheck(named, "configure_optimizers: the monitor of its lr_scheduler"))
         self._checkpoint_io = checkpoint_io or AtomicCheckpointIO(
@@ -510,6 +509,8 @@ class Trainer(StepTrainer):
 
     def _prepared_data(self, stage: str, module: Any, first: Any, val_loaders: Any, datamodule: Any) -> StepData:
         """Return this process's data for one of the Trainer's methods."""
+        # `setup` and loaders may read the state
+        self.state.fn, self.state.stage = TrainerFn(stage), RunningStage("train" if stage == "fit" else stage)
         for each in (first, datamodule):
             refuse_other_package(f"trainer.{stage}: the data module", each)
         splits = user_splits(self, stage, self.seed, first, val_loaders, datamodule, module, self._datamodule)
@@ -519,7 +520,12 @@ class Trainer(StepTrainer):
             size_of_loader = loaders["train"].batch_size
             refuse_divided_batch_size(size_of_loader, self.batch_size, splits.owner or module, devices, self._quotients)
             if self.overfit_batches:
-                loaders = {part: in_order(each) for part, each in loaders.items()}
+                ordered = {part: in_order(each) for part, each in loaders.items()}
+                changed = [part for part, each in ordered.items() if each is not loaders[part] and loaders[part].loader]
+                if changed:
+                    names = join_names(changed)
+                    rank_zero_warn(f"overfit_batches: samples of {names} come in the order of the data set")
+                loaders = ordered
             limit = 1.0 if self.fast_dev_run else self.limit_train_batches
             loaders["train"] = first_batches(loaders["train"], limit, self._batches > 1)
         trained = self._steps[1] if self._steps and stage != "fit" else None
