@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
 from trainer.small import Data, Net, loader, trainer
 
 from lockstep.checkpoint import io as checkpoint_io
@@ -135,6 +136,8 @@ def test_what_can_not_be_as_with_lightning_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Fetches(), loader())
     with pytest.raises(UserError, match="collate_fn returned None for a batch"):
         trainer(tmp_path).fit(Net(), loader(collate_fn=lambda samples: None))
+    with pytest.raises(UserError, match="BatchSizeFinder would change batch_size"):
+        Tuner(trainer(tmp_path)).scale_batch_size(Net(), loader())
     module: Any = Net()
     module.train_dataloader = None
     with pytest.raises(UserError, match=r"trainer.fit needs data"):

@@ -513,6 +513,8 @@ class Trainer(StepTrainer):
         self.state.fn, self.state.stage = TrainerFn(stage), RunningStage("train" if stage == "fit" else stage)
         for each in (first, datamodule):
             refuse_other_package(f"trainer.{stage}: the data module", each)
+        for each in self.callbacks:  # Lightning's Tuner adds one
+            refuse_callback("callbacks", each)
         splits = user_splits(self, stage, self.seed, first, val_loaders, datamodule, module, self._datamodule)
         loaders = dict(splits.loaders)
         if "train" in loaders:
