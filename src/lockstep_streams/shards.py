@@ -1,7 +1,8 @@
 """Open images in shards: tar files as WebDataset writes them, parquet files and MosaicML's MDS files."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,8 @@ from lockstep.data.splits import Sizes, Source
 from lockstep.errors import UserError
 from lockstep.text import is_url, plural
 from lockstep.vision.data.classes import ordered
-from lockstep.vision.data.labelled import (
-    PARTS,
-    SPLIT_RULE,
-    check_bits,
-    choose_image_size,
-    image_spec,
-    split_ids,
-    split_text,
-    subsets,
-)
-from lockstep.vision.data.pixels import Reading
+from lockstep.vision.data.labelled import PARTS, check_bits, subsets
+from lockstep.vision.data.options import SPLIT_RULE, ImageOptions, with_image_options
 from lockstep.vision.data.walk import passed_over_text, walk
 from lockstep_streams.mds import INDEX, check_named
 from lockstep_streams.remote import Remote
@@ -38,31 +30,22 @@ INCOMPLETE = re.compile(r"\.(part|partial|crdownload|download|aria2|filepart|tmp
 WANTED = "hold .tar or .parquet files, or .mds files of MosaicML, at any depth"
 
 
+@with_image_options
 def shards(
     data_dir: str,
+    options: ImageOptions,
     image: Suffixes = None,
     label: str | None = "label",
     index_dir: str | None = None,
-    image_size: int | None = None,
-    channels: int = 3,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.1,
-    split_seed: int = 0,
-    background: str | Sequence[int] = "white",
-    bits: int | None = None,
     window: int | None = None,
     cache: str | None = None,
     cache_gb: float | None = None,
     retry_seconds: float = 240.0,
-    known_classes: Sequence[str] = (),
 ) -> Source:
     """Open the tar, parquet and MDS files in a folder, or below a URL.
 
     A file belongs to the part that its path names, such as `train/` or `val-0001.tar`. If all belong to train, or none
-    names a part, the images are split. data/shards.yaml describes the options. `known_classes` comes from a
-    checkpoint, see `classes.ordered`.
+    names a part, the images are split. data/shards.yaml describes the options.
 
     Images are numbered by class and name, however they are distributed to shards; with a window in the order of the
     shards' names and of their places in the shards.
@@ -71,16 +54,15 @@ def shards(
         UserError: There are no shards, one is damaged, or labels, columns or parts are missing; or there is a window,
             and the images would be split.
     """
-    image_spec(image_size, channels, mean, std, ())  # refuse bad options first
-    reading = Reading(background, bits)
-    options: dict[str, Any] = {"image": checked_suffixes(image), "label": label}
+    size, channels, reading = options.image_size or 0, options.channels, options.reading
+    of_index: dict[str, Any] = {"image": checked_suffixes(image), "label": label}
     if window is not None:  # without a window the options, which name the index, stay what they were
-        options["by_place"] = True
+        of_index["by_place"] = True
     passed_over = ""
     root: Any
     if is_url(data_dir):
         root = data_dir
-        remote = Remote(data_dir, options, cache, cache_gb, retry_seconds, index_dir)
+        remote = Remote(data_dir, of_index, cache, cache_gb, retry_seconds, index_dir)
         names, passed_over = remote.paths, remote.passed_over
     else:
         root = Path(data_dir).expanduser().absolute()
@@ -98,18 +80,21 @@ def shards(
 
     def open_with(**more: Any) -> Index:
         if is_url(data_dir):
-            return remote.open(of_part, {**options, **more}, image_size or 0, channels, reading)
+            return remote.open(of_part, {**of_index, **more}, size, channels, reading)
         files = {part: [root / name for name in names] for part, names in of_part.items()}
         of_files = {root / name: of_file for name, of_file in hashes.items()}
-        return open_index(root, files, {**options, **more}, index_dir, image_size or 0, channels, reading, of_files)
+        return open_index(root, files, {**of_index, **more}, index_dir, size, channels, reading, of_files)
 
-    alone, split_here = len(of_part) == 1, bool(val_fraction or test_fraction)
+    alone, split_here = len(of_part) == 1, bool(options.val_fraction or options.test_fraction)
     if window is not None and alone and split_here:
-        fractions = f"data.val_fraction={val_fraction:g} and data.test_fraction={test_fraction:g} would take images out"
+        fractions = f"data.val_fraction={options.val_fraction:g} and data.test_fraction={options.test_fraction:g}"
         right = "name train, val and test in the shards' paths, or use 0 for both"
-        raise UserError(f"data.window={window}: {root} has one part, and {fractions} of all shards: {right}")
+        raise UserError(
+            f"data.window={window}: {root} has one part, and {fractions} would take images out of all shards: {right}"
+        )
     index = open_with()
-    if known_classes and (recorded := ordered(index.classes, known_classes)) != index.classes:
+    known = options.known_classes
+    if known and (recorded := ordered(index.classes, known)) != index.classes:
         index = open_with(known_classes=recorded)
     if is_url(data_dir):
         remote.check_room(index, window)
@@ -118,8 +103,8 @@ def shards(
     if len(index.classes) < 2:
         raise UserError(f"shards: {root} has only one class, {index.classes[0]}: it must have two at least")
     file_sizes: Sizes = ()
-    if image_size is None or not is_url(data_dir):  # with a size, no shard is fetched for a line
-        image_size, file_sizes = choose_image_size(image_size, [*index.parts.values()])
+    if options.image_size is None or not is_url(data_dir):  # with a size, no shard is fetched for a line
+        options, file_sizes = options.with_size([*index.parts.values()])
     train: Any
     val: Any
     test: Any
@@ -127,13 +112,13 @@ def shards(
         (train,), val, test, what = index.parts.values(), None, None, "all of them for training"
     elif alone:
         (images,) = index.parts.values()
-        name = f"split-{digest([SPLIT_RULE, val_fraction, test_fraction, split_seed])[:16]}"
-        ids = index.cached_arrays(name, lambda: split_ids(images, val_fraction, test_fraction, split_seed))
+        rule = [SPLIT_RULE, options.val_fraction, options.test_fraction, options.split_seed]
+        ids = index.cached_arrays(f"split-{digest(rule)[:16]}", partial(options.split_ids, images))
         train, val, test = subsets(images, ids)
-        what = split_text(val_fraction)
+        what = options.split_text
     else:
         train, val, test = map(index.parts.get, PARTS)
-        of_val = "a part of train is used for validation" if val is None and val_fraction else ""
+        of_val = "a part of train is used for validation" if val is None and options.val_fraction else ""
         what = "nothing is tested" if test is None else of_val
     in_shards = passed_over_text(index.passed_over, IMAGES)
     if image is None and (others := [each[1:] for each in index.passed_over if each[1:] in DECODED]):
@@ -143,7 +128,7 @@ def shards(
     where = f"shards: {plural(count, 'file')} in {root}{where_cached}, index in {index.folder}"
     texts = [where, what, passed_over, in_shards]
     about = "; ".join(filter(None, texts))
-    spec = image_spec(image_size, channels, mean, std, index.classes)
+    spec = options.spec(index.classes)
     return Source(train, test, spec, val, about=about, split_by_opener=alone, window=window, file_sizes=file_sizes)
 
 

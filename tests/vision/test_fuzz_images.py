@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from PIL import Image
 
-from lockstep.vision.data.folders import class_folders
+from lockstep.vision.data.folders import open_classes
 from lockstep.vision.data.masks import MaskedFiles
+from lockstep.vision.data.options import ImageOptions
 
 ORIENTATION = 0x0112  # the tag of EXIF
 # What turns a stored image upright, by the tag's value.
@@ -127,7 +128,7 @@ def opened(folder: Path, name: str, content: bytes, channels: int, size: int = 8
     for other in path.parent.iterdir():
         other.unlink()
     path.write_bytes(content)
-    return class_folders(folder, size, channels)[0]
+    return open_classes(folder, ImageOptions(size, channels))[0]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
 from lockstep.report.report_lines import images_lines
 from lockstep.vision.data import ImageFiles, image_folder, image_list, labelled
-from lockstep.vision.data.folders import class_folders
-from lockstep.vision.data.labelled import decode, split
+from lockstep.vision.data.folders import open_classes
+from lockstep.vision.data.labelled import decode
+from lockstep.vision.data.options import ImageOptions
 
 
 def test_image_folder(tmp_path: Path) -> None:
@@ -75,16 +77,17 @@ def test_a_flat_folder_is_split_by_class_and_name(tmp_path: Path) -> None:
     for number in range(40, 44):  # what is added later moves hardly another
         shutil.copy(tmp_path / "cat" / "0.png", tmp_path / "cat" / f"{number}.png")
     assert len(names(opened().test) & names(actual.test)) >= 13
-    assert split(actual.train.part(np.arange(2)), 0.1, 0.1, 0)[1:] == [None, None]
+    assert ImageOptions().split(actual.train.part(np.arange(2)))[1:] == [None, None]
 
 
 @pytest.mark.parametrize(("val", "test"), [(0.1, 0.5), (0.05, 0.9), (0.9, 0.05), (0.3, 0.3)])
 def test_a_class_of_three_files_has_one_in_each_part(tmp_path: Path, val: float, test: float) -> None:
     write_images(tmp_path, (".",), each=3)
-    files, _ = class_folders(tmp_path, 8, 3)
-    parts = split(files, val, test, 0)
+    options = ImageOptions(8, val_fraction=val, test_fraction=test)
+    files, _, _ = open_classes(tmp_path, options)
+    parts = options.split(files)
     assert [np.bincount(part.labels).tolist() for part in parts if part] == [[1, 1]] * 3
-    assert names(split(files, 0.0, test, 0)[2]) == names(parts[2]), "val_fraction changed the test"
+    assert names(replace(options, val_fraction=0.0).split(files)[2]) == names(parts[2]), "val_fraction changed the test"
 
 
 def test_transforms_get_files_whole(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
     (cat / "more").mkdir()
     (cat / "0.png").rename(cat / "more" / "0.png")
     (cat / "less").symlink_to("more")
-    names = class_folders(root / "train", 8, 3)[0].names.tolist()
+    names = open_classes(root / "train", ImageOptions(8))[0].names.tolist()
     assert names[:6] == ["cat/1.png", "cat/2.png", "cat/3.png", "cat/4.png", "cat/5.png", "cat/less/0.png"]
     assert len(names) == 12
 
@@ -222,7 +225,7 @@ def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
-    dataset = class_folders(write_images(tmp_path) / "train", 8, 3)[0]
+    dataset = open_classes(write_images(tmp_path) / "train", ImageOptions(8))[0]
     whole = dataset.path(4).read_bytes()
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"cat/4\.png can't be decoded"):

@@ -4,7 +4,6 @@ import csv
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -23,13 +22,10 @@ from lockstep.vision.data.labelled import (
     LabelledFiles,
     check_bits,
     check_headers,
-    choose_image_size,
     decodable,
-    image_spec,
-    split,
-    split_text,
     unique_images,
 )
+from lockstep.vision.data.options import ImageOptions, with_image_options
 from lockstep.vision.data.pixels import Reading
 from lockstep.vision.data.targets import table_lines
 from lockstep.vision.data.walk import Walk, entries, is_folder, is_left_behind, local_folder, passed_over_text, walk
@@ -41,32 +37,17 @@ OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 
 
-def image_folder(
-    data_dir: str,
-    image_size: int | None = None,
-    channels: int = 3,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.1,
-    split_seed: int = 0,
-    skip_broken: bool = False,
-    background: str | Sequence[int] = "white",
-    bits: int | None = None,
-    known_classes: Sequence[str] = (),
-) -> Source:
+@with_image_options
+def image_folder(data_dir: str, options: ImageOptions, skip_broken: bool = False) -> Source:
     """Open images that are sorted into a folder for each class.
 
     Either `<data_dir>` has `train/<class>/`, and `test/<class>/` or `val/<class>/` or both; without `test/` nothing is
     tested. Or it has `<class>/` alone, and the images are split. data/image_folder.yaml describes the options.
-    `known_classes` comes from a checkpoint, see `classes.ordered`.
 
     Raises:
         UserError: Folders or images are missing or can't be read, the folders' classes differ, or an image lies in two
             parts or classes.
     """
-    image_spec(image_size, channels, mean, std, ())  # refuse bad options first
-    reading = Reading(background, bits)
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     root = local_folder("image_folder", data_dir)
@@ -85,8 +66,8 @@ def image_folder(
     passed_over = beside + Counter(f"{name}/" for name in folders if name not in parts) if parts else Counter()
     opened, inodes = {}, []
     for name in parts or [""]:
-        files, classes, walked = _open_classes(root / name, image_size or 0, channels, known_classes)
-        opened[name] = (replace(files, reading=reading), classes)
+        files, classes, walked = open_classes(root / name, options)
+        opened[name] = (files, classes)
         inodes.append(walked.inodes)
         passed_over += walked.passed_over
     classes = opened[parts[0] if parts else ""][1]
@@ -107,32 +88,23 @@ def image_folder(
                 where = root / name / classes[empty[0]]
                 raise UserError(f"image_folder: no image in {where} can be decoded: repair one, or remove the folder")
     check_headers([part for part, _ in opened.values()])
-    image_size, file_sizes = choose_image_size(image_size, [part for part, _ in opened.values()])
+    options, file_sizes = options.with_size([part for part, _ in opened.values()])
     what = ""
     if parts:
         train, val, test = (opened[name][0] if name in opened else None for name in PARTS)
         if test is None:
             what = "nothing is tested"
-        elif val is None and val_fraction:
+        elif val is None and options.val_fraction:
             what = "a part of train/ is used for validation"
     else:
-        train, val, test = split(opened[""][0], val_fraction, test_fraction, split_seed)
-        what = split_text(val_fraction)
+        train, val, test = options.split(opened[""][0])
+        what = options.split_text
     layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
     texts = [f"{layout} in {root}", what, left_out, again, passed_over_text(passed_over, EXTENSIONS)]
     about = f"image_folder: {'; '.join(filter(None, texts))}"
-    spec = image_spec(image_size, channels, mean, std, classes)
-    return Source(train, test, spec, val, about=about, split_by_opener=not parts, file_sizes=file_sizes)
-
-
-def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:
-    """Return the images of the class folders in `root`, at any depth, and the names of the classes.
-
-    Raises:
-        UserError: see `_open_classes`.
-    """
-    files, classes, _ = _open_classes(root, image_size, channels)
-    return files, classes
+    return Source(
+        train, test, options.spec(classes), val, about=about, split_by_opener=not parts, file_sizes=file_sizes
+    )
 
 
 def _folders(root: Path) -> tuple[list[str], Counter[str]]:
@@ -152,9 +124,7 @@ def _folders(root: Path) -> tuple[list[str], Counter[str]]:
     return sorted(names), others.passed_over
 
 
-def _open_classes(
-    root: Path, image_size: int, channels: int, known_classes: Sequence[str] = ()
-) -> tuple[LabelledFiles, list[str], Walk]:
+def open_classes(root: Path, options: ImageOptions) -> tuple[LabelledFiles, list[str], Walk]:
     """Return the images of the class folders in `root`, the names of the classes in order, and what the walk found.
 
     Raises:
@@ -171,14 +141,16 @@ def _open_classes(
     if empty := [name for name, count in counts.items() if not count]:
         known = passed_over_text(walks[empty[0]].passed_over, EXTENSIONS) or KNOWN
         raise UserError(f"image_folder: no image in {root / empty[0]}: {known}")
-    class_of, classes = class_names(counts, f"image_folder: the folders in {root}", known_classes=known_classes)
+    where = f"image_folder: the folders in {root}"
+    class_of, classes = class_names(counts, where, known_classes=options.known_classes)
     folder_of = {class_of[name]: name for name in folders}
     ordered_walks = [walks[folder_of[name]] for name in classes]
     labels = np.repeat(np.arange(len(classes)), [len(each.paths) for each in ordered_walks])
     names = np.array([*chain.from_iterable(each.paths for each in ordered_walks)])
     inodes = [*chain.from_iterable(each.inodes for each in ordered_walks)]
     passed_over = sum((each.passed_over for each in ordered_walks), beside)
-    return LabelledFiles(root, names, labels, image_size, channels), classes, Walk([], inodes, passed_over)
+    files = LabelledFiles(root, names, labels, options.image_size or 0, options.channels, reading=options.reading)
+    return files, classes, Walk([], inodes, passed_over)
 
 
 def _each_image_once(

@@ -13,16 +13,8 @@ from numpy.typing import NDArray
 from lockstep.data.splits import Source
 from lockstep.errors import UserError
 from lockstep.vision.data.classes import class_names
-from lockstep.vision.data.labelled import (
-    LabelledFiles,
-    check_headers,
-    choose_image_size,
-    image_spec,
-    split_ids,
-    split_text,
-    subsets,
-)
-from lockstep.vision.data.pixels import Reading
+from lockstep.vision.data.labelled import LabelledFiles, check_headers, subsets
+from lockstep.vision.data.options import ImageOptions, with_image_options
 from lockstep.vision.data.walk import walk
 
 PARTS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}  # names of splits
@@ -63,32 +55,18 @@ class RowImages(LabelledFiles):
         return hashlib.sha256(self.labels.tobytes() + np.asarray(sizes).astype(np.int64).tobytes()).hexdigest()
 
 
+@with_image_options
 def huggingface(
-    path: str | None,
-    subset: str | None = None,
-    image: str = "image",
-    label: str = "label",
-    image_size: int | None = None,
-    channels: int = 3,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.1,
-    split_seed: int = 0,
-    background: str | Sequence[int] = "white",
-    bits: int | None = None,
-    known_classes: Sequence[str] = (),
+    path: str | None, options: ImageOptions, subset: str | None = None, image: str = "image", label: str = "label"
 ) -> Source:
     """Open a data set of images from the hub, or from a folder: one of `save_to_disk`, or one of parquet files.
 
     Its splits train, validation and test are used. If it has one split, the images are split.
-    data/huggingface.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
+    data/huggingface.yaml describes the options.
 
     Raises:
         UserError: `datasets` is not installed, the data set can't be opened, or has other columns or no train.
     """
-    image_spec(image_size, channels, mean, std, ())  # refuse bad options first
-    reading = Reading(background, bits)
     if not isinstance(path, str) or not path:
         raise UserError("data.path must be given: data.path=<a name on the hub, or a folder>")
     splits = load(path, subset)
@@ -103,21 +81,22 @@ def huggingface(
     for part, name in of_part.items():
         if name is not None:
             rows = columns_of(f"huggingface: {path}, split {name}", splits[name], image, label)
-            labels, classes = numbered(f"huggingface: {path}, split {name}", rows, label, classes, known_classes)
-            where = np.array([f"{path}, split {name}"])
-            parts[part] = RowImages(Path(path), where, labels, image_size or 0, channels, rows, image, reading=reading)
+            known = options.known_classes
+            labels, classes = numbered(f"huggingface: {path}, split {name}", rows, label, classes, known)
+            where, size = np.array([f"{path}, split {name}"]), options.image_size or 0
+            of_rows = labels, size, options.channels, rows, image
+            parts[part] = RowImages(Path(path), where, *of_rows, reading=options.reading)
     if len(classes) < 2:
         raise UserError(f"huggingface: {path} has only one class, {classes[0]}: it must have two at least")
     check_headers([*parts.values()])
-    image_size, file_sizes = choose_image_size(image_size, [*parts.values()])
+    options, file_sizes = options.with_size([*parts.values()])
     train, val, test = (parts.get(part) for part in PARTS)
     about = f"huggingface: {path}, " + ", ".join(f"{name} as {part}" for part, name in of_part.items() if name)
-    spec = image_spec(image_size, channels, mean, std, classes)
+    spec = options.spec(classes)
     if not alone:
         return Source(train, test, spec, val, about=about, file_sizes=file_sizes)
-    ids = split_ids(parts["train"], val_fraction, test_fraction, split_seed)
-    of_ids = subsets(parts["train"], ids)
-    about = f"huggingface: {path}; {split_text(val_fraction)}"
+    of_ids = subsets(parts["train"], options.split_ids(parts["train"]))
+    about = f"huggingface: {path}; {options.split_text}"
     return Source(of_ids[0], of_ids[2], spec, of_ids[1], about=about, split_by_opener=True, file_sizes=file_sizes)
 
 

@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from stat import S_ISREG
@@ -17,50 +18,37 @@ from lockstep.vision.data.labelled import (
     PARTS,
     LabelledFiles,
     check_headers,
-    choose_image_size,
     decodable,
-    image_spec,
-    split,
     unique_images,
 )
 from lockstep.vision.data.masks import MaskedFiles
-from lockstep.vision.data.pixels import Reading
+from lockstep.vision.data.options import ImageOptions, with_image_options
 from lockstep.vision.data.targets import Columns, columns, read_targets, table_lines
 
 
+@with_image_options
 def image_list(
     csv: str | None,
-    image_size: int | None = None,
-    channels: int = 3,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.1,
-    split_seed: int = 0,
+    options: ImageOptions,
     skip_broken: bool = False,
     labels: Sequence[str] | None = None,
     values: Sequence[str] | None = None,
     mask: str | None = None,
     classes: Sequence[str] | None = None,
     unlabelled: int | None = None,
-    background: str | Sequence[int] = "white",
-    bits: int | None = None,
-    known_classes: Sequence[str] = (),
 ) -> Source:
     """Open the images that a CSV file lists in its columns `path` (relative to the file's folder) and `label`.
 
     Other columns take the place of `label`: `labels` are 0 or 1 each, `values` are numbers, and `mask` has the path of
     an image whose pixels are numbers of `classes`, or `unlabelled`. A column `split` may have train, val or test.
     Without it the images, or those of each class, are split. Without val, a part of train is used for validation.
-    data/image_list.yaml describes the options. `known_classes` comes from a checkpoint, see `classes.ordered`.
+    data/image_list.yaml describes the options.
 
     Raises:
         UserError: The file, a column, a path or a target is missing or not valid, there is only one class, or an image
             is in two parts or has two targets.
     """
     target = columns(labels, values, mask, classes)
-    image_spec(image_size, channels, mean, std, ())  # refuse bad options first
-    reading = Reading(background, bits)
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     if not isinstance(csv, str):
@@ -93,19 +81,20 @@ def image_list(
     left_out = ""
     if skip_broken and rows:
         names, none = np.array([row["path"] for row in rows]), np.zeros(len(rows), dtype=np.int64)
-        every = LabelledFiles(file.parent, names, none, 0, channels, reading=reading)
+        every = LabelledFiles(file.parent, names, none, 0, options.channels, reading=options.reading)
         (good,), left_out = decodable([every])
         rows = [rows[index] for index in good]
-    targets, names_of_targets = read_targets(file, rows, target, known_classes)
+    targets, names_of_targets = read_targets(file, rows, target, options.known_classes)
     if not rows:
         raise UserError(f"{file} has no rows: it must have one for each image")
     names = np.array([row["path"] for row in rows])
-    files = LabelledFiles(file.parent, names, targets, 0, channels, reading=reading)
-    image_size, file_sizes = choose_image_size(image_size, [files])
+    files = LabelledFiles(file.parent, names, targets, 0, options.channels, reading=options.reading)
+    options, file_sizes = options.with_size([files])
     if target.task == "segmentation":
         masks = np.array([row[target.names[0]] for row in rows])
         of_masks = masks, len(target.classes), unlabelled
-        files = MaskedFiles(file.parent, names, targets, image_size, channels, *of_masks, reading=reading)
+        size, channels, reading = files.image_size, files.channels, files.reading
+        files = MaskedFiles(file.parent, names, targets, size, channels, *of_masks, reading=reading)
     elif unlabelled is not None:
         raise ValueError(f"unlabelled={unlabelled}: is a value of masks: give data.mask=<column>, or leave it out")
     if "split" in rows[0]:
@@ -115,13 +104,13 @@ def image_list(
         if train is None:
             raise UserError(f"{file}: no row has the split train: some must have it")
         if val is None:
-            train, val, _ = split(train, val_fraction, 0, split_seed)
+            train, val, _ = replace(options, test_fraction=0).split(train)
     else:
-        train, val, test = split(files, val_fraction, test_fraction, split_seed)
+        train, val, test = options.split(files)
     check_headers([files])
     if isinstance(files, MaskedFiles):
         files.check_masks()
-    spec = image_spec(image_size, channels, mean, std, names_of_targets, target.task)
+    spec = options.spec(names_of_targets, target.task)
     texts = "; ".join(filter(None, [left_out, again]))
     about = texts and f"image_list: {texts}"
     return Source(train, test, spec, val, about=about, split_by_opener="split" not in rows[0], file_sizes=file_sizes)

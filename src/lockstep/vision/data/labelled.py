@@ -1,4 +1,4 @@
-"""Decode labelled image files, check them, and split them into training, validation and test."""
+"""Decode labelled image files, and check them."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,6 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.data.splits import Sizes, Spec
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
 from lockstep.text import join_names, plural
@@ -41,12 +40,8 @@ from lockstep.vision.data.pixels import (
 MODES = {1: "L", 3: "RGB"}  # Pillow's modes, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # errors of opening a damaged file
 UNDECODABLE = (*UNREADABLE, struct.error)  # errors of decoding it
-# ImageNet's mean and std by channels, the usual choice for photographs. For grey images: the means over RGB.
-MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # names of folders, and the values of the column `split` in a table of labels
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0  # the most files that `check_headers` opens, roughly, and its time limit
-PHOTOGRAPH = 224  # pixels: the size of photographs, ImageNet's usual one, if the user gives none
-SAMPLED_SIZES = 64  # files whose sizes are read for it
 CHECKED_DEEP_FILES = 32  # the most files of 16 bits that it decodes
 SKIP = "data.skip_broken=true to leave such files out"  # for messages
 
@@ -64,7 +59,7 @@ class LabelledFiles:
     # each string of a list when it is read.
     names: NDArray[np.str_]
     labels: NDArray[Any]  # classes, int64 [n]; or several numbers of each image, float32 [n, k]
-    image_size: int  # pixels; it can be unknown until `choose_image_size`
+    image_size: int  # pixels; it can be unknown until `ImageOptions.with_size`
     channels: int  # 1 or 3
     reading: Reading = field(default=AS_USUAL, kw_only=True)
 
@@ -161,102 +156,6 @@ def decode(source: Path | io.BytesIO, image_size: int | None, mode: str, reading
             fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
     pixels = np.array(fitted).reshape(fitted.height, fitted.width, -1)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
-
-
-def choose_image_size(image_size: int | None, parts: Sequence[LabelledFiles]) -> tuple[int, Sizes]:
-    """Read the sizes of some files of the first part. Choose the images' size by them if the user gives none.
-
-    It is the files' usual short side, and PHOTOGRAPH at most. All parts get it.
-
-    Returns:
-        The size in pixels, and width and height of the files that were looked at.
-    """
-    sizes = []
-    for index in parts[0].sample(SAMPLED_SIZES):
-        with contextlib.suppress(*UNREADABLE), open_image(parts[0].encoded(int(index))) as image:
-            sizes.append(image.size)
-    if image_size is None:
-        image_size = min(PHOTOGRAPH, int(np.median([min(size) for size in sizes]))) if sizes else PHOTOGRAPH
-    for part in parts:
-        part.image_size = image_size
-    return image_size, tuple(sizes)
-
-
-def image_spec(
-    image_size: int | None,
-    channels: int,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-    classes: Sequence[str],
-    task: str = "classification",
-) -> Spec:
-    """Return the spec of the images from the options of a function that opens a data set, such as `image_folder`.
-
-    Raises:
-        ValueError: An option is out of range.
-    """
-    if image_size is None:  # it will be chosen from the files
-        image_size = PHOTOGRAPH
-    if type(image_size) is not int or image_size < 1:
-        raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
-    if type(channels) is not int or channels not in MODES:
-        raise ValueError(f"channels={channels}: must be 1 (grey) or 3 (RGB)")
-    mean, std = (
-        usual if moment is None else moment for moment, usual in zip((mean, std), MOMENTS[channels], strict=True)
-    )
-    for name, values in {"mean": mean, "std": std}.items():
-        if not isinstance(values, Sequence) or len(values) != channels:
-            raise ValueError(f"{name}={values}: must be {plural(channels, 'number')}, one per channel")
-    if min(mean) < 0:
-        raise ValueError(f"mean={mean}: must be at least 0")
-    if min(std) <= 0:
-        raise ValueError(f"std={std}: must be greater than 0")
-    return Spec(channels, image_size, tuple(classes), tuple(mean), tuple(std), task)
-
-
-def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
-    """Split files into training, validation and test, as `split_ids` does. An empty part is None."""
-    parts = [files.part(ids) for ids in split_ids(files, val_fraction, test_fraction, seed)]
-    return [part if len(part) else None for part in parts]
-
-
-SPLIT_RULE = 2  # of `split_ids`: with another number, splits that were stored by an older rule are made again
-
-
-def split_ids(files: Any, val_fraction: float, test_fraction: float, seed: int) -> list[NDArray[np.int64]]:
-    """Return the numbers of the training, validation and test files.
-
-    The files of each class are sorted by a hash of their names and `seed`. If labels are not classes, all files are
-    sorted together. The first files are for the test, the next ones for validation, the rest for training. So
-    `val_fraction` does not change the test. A class of three or more files has at least one in each part whose fraction
-    is not 0. If a file is added later, hardly any other file moves to another part.
-
-    Raises:
-        ValueError: A fraction is out of range.
-    """
-    if type(test_fraction) not in (int, float) or not 0 <= test_fraction < 1 - val_fraction:
-        raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and together with val_fraction below 1")
-    names = map(files.name, range(len(files)))
-    keys = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in names)
-    by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keys], dtype=np.uint64), kind="stable")
-    part_of = np.zeros(len(files), dtype=np.int64)  # of each file: 0 for training, 1 for validation, 2 for the test
-    classes = files.labels if files.labels.ndim == 1 else np.zeros(len(files), dtype=np.int64)
-    for label in np.unique(classes):
-        members = by_hash[classes[by_hash] == label]
-        minimum = 1 if len(members) >= 3 else 0
-        start = 0
-        # `reserved`: number of files that must remain, `minimum` for validation and 1 for training.
-        for part, fraction, reserved in ((2, test_fraction, minimum + 1), (1, val_fraction, 1)):
-            size = max(round(fraction * len(members)), minimum if fraction > 0 else 0)
-            stop = min(start + size, len(members) - reserved)
-            part_of[members[start:stop]] = part
-            start = stop
-    return [np.flatnonzero(part_of == part) for part in range(3)]
-
-
-def split_text(val_fraction: float) -> str:
-    """Return the options that decided the parts of `split_ids`, for a message. With folds, `val_fraction` is 0."""
-    return f"split by {'data.val_fraction, ' if val_fraction else ''}data.test_fraction and data.split_seed"
 
 
 def subsets(files: Any, ids: Sequence[NDArray[np.int64]]) -> list[Any]:

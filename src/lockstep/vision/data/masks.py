@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from lockstep.data.datasets import UNLABELLED
 from lockstep.errors import UserError
 from lockstep.vision.data.labelled import CHECK_SECONDS, UNREADABLE, LabelledFiles
 from lockstep.vision.data.pixels import open_image, too_large_text, upright_size
 
-UNLABELLED = 255  # in the masks of a batch: pixels that do not count
 MODES = ("1", "L", "P")  # Pillow's modes of one channel of 8 bits or less
 
 
