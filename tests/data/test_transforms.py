@@ -20,7 +20,7 @@ from lockstep.data import Source, Spec
 from lockstep.data.augment import Augment
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch, labels_of
-from lockstep.data.transforms import Transformed
+from lockstep.data.transforms import transformed
 from lockstep.job.training import first_batch
 
 V2 = "torchvision.transforms.v2"
@@ -231,7 +231,7 @@ def test_a_repeated_sample_is_augmented_anew() -> None:
     (of_next_epoch,) = step_batches(actual)[0].micro_batches
     used = micro_batch.epochs_and_repeats[repeated], of_next_epoch.epochs_and_repeats[of_next_epoch.ids == 39]
     assert len(np.unique(used)) == 40, "no use has the random numbers of another one"
-    erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
+    erasing = transformed(dataset, [v2.RandomErasing(p=1)], "")
     images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs_and_repeats)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 15
     control = fetch(erasing, micro_batch.ids, 3, 0)[0][torch.from_numpy(repeated)]
@@ -245,5 +245,19 @@ def test_transforms_may_write_into_their_image() -> None:
 
     for images in (np.full((4, 1, 2, 2), 7, np.uint8), torch.full((4, 1, 2, 2), 7, dtype=torch.uint8)):
         pairs = [(image, 0) for image in images]
-        assert not Transformed(pairs, [erase, torch.as_tensor], "transforms")[1][0].any()
+        assert not transformed(pairs, [erase, torch.as_tensor], "transforms")[1][0].any()
         assert (images == 7).all()
+
+
+class Summed(list[Any]):
+    """Data whose batches are made by its own function."""
+
+    def collate_fn(self, samples: list[Any]) -> Any:
+        return torch.stack([image for image, _ in samples]).sum(0), len(samples)
+
+
+def test_a_data_set_collates_as_before_when_it_has_transforms() -> None:
+    pairs = Summed((torch.full((1, 2, 2), value), 0) for value in (1, 2, 4))
+    summed, count = fetch(transformed(pairs, [v2.RandomHorizontalFlip()], "transforms"), np.arange(3))
+    assert count == 3
+    assert (summed == 7).all()

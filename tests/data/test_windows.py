@@ -21,7 +21,7 @@ from lockstep.data.augment import Augment
 from lockstep.data.build import open_data
 from lockstep.data.loaders import ChunkDataset, StepDataset
 from lockstep.data.streams import reads_ahead
-from lockstep.data.transforms import Transformed
+from lockstep.data.transforms import transformed
 from lockstep.job.training import first_batch
 
 SIZES = [17, 30, 5, 22, 40, 9, 31, 12]
@@ -177,7 +177,7 @@ def test_a_run_announces_nothing_after_its_last_step() -> None:
 
 def test_a_data_set_is_reached_through_transforms_and_not_through_a_part_of_it() -> None:
     dataset = Shards()
-    assert reads_ahead(Transformed(dataset, [torch.nn.Identity()], "data.transforms.train")) is dataset
+    assert reads_ahead(transformed(dataset, [torch.nn.Identity()], "data.transforms.train")) is dataset
     assert reads_ahead(Subset(dataset, [0, 1])) is None  # type: ignore[arg-type]
     assert reads_ahead([1, 2]) is None
 

@@ -5,13 +5,12 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.streams import ShardNeed
 from lockstep.data.datasets import Ids, weights_of
 from lockstep.data.splits import Source, Splits
-from lockstep.data.transforms import Transformed
+from lockstep.data.transforms import untransformed
 from lockstep.errors import UserError
 
 
@@ -54,8 +53,7 @@ def reads_ahead(dataset: Any) -> ReadsAhead | None:
 
     A Subset has other ids than its data set, so for a Subset it is None.
     """
-    while type(dataset) is Transformed:
-        dataset = dataset.dataset
+    dataset = untransformed(dataset)
     return dataset if hasattr(dataset, "will_need") else None
 
 
@@ -64,8 +62,7 @@ def fetch_counts(dataset: Any) -> Mapping[str, int] | None:
 
     The numbers are `bytes`; `hits`, how often a shard was there when it was read first; and `waits`, how often not.
     """
-    while type(dataset) in (Transformed, Subset):
-        dataset = dataset.dataset
+    dataset = untransformed(dataset, in_subsets=True)
     counts: Mapping[str, int] | None = dataset.fetch_counts() if hasattr(dataset, "fetch_counts") else None
     return counts
 
@@ -75,9 +72,7 @@ def room_note(splits: Splits, layout: Layout) -> str:
 
     A data set states that by its method `room_note`, which gets the number of pieces of a machine and the window.
     """
-    train = splits.train
-    while type(train) in (Transformed, Subset):
-        train = train.dataset
+    train = untransformed(splits.train, in_subsets=True)
     if splits.window is None or not hasattr(train, "room_note"):
         return ""
     counts, devices = layout.counts, layout.devices

@@ -17,7 +17,7 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard devia
 TRIED = 8  # samples that are made before a run begins
 
 
-class Transformed:
+class _Transformed:
     """A data set with transforms: its samples `(image, ...)` become `(tensor [C, H, W], ...)`.
 
     Args:
@@ -36,6 +36,8 @@ class Transformed:
         self.names = getattr(dataset, "names", None)  # of image files
         self.transforms = [*transforms, to_image]
         self._sample = getattr(dataset, "whole", dataset.__getitem__)
+        if hasattr(dataset, "collate_fn"):
+            self.collate_fn = dataset.collate_fn
         self._shape: torch.Size | None = None
         self._shape = self[0][0].shape
 
@@ -90,7 +92,14 @@ def transformed(dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: s
         return dataset
     if type(dataset) is Subset:
         return Subset(transformed(dataset.dataset, transforms, key), dataset.indices)
-    return Transformed(dataset, transforms, key)
+    return _Transformed(dataset, transforms, key)
+
+
+def untransformed(dataset: Any, in_subsets: bool = False) -> Any:
+    """Return the data set without transforms, and if `in_subsets` that inside all `Subset`s."""
+    while type(dataset) is _Transformed or (in_subsets and type(dataset) is Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def image_of(dataset: Any) -> Tensor:
