@@ -1,0 +1,211 @@
+"""The verdict on two programs: one line, the evidence, and a page."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.programs.sameness.causes import Cause, causes
+from lockstep.programs.sameness.judging import STAGES, Pair, differs_from_itself, unlike
+from lockstep.programs.sameness.recorded import Run, Side
+from lockstep.text import join_names, plural
+
+SMALL = 0.05  # a difference up to this share of the size, without a cause, may be rounding that has grown
+ORDINALS = ("first", "second")
+WITNESSES = 2  # further runs that measure rounding then
+
+
+@dataclass
+class Verdict:
+    """Whether two programs are the same.
+
+    Attributes:
+        code: the exit code: 0 the same, 1 different.
+        line: the verdict.
+        step: the first step with a difference that is more than rounding; 0: the initial state.
+        causes: what makes the difference.
+        notes: what else a reader should know.
+        rows: per step: losses, distances, what rounding does.
+    """
+
+    code: int
+    line: str
+    step: int | None = None
+    causes: list[Cause] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        lines = [self.line]
+        for cause in self.causes:
+            lines += [f"cause: {cause.text}", f"change: {cause.change}"]
+        return "\n".join([*lines, *self.notes])
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(pair: Pair, witness: Callable[[], bool] | None = None) -> Verdict:
+    """Decide whether two programs are the same.
+
+    Args:
+        pair: the programs, with the runs that measure rounding.
+        witness: adds one more run that measures rounding to the pair, and returns whether it could. It is called if a
+            small difference without a cause decides.
+    """
+    notes = [*_notes(pair)]
+    if pair.same_bits:
+        line = f"same bits over {plural(pair.length, 'step')}"
+        return Verdict(0, line, notes=notes, rows=rows(pair))
+    selves = [(side, differs_from_itself(side)) for side in (pair.one, pair.other)]
+    for number, (side, at) in enumerate(selves):
+        if at is not None:
+            notes.insert(0, _itself(number, side, at))
+    unsteady = [_unlike(side) for side in (pair.one, pair.other)]
+    if any(unsteady):
+        return _unsteady(pair, unsteady, notes)
+    step = pair.first_difference
+    named = causes(pair, step) if step is not None else []
+    for _ in range(WITNESSES):
+        if step is None or _named(named) or not witness or max(pair.largest(each, step) for each in STAGES[:2]) > SMALL:
+            break
+        if not witness():
+            break
+        pair.forget()
+        step = pair.first_difference
+        named = causes(pair, step) if step is not None else []
+    lengths = pair.one.run.length, pair.other.run.length
+    if step is None and lengths[0] != lengths[1]:
+        return _shorter(pair, notes)
+    if step is None:
+        return Verdict(0, _rounding_line(pair), notes=notes, rows=rows(pair))
+    return Verdict(1, _line(pair, step, named), step, named, notes, rows(pair))
+
+
+def _unlike(side: Side) -> str | None:
+    """Return in what a program differs from itself by more than rounding; None: in nothing that was seen."""
+    others = [*([side.again] if side.again else []), *side.flipped]
+    return next((what for what in (unlike(side.run, other) for other in others) if what), None)
+
+
+def _unsteady(pair: Pair, unsteady: list[str | None], notes: list[str]) -> Verdict:
+    odd = [number for number, what in enumerate(unsteady) if what]
+    who = (
+        "both programs differ from themselves"
+        if len(odd) == 2
+        else f"the {ORDINALS[odd[0]]} program differs from itself"
+    )
+    line = f"different: {who} when run again, in the {unsteady[odd[0]]}"
+    what = f"{who}: each run draws other numbers"
+    change = "seed torch, numpy and random, and the loader's generator and workers"
+    return Verdict(1, line, None, [Cause("nondeterminism", what, change)], notes, rows(pair))
+
+
+def _named(named: list[Cause]) -> bool:
+    return any(cause.kind not in ("not named", "update", "buffers", "network") for cause in named)
+
+
+def _itself(number: int, side: Side, at: int) -> str:
+    where = "in its initial state" if at == 0 else f"from step {at} on"
+    far = Pair(side, Side(side.name, side.again or side.run))
+    size = max(far.largest(stage, max(at, 1)) for stage in STAGES[:2])
+    return f"the {ORDINALS[number]} program differs from itself {where}, by {size:.0e} of the size"
+
+
+def _rounding_line(pair: Pair) -> str:
+    last = pair.length
+    begins = next((step for step in range(1, last + 1) if pair.largest("gradients", step)), last)
+    ours, measured = pair.largest("weights", last), pair.largest_rounding("weights", last)
+    return (
+        f"same up to rounding over {plural(last, 'step')}: gradients differ by {pair.largest('gradients', begins):.0e} "
+        f"of their size at step {begins}, weights by {ours:.0e} at step {last}; one flipped bit of each weight makes "
+        f"{pair.largest_rounding('gradients', begins):.0e} and {measured:.0e}"
+    )
+
+
+def _shorter(pair: Pair, notes: list[str]) -> Verdict:
+    one, other = pair.one.run.length, pair.other.run.length
+    side, few, many = ("first", one, other) if one < other else ("second", other, one)
+    line = f"different: the {side} program takes {plural(few, 'step')}, the other one {many} or more"
+    what = f"the {side} program ends after {plural(few, 'step')}; those are the same in both"
+    cause = Cause("number of steps", what, "epochs, drop_last, and how the samples are divided among ranks")
+    return Verdict(1, line, few + 1, [cause], notes, rows(pair))
+
+
+def _line(pair: Pair, step: int, named: list[Cause]) -> str:
+    where = "before the first step" if step == 0 else f"from step {step}"
+    return f"different {where}: {_what(pair, step)}"
+
+
+def _what(pair: Pair, step: int) -> str:
+    """Return the first tensor that differs at a step, and by how much."""
+    if step:
+        for side, names in enumerate(pair.missing(step)):
+            if names:
+                return f"only the {ORDINALS[side]} has gradients of {join_names(names)}"
+    for stage in STAGES if step else STAGES[1:]:
+        odd = pair.real(stage, step)
+        if odd:
+            one, other = pair.tensors(stage, step)
+            shown = max(odd, key=lambda each: one[each.name].norm)
+            a, b = one[shown.name], other[shown.name]
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            kind = "gradients" if stage == "gradients" else stage
+            inner = float(a.sketch @ a.sketch)
+            ratio = float(a.sketch @ b.sketch) / inner if inner else 0.0
+            rest = float(((b.sketch - ratio * a.sketch) ** 2).sum()) ** 0.5 / (b.norm or 1.0)
+            if rest < 1e-3 and abs(ratio - 1) > 1e-3:
+                return f"{kind} of {shown.name}{more} are {ratio:.3f} times as large"
+            return f"{kind} of {shown.name}{more} differ by {shown.distance:.0e} of their size"
+    apart = pair.settings_apart(step)
+    key, ((name, mine, theirs), *_) = next(iter(apart.items()))
+    return f"{key} of {name} is {theirs}, not {mine}"
+
+
+def _notes(pair: Pair) -> list[str]:
+    notes = []
+    runs = pair.one.run, pair.other.run
+    for number, run in enumerate(runs):
+        label = f"the {ORDINALS[number]} program"
+        optimizers = {step.optimizer for step in run.first.steps}
+        if len(optimizers) > 1:
+            notes.append(f"{label} has {len(optimizers)} optimizers: each call of step() counts as a step")
+        if len(run.ranks) < run.first.world:
+            notes.append(f"{label}: {len(run.ranks)} of {run.first.world} ranks could be recorded")
+        if "OptimizedModule" in run.first.wrappers:
+            notes.append(f"{label} is compiled: only what enters and leaves the compiled module is seen")
+        if error := next((rank.error for rank in run.ranks if rank.error), None):
+            notes.append(f"{label}: recording ended early: {' '.join(error.split())[-160:]}")
+    differing = [
+        f"{key} ({runs[0].first.facts.get(key)}, {runs[1].first.facts.get(key)})"
+        for key in runs[0].first.facts
+        if runs[0].first.facts.get(key) != runs[1].first.facts.get(key)
+    ]
+    if differing:
+        notes.append(f"the programs also differ in {join_names(differing, 6)}")
+    layouts = [_layout(run) for run in runs]
+    if layouts[0] != layouts[1]:
+        notes.append(f"layouts: {layouts[0]}; {layouts[1]}")
+    return notes
+
+
+def _layout(run: Run) -> str:
+    counts = [len(each.samples) for each in run.passes(1)]
+    size = f" of {counts[0]} samples" if counts and len(set(counts)) == 1 and counts[0] else ""
+    many = len(run.ranks) > 1, run.micro_batches > 1
+    processes = f"{len(run.ranks)} process{'es' * many[0]}"
+    return f"{processes} x {run.micro_batches} micro-batch{'es' * many[1]}{size}"
+
+
+def rows(pair: Pair) -> list[dict[str, Any]]:
+    """Return a row for each step: losses, distances, what rounding does."""
+    result = []
+    for step in range(1, pair.length + 1):
+        row: dict[str, Any] = {"step": step}
+        row["losses"] = [run.loss(step) for run in (pair.one.run, pair.other.run)]
+        for stage in STAGES[:2]:
+            row[stage] = pair.largest(stage, step)
+            row[f"{stage}, rounding"] = pair.largest_rounding(stage, step)
+        row["samples"] = [sum(run.samples(step).values()) for run in (pair.one.run, pair.other.run)]
+        result.append(row)
+    return result
