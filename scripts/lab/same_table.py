@@ -18,8 +18,6 @@ from nightly import commit_of
 from planted.recording import verdict_of
 from planted.rows import ACCELERATE, NAMES, ROWS, TRANSFORMERS, Row
 
-from lockstep.programs.common.showing import markdown
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "same.md"
 NEEDS = {ACCELERATE: "accelerate", TRANSFORMERS: "transformers"}
@@ -43,7 +41,8 @@ def main(programs: list[str]) -> int:
             continue
         good, text = run(row)
         print("right" if good else "WRONG", row, text, sep="  ", flush=True)
-        rows.append((NAMES[row.program], row.kind, row.first, row.second, f"{'' if good else '**wrong** '}{text}"))
+        sides = f"{NAMES[row.program]}: {row.first or 'as it is'} | {row.second or 'as it is'}"
+        rows.append(f"{'' if good else 'WRONG: '}{row.kind}: {sides}\n    {text[:110]}")
         if row.kind == "same":
             correct, alarms = correct + 1, alarms + (not good)
         else:
@@ -53,8 +52,8 @@ def main(programs: list[str]) -> int:
     )
     print(counts + (f"; {left_out} rows not run: their framework is not installed" if left_out else ""))
     if not programs and not left_out:
-        names = ("framework", "planted", "first", "second", "verdict")
-        table = f"{BEGIN}\n\n{counts} (commit {commit_of(ROOT)}).\n\n{markdown(names, rows)}\n\n{END}"
+        listed = "\n".join(["```text", *rows, "```"])
+        table = f"{BEGIN}\n\n{counts}, commit {commit_of(ROOT)}.\n\n{listed}\n\n{END}"
         text = PAGE.read_text()
         PAGE.write_text(text[: text.index(BEGIN)] + table + text[text.index(END) + len(END) :])
     return int(right < planted or alarms > 0)
